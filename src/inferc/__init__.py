@@ -1,0 +1,1 @@
+"""inferc: an ahead-of-time compiler and runtime for LLM inference."""

@@ -1,0 +1,225 @@
+"""Lazy weights: expressions over a checkpoint's tensors, computed in row chunks when an artifact is written.
+
+A pass that packs or quantizes edits expressions, never data, so compiling needs the memory of a chunk of rows and not
+of the model.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class TensorReader(Protocol):
+    """Where a source tensor's rows come from (a checkpoint, or a module's parameters)."""
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of axis 0 of tensor `name`, in the dtype it is stored in."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that will be: `op` applied to `args`. Build one with the functions below, never directly."""
+
+    op: str
+    args: tuple[Weight, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = ""  # source: the checkpoint's tensor
+    dim: int = 0  # slice, concat: the axis
+    start: int = 0  # slice: [start, start + shape[dim])
+    data: bytes = b""  # constant: the elements, little endian
+    layout: str = ""  # pack: the physical layout's name
+    perm: tuple[int, ...] = ()  # permute: as in torch.permute
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def sources(self) -> Iterator[Weight]:
+        """The source and constant leaves, left to right."""
+        if not self.args:
+            yield self
+        for arg in self.args:
+            yield from arg.sources()
+
+    def __str__(self) -> str:
+        inner = ", ".join(str(arg) for arg in self.args)
+        if self.op == "source":
+            return self.name
+        if self.op == "constant":
+            return f"constant{list(self.shape)}"
+        if self.op == "slice":
+            return f"{inner}[{self.start}:{self.start + self.shape[self.dim]}@{self.dim}]"
+        detail = {"concat": f", dim={self.dim}", "permute": f", {list(self.perm)}", "pack": f", {self.layout}"}
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.op}({inner}{detail.get(self.op, '')}{f', {kind}' if self.op == 'cast' else ''})"
+
+
+def source(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+    return Weight("source", (), tuple(shape), dtype, name=name)
+
+
+def constant(value: Tensor) -> Weight:
+    """A small tensor kept in the Program itself (rope frequencies)."""
+    data = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return Weight("constant", (), tuple(value.shape), value.dtype, data=data)
+
+
+def cast(weight: Weight, dtype: torch.dtype) -> Weight:
+    return weight if weight.dtype == dtype else Weight("cast", (weight,), weight.shape, dtype)
+
+
+def slice_(weight: Weight, dim: int, start: int, stop: int) -> Weight:
+    shape = list(weight.shape)
+    shape[dim] = stop - start
+    return Weight("slice", (weight,), tuple(shape), weight.dtype, dim=dim, start=start)
+
+
+def concat(weights: tuple[Weight, ...], dim: int = 0) -> Weight:
+    shape = list(weights[0].shape)
+    shape[dim] = sum(weight.shape[dim] for weight in weights)
+    return Weight("concat", weights, tuple(shape), weights[0].dtype, dim=dim)
+
+
+def stack(weights: tuple[Weight, ...]) -> Weight:
+    """A new axis 0, as experts are stacked."""
+    return Weight("stack", weights, (len(weights), *weights[0].shape), weights[0].dtype)
+
+
+def permute(weight: Weight, perm: tuple[int, ...]) -> Weight:
+    return Weight("permute", (weight,), tuple(weight.shape[axis] for axis in perm), weight.dtype, perm=perm)
+
+
+def reshape(weight: Weight, shape: tuple[int, ...]) -> Weight:
+    return Weight("reshape", (weight,), tuple(shape), weight.dtype)
+
+
+def pack(weight: Weight, layout: str) -> Weight:
+    """The logical weight stored in a kernel's physical `layout` (LAYOUTS); shape stays the logical one."""
+    if layout not in LAYOUTS:
+        raise KeyError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    return Weight("pack", (weight,), weight.shape, weight.dtype, layout=layout)
+
+
+# ---------------------------------------------------------------------------------------------- packed layouts
+
+PANEL = 16  # output rows of one panel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a logical [..., n, k] tensor lies in memory."""
+
+    name: str
+    k_unit: int  # neighbouring k elements of one output row kept together
+
+    def physical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        *lead, n, k = shape
+        return (*lead, -(-n // PANEL), -(-k // self.k_unit), PANEL, self.k_unit)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """x [..., n, k] -> [..., n / 16, k / k_unit, 16, k_unit], zero padded to whole panels."""
+        *lead, n, k = x.shape
+        panels, units = -(-n // PANEL), -(-k // self.k_unit)
+        x = torch.nn.functional.pad(x, (0, units * self.k_unit - k, 0, panels * PANEL - n))
+        return x.view(*lead, panels, PANEL, units, self.k_unit).transpose(-2, -3).contiguous()
+
+
+# panel16_k1: float32. panel16_k2: bfloat16, pairs along k as AVX-512 and AMX dot products want them.
+LAYOUTS: dict[str, Layout] = {"panel16_k1": Layout("panel16_k1", 1), "panel16_k2": Layout("panel16_k2", 2)}
+
+
+def physical_shape(weight: Weight) -> tuple[int, ...]:
+    """The shape of the stored tensor: the logical one unless `weight` is packed."""
+    return LAYOUTS[weight.layout].physical_shape(weight.shape) if weight.op == "pack" else weight.shape
+
+
+# ------------------------------------------------------------------------------------------------ materialise
+
+
+def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of axis 0 of the logical tensor; `pack` is the outermost op or absent, and not applied."""
+    if weight.op == "source":
+        return reader.rows(weight.name, start, stop)
+    if weight.op == "constant":
+        whole = torch.frombuffer(bytearray(weight.data), dtype=weight.dtype).view(weight.shape)
+        return whole[start:stop]
+    if weight.op == "cast":
+        return read_rows(weight.args[0], reader, start, stop).to(weight.dtype)
+    if weight.op == "slice":
+        if weight.dim == 0:
+            return read_rows(weight.args[0], reader, weight.start + start, weight.start + stop)
+        rows = read_rows(weight.args[0], reader, start, stop)
+        return rows.narrow(weight.dim, weight.start, weight.shape[weight.dim])
+    if weight.op == "concat":
+        if weight.dim != 0:
+            return torch.cat([read_rows(arg, reader, start, stop) for arg in weight.args], weight.dim)
+        parts, base = [], 0
+        for arg in weight.args:
+            low, high = max(start - base, 0), min(stop - base, arg.shape[0])
+            if low < high:
+                parts.append(read_rows(arg, reader, low, high))
+            base += arg.shape[0]
+        return torch.cat(parts)
+    if weight.op == "stack":
+        return torch.stack([read_whole(arg, reader) for arg in weight.args[start:stop]])
+    if weight.op == "permute":
+        if weight.perm[0] == 0:
+            return read_rows(weight.args[0], reader, start, stop).permute(weight.perm)
+        return read_whole(weight.args[0], reader).permute(weight.perm)[start:stop]
+    if weight.op == "reshape":
+        return read_whole(weight.args[0], reader).reshape(weight.shape)[start:stop]
+    if weight.op == "pack":
+        return read_rows(weight.args[0], reader, start, stop)
+    raise AssertionError(f"unknown weight op {weight.op}")
+
+
+def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
+    """The whole logical tensor."""
+    if not weight.shape:
+        raise AssertionError("a weight has at least one axis")
+    return read_rows(weight, reader, 0, weight.shape[0])
+
+
+def materialize(weight: Weight, reader: TensorReader, chunk_bytes: int = 64 << 20) -> Iterator[Tensor]:
+    """The stored tensor in order, a chunk of rows at a time: concatenated they have `physical_shape(weight)`."""
+    layout = LAYOUTS[weight.layout] if weight.op == "pack" else None
+    unit = PANEL if layout and len(weight.shape) == 2 else 1
+    row_bytes = max(1, weight.num_bytes // weight.shape[0])
+    step = max(unit, chunk_bytes // row_bytes // unit * unit)
+    for start in range(0, weight.shape[0], step):
+        rows = read_rows(weight, reader, start, min(start + step, weight.shape[0]))
+        yield layout.pack(rows) if layout else rows.contiguous()
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+def to_json(weight: Weight) -> dict[str, Any]:
+    out: dict[str, Any] = {"op": weight.op, "shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch.")}
+    if weight.args:
+        out["args"] = [to_json(arg) for arg in weight.args]
+    if weight.data:
+        out["data"] = base64.b64encode(weight.data).decode()
+    for field, empty in (("name", ""), ("dim", 0), ("start", 0), ("layout", ""), ("perm", ())):
+        value = getattr(weight, field)
+        if value != empty:
+            out[field] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def from_json(data: dict[str, Any]) -> Weight:
+    fields: dict[str, Any] = {key: data[key] for key in ("name", "dim", "start", "layout") if key in data}
+    if "data" in data:
+        fields["data"] = base64.b64decode(data["data"])
+    if "perm" in data:
+        fields["perm"] = tuple(data["perm"])
+    args = tuple(from_json(arg) for arg in data.get("args", ()))
+    return Weight(data["op"], args, tuple(data["shape"]), getattr(torch, data["dtype"]), **fields)
