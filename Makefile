@@ -1,0 +1,93 @@
+# `make install` makes .venv with everything in it. On a machine where nothing can be installed, give the
+# interpreter that has the packages (`make test PYTHON=/opt/torch/bin/python3`): no .venv is made then.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+GPU_VENV := .venv-gpu-versions
+JOBS ?= 2
+ARGS ?=
+
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(CURDIR)/$(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+INFERC := $(PY) -m inferc
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
+DEMO_OUT := out/tiny-llama
+
+.PHONY: help install demo test test-all lint types unit bench wheel protos gpu-test gpu-bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY)  ## .venv with inferc (editable) and all that its tests need
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)  ## compile, generate, serve and stream with the model that ships
+	$(PY) examples/demo.py $(DEMO_OUT)
+
+test: lint types unit  ## lint, types and tests: what every change must pass
+
+test-all: lint types $(READY)  ## test, the slow tests, and the frontend against a second set of versions
+	$(PYTEST) -m 'not gpu' $(ARGS)
+ifndef PYTHON
+	$(MAKE) $(GPU_VENV)/.installed
+	$(GPU_VENV)/bin/python -m pytest -n $(JOBS) -m 'not gpu' tests/frontend
+endif
+
+unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
+	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+# torch comes from .venv (by the .pth file): the same CPU build under another transformers.
+$(GPU_VENV)/.installed: constraints-gpu.txt $(VENV)/.installed
+	test -x $(GPU_VENV)/bin/python || python3 -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-gpu.txt \
+	    transformers tokenizers safetensors sentencepiece 'huggingface_hub'
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_venv.pth"
+	touch $@
+
+# A given interpreter may lack the two checkers: say so and go on. In .venv they are always there.
+skip_without = if [ -n "$(PYTHON)" ] && ! $(PY) -c 'import $(1)' 2>/dev/null; then \
+    echo "$@: $(PYTHON) has no $(1), not checked"; exit 0; fi
+
+lint: $(READY)  ## ruff
+	@$(call skip_without,ruff); $(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+types: $(READY)  ## mypy --strict
+	@$(call skip_without,mypy); $(PY) -m mypy
+
+bench: $(READY)  ## speed of the tiny model on this machine (benchmarks/ holds the larger ones)
+	test -f $(DEMO_OUT)/engine.json || $(INFERC) compile examples/models/tiny-llama -o $(DEMO_OUT)
+	$(INFERC) bench latency $(DEMO_OUT)
+	$(INFERC) bench throughput $(DEMO_OUT)
+
+wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
+	rm -rf dist build
+	$(PY) -m build --outdir dist .
+
+protos:  ## make the _pb2 files again, with the oldest grpcio-tools whose output every supported protobuf reads
+	test -d .venv-protos || { python3 -m venv .venv-protos && .venv-protos/bin/pip install -q grpcio-tools==1.75.1 protobuf==6.31.1; }
+	.venv-protos/bin/python -m grpc_tools.protoc -I serve/protos --python_out=serve/protos --pyi_out=serve/protos \
+	    serve/protos/inferc/v1/inference.proto
+
+gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
+	$(PY) -m pytest -m gpu $(ARGS)
+
+gpu-bench: $(READY)  ## kernels on an NVIDIA GPU, measured
+	$(PY) benchmarks/gpu_kernels.py
+
+clean:  ## remove what was built, and the virtual environments
+	rm -rf build dist out .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
