@@ -1,1 +1,60 @@
-"""inferc: an ahead-of-time compiler and runtime for LLM inference."""
+"""inferc: an ahead-of-time compiler and runtime for LLM inference.
+
+`compile` makes an artifact of a model, `LLM` generates with one. Names are imported when they are first used, so that
+`import inferc` costs nothing and the runtime never loads the compiler.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inferc.compiler import compile
+    from inferc.config import CompileConfig, EngineConfig
+    from inferc.errors import (
+        ArtifactError,
+        ConfigError,
+        ExportError,
+        InfercError,
+        RequestError,
+        UnsupportedError,
+        VerifyError,
+    )
+    from inferc.runtime.artifact import load_artifact as load
+    from inferc.runtime.llm import LLM
+    from inferc.runtime.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "ArtifactError",
+    "CompileConfig",
+    "ConfigError",
+    "EngineConfig",
+    "ExportError",
+    "InfercError",
+    "RequestError",
+    "SamplingParams",
+    "UnsupportedError",
+    "VerifyError",
+    "compile",
+    "load",
+]
+
+HOMES = {
+    "compile": "compiler",
+    "CompileConfig": "config",
+    "EngineConfig": "config",
+    "load": "runtime.artifact:load_artifact",
+    "LLM": "runtime.llm",
+    "SamplingParams": "runtime.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'inferc' has no attribute {name!r}")
+    module, _, attribute = HOMES.get(name, "errors").partition(":")
+    return getattr(import_module(f"inferc.{module}"), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return __all__

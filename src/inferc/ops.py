@@ -11,6 +11,7 @@ a backend may store the same bytes in another order and says so in `kv_layout`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +19,14 @@ from torch import Tensor
 LIBRARY = torch.library.Library("inferc", "DEF")
 
 
-def define(schema: str, fake: Callable[..., object]) -> Callable[[Callable[..., object]], Callable[..., object]]:
+Reference = TypeVar("Reference", bound=Callable[..., object])
+
+
+def define(schema: str, fake: Callable[..., object]) -> Callable[[Reference], Reference]:
     """Register `schema` with the decorated function as reference and `fake` as its shape function."""
     name = schema.split("(", 1)[0]
 
-    def register(reference: Callable[..., object]) -> Callable[..., object]:
+    def register(reference: Reference) -> Reference:
         LIBRARY.define(schema)
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"inferc::{name}", fake, lib=LIBRARY)
@@ -128,6 +132,8 @@ def rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_args: object) -> Tensor:
+    if q.dim() == 3:
+        return q.new_empty((*q.shape[:2], v.shape[2]))
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
@@ -141,9 +147,14 @@ def attention(
     """Attention as captured: what the Hugging Face model asked of its attention interface.
 
     q [batch, num_heads, T, head_dim]; k, v [batch, num_kv_heads, T, head_dim]; result [batch, T, num_heads, v_dim].
+    Once the batch is flattened: q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]; result
+    [T, num_heads, v_dim].
     mask is "causal", "sliding" (the last `window` keys, the row's own included) or "chunked" (keys of the same
     chunk of `window`); window is 0 for "causal"; softcap 0.0 means none; sinks [num_heads] joins the softmax's sum.
     """
+    if q.dim() == 3:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attention(q, k, v, sinks, scale, mask, window, softcap)[0]
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * scale
@@ -185,15 +196,21 @@ def kv_write(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer
     kv_cache canonical (see the module); k, v [num_tokens, num_kv_heads, head_dim]; slot_mapping [num_tokens] i64;
     layer counts within the KV group.
     """
-    out = kv_cache.clone()
+    return kv_write_in_place(kv_cache.clone(), k, v, slot_mapping, layer)
+
+
+def kv_write_in_place(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
+    """`kv_write` as a runner does it."""
     block_size = kv_cache.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    out[block, layer, 0, offset] = k.to(out.dtype)
-    out[block, layer, 1, offset] = v.to(out.dtype)
-    return out
+    kv_cache[block, layer, 0, offset] = k.to(kv_cache.dtype)
+    kv_cache[block, layer, 1, offset] = v.to(kv_cache.dtype)
+    return kv_cache
 
 
-def _rope_kv_write_fake(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_cache: Tensor, *_a: object) -> tuple[Tensor, Tensor]:
+def _rope_kv_write_fake(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_cache: Tensor, *_a: object
+) -> tuple[Tensor, Tensor]:
     return _like_first(q), torch.empty_like(kv_cache)
 
 
@@ -214,6 +231,21 @@ def rope_kv_write(
 ) -> tuple[Tensor, Tensor]:
     """`rope` on q and k, then `kv_write`: returns (rotated q, cache)."""
     return rope(q, table, interleaved), kv_write(kv_cache, rope(k, table, interleaved), v, slot_mapping, layer)
+
+
+def rope_kv_write_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope_kv_write` as a runner does it."""
+    written = kv_write_in_place(kv_cache, rope(k, table, interleaved), v, slot_mapping, layer)
+    return rope(q, table, interleaved), written
 
 
 def _paged_attention_fake(q: Tensor, *_args: object) -> Tensor:
@@ -260,7 +292,9 @@ def paged_attention(
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         positions = torch.arange(length, device=q.device)
-        scores = scores.masked_fill(~visible(positions[length - (end - start) :], positions, mask, window), float("-inf"))
+        scores = scores.masked_fill(
+            ~visible(positions[length - (end - start) :], positions, mask, window), float("-inf")
+        )
         out[start:end] = _softmax(scores, sinks).matmul(v).transpose(0, 1).to(q.dtype)
     return out
 
@@ -287,7 +321,7 @@ def moe_routing(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[T
     weights: the lower id first), and their weights, float32.
     """
     probabilities = router_logits.float().softmax(-1)
-    weights, ids = probabilities.sort(-1, descending=True, stable=True)
+    weights, ids = probabilities.sort(stable=True, dim=-1, descending=True)
     weights, ids = weights[:, :top_k], ids[:, :top_k]
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -7,7 +7,8 @@ Node conventions, which every pass keeps:
 - `node.meta["val"]` is a fake tensor (or a tuple of them, or a SymInt); symbolic axes come from `Program.shape_env`;
 - `node.meta["name"]` is the stable name people see (`layers.3.attention.out`), `node.meta["layer"]` the layer's
   index, or None outside of layers;
-- `node.meta["kernel"]`, once chosen, is the name of the kernel that runs the node.
+- `node.meta["kernel"]`, once chosen, is the name of the kernel that runs the node, and `node.meta["place"]` says where
+  in the arena the value lies (`T+1024`: 1024 bytes a row into the pool of token rows).
 
 The output is `(hidden, logits)` once the head is split off: what `hidden` needs is the `step` entry point, the rest
 is `sample`.
@@ -16,11 +17,11 @@ is `sample`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -60,12 +61,14 @@ class Program:
     kv_groups: tuple[KVGroup, ...] = ()
     block_size: int = 0  # 0 until the KV cache rewrite
     info: dict[str, Any] = field(default_factory=dict)  # facts of the model that passes need (vocab_size, …)
+    types: dict[Any, Any] = field(default_factory=dict, repr=False)  # what calls return, kept by passes.rewrite
 
     def inputs(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     def output(self) -> fx.Node:
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        node: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return node
 
     def weight(self, node: fx.Node) -> Weight:
         """The expression behind a `get_attr` node."""
@@ -96,9 +99,21 @@ class Program:
         for name in [name for name in self.weights if name not in used]:
             del self.weights[name]
 
-    def run(self, inputs: dict[str, Tensor], read_weight: Callable[[str], Tensor]) -> Any:
-        """Run the graph with the ops' references (the oracle); returns what the output node returns."""
+    def run(
+        self,
+        inputs: dict[str, Tensor],
+        read_weight: Callable[[str], Tensor],
+        *,
+        calls: Mapping[Any, Callable[..., Any]] | None = None,
+        observe: Callable[[fx.Node, Any], None] | None = None,
+    ) -> Any:
+        """Run the graph with the ops' references (the oracle); returns what the output node returns.
+
+        `calls` replaces the function of some targets (caches written in place); `observe` sees every call's result.
+        """
+        calls = calls or {}
         values: dict[fx.Node, Any] = {}
+        left = {node: len(node.users) for node in self.graph.nodes}
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 values[node] = inputs[node.name]
@@ -107,9 +122,14 @@ class Program:
             elif node.op == "output":
                 return fx.map_arg(node.args[0], lambda n: values[n])
             else:
-                args = fx.map_arg(node.args, lambda n: values[n])
-                kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+                values[node] = calls.get(node.target, node.target)(*args, **kwargs)
+                if observe is not None:
+                    observe(node, values[node])
+                for read in node.all_input_nodes:  # memory for the live values only
+                    left[read] -= 1
+                    if not left[read]:
+                        del values[read]
         raise AssertionError("graph without an output")
 
     def to_text(self) -> str:
@@ -144,6 +164,7 @@ class _Printer:
         self.program = program
         self.values: dict[fx.Node, str] = {}
         self.symbols: dict[str, str] = {}
+        self.num_calls = 0
 
     def text(self) -> str:
         lines = []
@@ -156,12 +177,14 @@ class _Printer:
             elif node.op == "get_attr":
                 self.values[node] = f"@{node.target}"
             else:
-                self.values[node] = f"%{sum(value[1:].isdigit() for value in self.values.values())}"
+                self.values[node] = f"%{self.num_calls}"
+                self.num_calls += 1
                 args = [self.arg(arg) for arg in node.args]
                 args += [f"{key}={self.arg(value)}" for key, value in node.kwargs.items()]
-                kernel = f"  # {node.meta['kernel']}" if "kernel" in node.meta else ""
+                notes = [str(node.meta[key]) for key in ("kernel", "place") if key in node.meta]
+                note = f"  # {', '.join(notes)}" if notes else ""
                 kind = self.type(node.meta.get("val"))
-                lines.append(f"{self.values[node]}: {kind} = {target_name(node.target)}({', '.join(args)}){kernel}")
+                lines.append(f"{self.values[node]}: {kind} = {target_name(node.target)}({', '.join(args)}){note}")
         return "\n".join(lines) + "\n"
 
     def type(self, value: Any) -> str:
@@ -209,9 +232,12 @@ def to_json(program: Program) -> dict[str, Any]:
             entry["kwargs"] = _arg_json(dict(node.kwargs))
         if "val" in node.meta:
             entry["val"] = _value_json(node.meta["val"])
-        entry.update({key: node.meta[key] for key in ("name", "layer", "kernel") if key in node.meta})
+        entry.update({key: node.meta[key] for key in ("name", "layer", "kernel", "place") if key in node.meta})
         nodes.append(entry)
-    groups = [{**group.__dict__, "layers": list(group.layers), "dtype": dtype_name(group.dtype)} for group in program.kv_groups]
+    groups = [
+        {**group.__dict__, "layers": list(group.layers), "dtype": dtype_name(group.dtype)}
+        for group in program.kv_groups
+    ]
     return {
         "name": program.name,
         "num_layers": program.num_layers,
@@ -244,10 +270,12 @@ def from_json(data: dict[str, Any]) -> Program:
         elif entry["op"] == "output":
             node = program.graph.output(args[0])
         else:
-            node = program.graph.create_node("call_function", find_target(entry["target"]), tuple(args), kwargs, entry["id"])
+            node = program.graph.create_node(
+                "call_function", find_target(entry["target"]), tuple(args), kwargs, entry["id"]
+            )
         if "val" in entry:
             node.meta["val"] = _value_load(entry["val"], program, symbols)
-        node.meta.update({key: entry[key] for key in ("name", "layer", "kernel") if key in entry})
+        node.meta.update({key: entry[key] for key in ("name", "layer", "kernel", "place") if key in entry})
         nodes[entry["id"]] = node
     return program
 
@@ -269,7 +297,8 @@ def _hints(program: Program) -> dict[Any, Any]:
             for size in sizes:
                 if isinstance(size, torch.SymInt):
                     used |= size.node.expr.free_symbols
-    hints = program.shape_env.backed_var_to_val if hasattr(program.shape_env, "backed_var_to_val") else program.shape_env.var_to_val
+    # torch 2.13 renamed the map from symbols to their hints.
+    hints = getattr(program.shape_env, "backed_var_to_val", None) or program.shape_env.var_to_val
     return {symbol: hints[symbol] for symbol in sorted(used, key=str)}
 
 

@@ -203,7 +203,11 @@ def materialize(weight: Weight, reader: TensorReader, chunk_bytes: int = 64 << 2
 
 
 def to_json(weight: Weight) -> dict[str, Any]:
-    out: dict[str, Any] = {"op": weight.op, "shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch.")}
+    out: dict[str, Any] = {
+        "op": weight.op,
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+    }
     if weight.args:
         out["args"] = [to_json(arg) for arg in weight.args]
     if weight.data:

@@ -1,0 +1,281 @@
+"""The certificate: how far each pass, and the compiled kernels, moved the numbers from the Hugging Face model's.
+
+Every row compares logits over the same few prompts with the float32 Hugging Face model. A float32 row must stay within
+`FLOAT32_BUDGET`; a row in another dtype may be no worse than `REFERENCE_FACTOR` times Hugging Face's own run in that
+dtype. Like compiler.py this module sees every stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inferc import weights as weight_lib
+from inferc.errors import VerifyError
+from inferc.frontend.load import Checkpoint
+from inferc.frontend.reference import reference_greedy, reference_logits, reference_model
+from inferc.program import Program
+from inferc.reference import IN_PLACE, Chunk, ReadWeight, new_kv_caches, step_inputs
+from inferc.runtime.artifact import load_artifact
+from inferc.runtime.engine import Engine
+from inferc.runtime.load import load_engine
+from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.weights import TensorReader
+
+log = logging.getLogger(__name__)
+
+FLOAT32_BUDGET = 1e-5  # of `relative_error`
+REFERENCE_FACTOR = 1.1
+STANDARD_ERRORS = 3.0  # a mean KL is worse only if it is so beyond its own sampling error
+NEAR_TIE = 1e-3  # logits this close may swap places in float32 arithmetic of another order
+PROMPT_LENGTHS = (7, 24, 40, 64)
+GREEDY_TOKENS = 16
+PROMPT_TEXT = (
+    "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n",
+    "The compiler reads the model once, writes what the machine needs to run it, and never has to look at it again. ",
+    "Question: what is the capital of France, and which river runs through it? Answer: ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items.append(item)\n",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the certificate. Errors are of centred logits; KL is from the float32 reference, in nats."""
+
+    name: str
+    ran_by: str  # transformers, reference (the ops' references) or the target's kernels, and the machine
+    dtype: str
+    max_abs_error: float | None  # these three are None where the logits are not all finite numbers
+    relative_error: float | None  # root of the mean square, relative to the reference's
+    kl: float | None  # mean over positions
+    top1_agreement: float
+    greedy_equal: int | None = None  # prompts whose greedy tokens are those of transformers in the same dtype
+    ok: bool = True
+    reason: str = ""
+
+
+@dataclass
+class Certificate:
+    """Rows in the order of the compile; `scope` says which weights they were computed with."""
+
+    scope: str
+    prompts: list[list[int]]
+    rows: list[Row] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "scope": self.scope,
+            "ok": all(row.ok for row in self.rows),
+            "budgets": {"float32_relative_error": FLOAT32_BUDGET, "kl_factor": REFERENCE_FACTOR},
+            "num_positions": sum(len(prompt) for prompt in self.prompts),
+            "prompts": self.prompts,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def make_prompts(encode: Callable[[str], list[int]] | None, vocab_size: int, max_model_len: int) -> list[list[int]]:
+    """Token ids of a few prompts of different lengths: text where there is a tokenizer, else random ids."""
+    generator = np.random.default_rng(0)
+    prompts = []
+    for length, text in zip(PROMPT_LENGTHS, PROMPT_TEXT, strict=True):
+        length = max(1, min(length, max_model_len - GREEDY_TOKENS))
+        ids = encode(text * 8) if encode is not None else generator.integers(0, vocab_size, length).tolist()
+        prompts.append(ids[:length])
+    return prompts
+
+
+class Certifier:
+    """Collects rows while a program is lowered, then from whatever runs the artifact; refuses what drifted.
+
+    scope: a sentence for the certificate. allow_drift: record a row over its budget and go on.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        prompts: list[list[int]],
+        scope: str,
+        *,
+        max_model_len: int,
+        allow_drift: bool = False,
+    ) -> None:
+        self.certificate = Certificate(scope, prompts)
+        self._reader: TensorReader = checkpoint.reader
+        self._dtype, self._allow_drift = dtype, allow_drift
+        self._graph = ""
+        self.greedy_tokens = max(0, min(GREEDY_TOKENS, max_model_len - max(map(len, prompts))))
+        wide = reference_model(checkpoint, "float32", max_model_len)
+        self.reference = [reference_logits(wide, prompt) for prompt in prompts]
+        model = wide if dtype == "float32" else reference_model(checkpoint, dtype, max_model_len)
+        self.greedy = [reference_greedy(model, prompt, self.greedy_tokens) for prompt in prompts]
+        self._model = model
+        self._reference_kl: Tensor | None = None
+        if dtype != "float32":
+            logits = [reference_logits(model, prompt) for prompt in prompts]
+            row, self._reference_kl = self._compare("hugging_face", "transformers", logits)
+            self.certificate.rows.append(row)
+
+    def observe(self, index: int, name: str, rewrites: int, program: Program) -> None:
+        """After a pass (passes.pipeline.Observe): run the ops' references if the pass changed anything."""
+        graph = re.sub(r"  #.*", "", program.to_text())
+        if (index and not rewrites) or graph == self._graph:  # choosing kernels and planning memory move no number
+            return
+        self._graph = graph
+        values = {key: weight_lib.read_whole(weight, self._reader) for key, weight in program.weights.items()}
+        logits = [run_reference(program, prompt, values.__getitem__) for prompt in self.certificate.prompts]
+        self.add(name, "reference", logits)
+
+    def add_kernels(self, ran_by: str, logits: Sequence[Tensor], greedy: Sequence[list[int]]) -> None:
+        """The row of an artifact's compiled step: logits per prompt [T, vocab_size], and what it generates."""
+        equal = sum(self._same_greedy(index, found) for index, found in enumerate(greedy))
+        self.add("kernels", f"{ran_by} on {platform.system()}-{platform.machine()}".lower(), logits, equal)
+
+    def _same_greedy(self, index: int, found: list[int]) -> bool:
+        """Equal tokens, or different ones that the reference finds equally likely where they part (float32 only)."""
+        expected = self.greedy[index]
+        if found == expected:
+            return True
+        if self._dtype != "float32" or len(found) != len(expected):
+            return False
+        part = next(at for at, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+        logits = reference_logits(self._model, self.certificate.prompts[index] + expected[:part])[-1]
+        return bool((logits[expected[part]] - logits[found[part]]).abs() < NEAR_TIE)
+
+    def add(self, name: str, ran_by: str, logits: Sequence[Tensor], greedy_equal: int | None = None) -> None:
+        row, kl = self._compare(name, ran_by, logits)
+        row = replace(row, greedy_equal=greedy_equal, reason=self._judge(row, kl, greedy_equal))
+        row = replace(row, ok=not row.reason)
+        self.certificate.rows.append(row)
+        log.info("certificate: %s by %s: relative error %s, KL %s", name, ran_by, row.relative_error, row.kl)
+        if not row.ok and not self._allow_drift:
+            raise VerifyError(f"{name} (run by {row.ran_by}): {row.reason}; --allow-drift compiles it all the same")
+
+    def _compare(self, name: str, ran_by: str, found: Sequence[Tensor]) -> tuple[Row, Tensor]:
+        """The row without judgement, and the KL of each position. found: logits per prompt [T, vocab_size]."""
+        errors, sizes, largest, kls, agreed = 0.0, 0.0, 0.0, [], 0
+        for logits, expected in zip(found, self.reference, strict=True):
+            ours, wide = logits.double().log_softmax(-1), expected.double().log_softmax(-1)
+            error = _centred(ours) - _centred(wide)
+            errors += float(error.pow(2).sum())
+            sizes += float(_centred(wide).pow(2).sum())
+            largest = max(largest, float(error.abs().max()))
+            kls.append((wide.exp() * (wide - ours)).sum(-1))
+            agreed += int((ours.argmax(-1) == wide.argmax(-1)).sum())
+        kl = torch.cat(kls)
+        row = Row(
+            name,
+            ran_by,
+            self._dtype,
+            max_abs_error=_figure(largest),
+            relative_error=_figure(math.sqrt(errors / sizes)),
+            kl=_figure(float(kl.mean())),
+            top1_agreement=round(agreed / len(kl), 4),
+        )
+        return row, kl
+
+    def _judge(self, row: Row, kl: Tensor, greedy_equal: int | None) -> str:
+        """Why the row is over its budget; empty if it is not."""
+        if row.max_abs_error is None or row.relative_error is None or row.kl is None:
+            return "its logits are not all finite numbers"
+        if self._reference_kl is None:
+            if row.relative_error > FLOAT32_BUDGET:
+                return (
+                    f"its logits are off by {row.relative_error:.1e} of the reference's, allowed {FLOAT32_BUDGET:.0e}"
+                )
+            if greedy_equal is not None and greedy_equal < len(self.certificate.prompts):
+                return (
+                    f"greedy tokens differ from transformers' in {len(self.certificate.prompts) - greedy_equal} prompts"
+                )
+            return ""
+        worse = kl - REFERENCE_FACTOR * self._reference_kl
+        margin = STANDARD_ERRORS * float(worse.std()) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
+        if float(worse.mean()) > margin:
+            own = float(self._reference_kl.mean())
+            return f"its KL to float32 is {row.kl:.2e}, transformers' own in {self._dtype} is {own:.2e}"
+        return ""
+
+
+def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeight) -> Tensor:
+    """Logits [T, vocab_size] of one sequence by the ops' references, at whatever stage of lowering the program is."""
+    count = len(token_ids)
+    if program.block_size:
+        blocks = range(1, 1 - (-count // program.block_size))  # block 0 is padding's
+        caches = new_kv_caches(program, len(blocks) + 1)
+        inputs = step_inputs(program, [Chunk(token_ids, 0, blocks)], caches)
+    else:  # [1, T] as captured, [T] once flattened
+        known = {"token_ids": torch.tensor(token_ids), "positions": torch.arange(count)}
+        dims = {node.name: node.meta["val"].dim() for node in program.inputs()}
+        inputs = {name: value[None] if dims[name] == 2 else value for name, value in known.items() if name in dims}
+    with torch.inference_mode():
+        logits: Tensor = program.run(inputs, read_weight, calls=IN_PLACE)[-1]
+    return logits.reshape(count, -1).float()
+
+
+def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tuple[str, list[Tensor], list[list[int]]]:
+    """Serve an artifact's compiled step: (the instruction set, logits [T, vocab_size] per prompt, greedy ids per prompt)."""
+    loaded = load_artifact(artifact)
+    engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=64)
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner), "only compiled steps are observed"
+    logits_id = int(loaded.program["observable"][-1]["id"])  # nothing in a program comes after the LM head
+    try:
+        logits = [_scored_logits(engine, runner, logits_id, prompt) for prompt in prompts]
+        greedy: list[list[int]] = [[] for _ in prompts]
+        params = SamplingParams(temperature=0.0, max_tokens=max(1, num_greedy), ignore_eos=True)
+        for index, prompt in enumerate(prompts if num_greedy else []):
+            engine.add_request(str(index), prompt, params)
+        while engine.has_work:
+            for output in engine.step():
+                greedy[int(output.request_id)] += output.token_ids
+    finally:
+        engine.close()
+    return f"cpu kernels ({runner.isa})", logits, greedy
+
+
+def _scored_logits(engine: Engine, runner: ModelRunner, logits_id: int, prompt: list[int]) -> Tensor:
+    """The logits of every position of a prompt, seen as the engine scores it."""
+    seen: list[Tensor] = []
+
+    def observe(entry: dict[str, Any], _layer: int, rows: Any) -> None:
+        if entry["id"] == logits_id:
+            seen.append(torch.from_numpy(rows))
+
+    runner.set_observer(observe)
+    engine.score("certificate", [*prompt, 0])  # a token's logits are computed to score the next
+    while engine.has_work:
+        engine.step()
+    engine.take_scores()
+    runner.set_observer(None)
+    return torch.cat(seen)
+
+
+def _centred(log_probabilities: Tensor) -> Tensor:
+    """Logits up to the constant of each position that no probability depends on."""
+    return log_probabilities - log_probabilities.mean(-1, keepdim=True)
+
+
+def _figure(value: float) -> float | None:
+    """Four digits: more would be noise in a file that people read and compare. JSON has no NaN: None."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def encoder(tokenizer_json: bytes | None) -> Callable[[str], list[int]] | None:
+    """Text to ids, by an artifact's tokenizer.json."""
+    if tokenizer_json is None:
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+    return lambda text: list(tokenizer.encode(text).ids)

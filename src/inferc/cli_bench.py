@@ -1,0 +1,150 @@
+"""`inferc bench`: speed on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from inferc.cli_common import Isa, Json, KVMemory, Out, Threads, command, engine, engine_options, print_json, progress
+from inferc.errors import ConfigError
+
+bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+InputLen = Annotated[int, typer.Option("--input-len", metavar="N", help="Tokens in a prompt.")]
+OutputLen = Annotated[int, typer.Option("--output-len", metavar="N", help="New tokens of a request.")]
+Concurrency = Annotated[int, typer.Option("--concurrency", metavar="N", help="Requests under way at once.")]
+Requests = Annotated[int | None, typer.Option("--requests", metavar="N", help="In all; 4 times --concurrency.")]
+
+
+@command(bench_app, "kernels")
+def bench_kernels(
+    out: Out,
+    input_len: Annotated[int, typer.Option("--input-len", metavar="N", help="Tokens of the prefill step.")] = 512,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    as_json: Json = False,
+) -> None:
+    """Where the time of a step goes: each kernel in one prefill step and in one decode step after it."""
+    from inferc.config import EngineConfig, from_dict
+    from inferc.runtime.artifact import load_artifact
+    from inferc.runtime.model_runner import ModelRunner
+    from inferc.runtime.profile import profile_step
+
+    if input_len < 1:
+        raise ConfigError(f"--input-len {input_len}: expected at least 1")
+    artifact = load_artifact(out, target="cpu")
+    artifact.verify_weights().wait()
+    runner = ModelRunner(artifact, from_dict(EngineConfig, engine_options(threads, isa, 1, max(16, input_len))))
+    try:
+        with progress("bench kernels"):
+            steps = {
+                "prefill": profile_step(runner, artifact, input_len, 0),
+                "decode": profile_step(runner, artifact, 1, input_len),
+            }
+    finally:
+        runner.close()
+    if as_json:
+        print_json({name: dataclasses.asdict(step) for name, step in steps.items()})
+        return
+    for name, step in steps.items():
+        print(f"{name}: {step.num_tokens} tokens after {step.context_len}, {step.ms:.2f} ms, {step.isa}")
+        for row in step.kernels:
+            speed = "" if row.weights_gb_per_s is None else f"{row.weights_gb_per_s:8.1f} GB/s of weights"
+            print(f"  {row.kernel:32} {row.calls:4} calls {row.ms:10.3f} ms {row.share:6.1%}{speed}")
+
+
+@command(bench_app, "latency")
+def bench_latency(
+    out: Out,
+    input_len: InputLen = 512,
+    output_len: OutputLen = 128,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    as_json: Json = False,
+) -> None:
+    """One request alone: time to first token, prefill and decode speed, shares of the machine's ceilings."""
+    from inferc.config import available_cores
+    from inferc.runtime.artifact import load_artifact
+    from inferc.runtime.bench import latency, model_cost
+
+    options = engine_options(threads, isa, 1, max(512, input_len))
+    artifact = load_artifact(out)
+    with engine(artifact, options) as client, progress("bench latency"):
+        result = latency(client, model_cost(artifact), threads or available_cores(), input_len, output_len)
+    _print_numbers(dataclasses.asdict(result), as_json)
+
+
+@command(bench_app, "throughput")
+def bench_throughput(
+    out: Out,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    concurrency: Concurrency = 8,
+    requests: Requests = None,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    kv_memory: KVMemory = "auto",
+    as_json: Json = False,
+) -> None:
+    """Many requests at once: output tokens per second."""
+    from inferc.runtime.artifact import load_artifact
+    from inferc.runtime.bench import model_cost, throughput
+
+    total = _num_requests(concurrency, requests)
+    options = engine_options(threads, isa, concurrency, max(512, concurrency), kv_memory)
+    artifact = load_artifact(out)
+    with engine(artifact, options) as client, progress("bench throughput"):
+        result = throughput(client, model_cost(artifact), input_len, output_len, concurrency, total)
+    _print_numbers(dataclasses.asdict(result), as_json)
+
+
+@command(bench_app, "serve")
+def bench_serve(
+    out: Out,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    concurrency: Concurrency = 8,
+    requests: Requests = None,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    as_json: Json = False,
+) -> None:
+    """A server of its own under load over gRPC, as its clients see it: TTFT, ITL and whole requests by percentile."""
+    from inferc.runtime.artifact import load_artifact
+    from inferc.serve.bench import run_load, serving
+
+    total = _num_requests(concurrency, requests)
+    load_artifact(out, target="cpu")  # what is wrong with it, said before a process is started
+    options = [
+        "--isa",
+        isa,
+        "--max-num-seqs",
+        str(max(64, concurrency)),
+        "--max-num-batched-tokens",
+        str(max(512, concurrency)),
+    ]
+    if threads is not None:
+        options += ["--threads", str(threads)]
+    with serving(out, options) as address, progress("bench serve"):
+        result = run_load(address, input_len, output_len, concurrency, total)
+    _print_numbers(dataclasses.asdict(result), as_json)
+
+
+def _num_requests(concurrency: int, requests: int | None) -> int:
+    total = 4 * concurrency if requests is None else requests
+    if concurrency < 1 or total < 1:
+        raise ConfigError(f"--concurrency {concurrency} and --requests {total}: expected at least 1 of each")
+    return total
+
+
+def _print_numbers(values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(values)
+        return
+    for name, value in values.items():
+        if isinstance(value, dict):
+            print(f"{name:24} " + "  ".join(f"{key} {item:,.3f}" for key, item in value.items()))
+        else:
+            print(f"{name:24} {value:,.3f}" if isinstance(value, float) else f"{name:24} {value:,}")

@@ -1,0 +1,304 @@
+"""`inferc.compile`: the whole line from a Hugging Face model to an artifact. Like cli.py it sees every stage.
+
+frontend (capture) → passes (lower) → codegen (kernels, weights, manifest) → certificate → one rename.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inferc.certify import Certifier, encoder, make_prompts, run_kernels
+from inferc.codegen.cpp import build as cpp_build
+from inferc.codegen.cpp.emit import CppUnit
+from inferc.codegen.cpp.emit import emit as emit_cpp
+from inferc.codegen.emit import ArtifactWriter, make_manifest
+from inferc.codegen.folder import OutputFolder
+from inferc.codegen.kernels import Target, kernel_named
+from inferc.codegen.triton.emit import emit_cubins
+from inferc.config import CompileConfig, ResolvedCompileConfig
+from inferc.frontend.check import random_copy
+from inferc.frontend.export import capture, context_length
+from inferc.frontend.load import Checkpoint, load, load_module
+from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
+from inferc.manifest import CERTIFICATE, json_bytes
+from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
+from inferc.passes.plan_memory import memory_plan
+from inferc.program import Program
+from inferc.runtime.abi import detect_isa
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
+
+
+@dataclass(frozen=True)
+class CompileSummary:
+    """What a compile made and how long it took."""
+
+    path: Path
+    seconds: float
+    weights_bytes: int
+    artifact_bytes: int
+    config: ResolvedCompileConfig
+    passes: list[PassRecord]
+    kernels: list[dict[str, Any]]
+    certificate: dict[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+def compile(
+    model: str | Path | torch.nn.Module,
+    out: str | Path,
+    config: CompileConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
+) -> CompileSummary:
+    """Compile `model` into the artifact folder `out`.
+
+    model: a Hugging Face folder, a hub id, or a transformers causal language model in memory, which brings its
+    `tokenizer` (transformers' own; without one the artifact takes and gives token ids only).
+    `out` appears complete or not at all; an artifact that is there already is replaced in one move.
+    progress: called with each stage and how much of it is done.
+    """
+    start = time.perf_counter()
+    config = config or CompileConfig()
+    report = progress or _silent
+    with _terminate_as_interrupt(), OutputFolder(Path(out)) as folder:
+        checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
+        num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
+        resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
+        too_large = config.certify == "auto" and resolved.certify == "layers"
+        build = _Build(checkpoint, resolved, folder, tokenizer, report, too_large)
+        with _threads_for(num_parameters):
+            certificate = build.run()
+        folder.commit()
+    return CompileSummary(
+        path=folder.out,
+        seconds=round(time.perf_counter() - start, 3),
+        weights_bytes=sum(entry["bytes"] for entry in build.writer.files.values() if "xxh3_128" in entry),
+        artifact_bytes=sum(entry["bytes"] for entry in build.writer.files.values()),
+        config=resolved,
+        passes=build.records,
+        kernels=build.kernels,
+        certificate=certificate,
+    )
+
+
+class _Build:
+    """One artifact in the making. `run` leaves `folder` complete but for the move to its place."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ResolvedCompileConfig,
+        folder: OutputFolder,
+        tokenizer: Any,
+        report: Progress,
+        too_large: bool = False,
+    ) -> None:
+        self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
+        self.writer = ArtifactWriter(folder)
+        self.target = Target.parse(config.target)
+        self.tokenizer, self.too_large = tokenizer, too_large
+        self.isas = tuple(cpp_build.ISA_FLAGS)
+        self.records: list[PassRecord] = []
+        self.kernels: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any] | None:
+        """Write everything; returns the certificate."""
+        if self.target.device == "cpu":
+            cpp_build.find_compiler()  # refuse a machine without one before minutes of work
+        self.report("read the tokenizer", 0, 1)
+        tokenizer = tokenizer_files(self.checkpoint, self.tokenizer)
+        for name, data in tokenizer.items():
+            self.writer.add(f"tokenizer/{name}", data)
+        self.report("capture", 0, 1)
+        program = capture(self.checkpoint, self.config.dtype, self.config.max_model_len)
+        certifier = None
+        if self.config.certify == "full":
+            encode = encoder(tokenizer.get("tokenizer.json"))
+            certifier = self._certifier(self.checkpoint, program, "the model itself", encode)
+        copied = random_copy(program, self.checkpoint, self.config.dtype) if self.config.certify == "layers" else None
+        manifest = self.lower_and_write(program, certifier)
+        if copied is not None:
+            certifier = self._certify_copy(copied)
+        elif certifier is not None:
+            self._certify_kernels(certifier, self.folder.path)
+        if certifier is not None:
+            self.writer.add(CERTIFICATE, json_bytes(certifier.certificate.to_json()))
+            self.writer.write_manifest(manifest)
+        return None if certifier is None else certifier.certificate.to_json()
+
+    def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
+        """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
+        config = LowerConfig(self.target, self.config.block_size)
+        self.records = lower(program, config, observe=self._observer(certifier, len(build_pipeline(config))))
+        plan = memory_plan(program)
+        unit = emit_cpp(program, plan.values, plan.pools) if self.target.device == "cpu" else None
+        libraries = {} if unit is None else self._write_libraries(unit)
+        cubins = emit_cubins(program)
+        for name, data in cubins.files.items():
+            self.writer.add(name, data)
+        self.kernels = [*_kernel_rows(program, self.target), *cubins.kernels]
+        self.writer.add_weights(
+            program.weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
+        )
+        self.writer.add_program(program, plan.to_json(), {} if unit is None else unit.program_json_fields)
+        manifest = make_manifest(
+            program,
+            self.config,
+            producer=f"inferc {version('inferc')}",
+            host=f"{platform.system()}-{platform.machine()}".lower() if libraries else None,
+            model=self._model_facts(program),
+            passes=[_pass_row(record) for record in self.records],
+            kernels=self.kernels,
+            libraries=libraries,
+            arena=plan.formula if unit is None else unit.arena,
+            kv_layout={"order": "canonical"} if unit is None else unit.program_json_fields["kv_layout"],
+        )
+        self.writer.write_manifest(manifest)
+        return manifest
+
+    def _write_libraries(self, unit: CppUnit) -> dict[str, str]:
+        """Compile the step for each instruction set; returns the library files by ISA, best first."""
+        self.report("compile kernels", 0, 1)
+        libraries = {}
+        for isa, built in cpp_build.build(unit.source, unit.headers, self.isas).items():
+            libraries[isa] = f"kernels/cpu-{isa}.so"
+            self.writer.add(libraries[isa], built.read_bytes())
+        self.writer.add("kernels/cpp/unit.cpp", unit.source.encode())
+        for header in unit.headers:
+            self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
+        return libraries
+
+    def _observer(self, certifier: Certifier | None, count: int) -> Observe:
+        """Keeps the text after every pass, and lets the certificate see it."""
+
+        def observe(index: int, name: str, rewrites: int, program: Program) -> None:
+            self.report("lower" if certifier is None else "lower and certify", index, count)
+            self.writer.add(f"graph/{index:02}_{name}.txt", program.to_text().encode())
+            if certifier is not None:
+                certifier.observe(index, name, rewrites, program)
+
+        return observe
+
+    def _certifier(
+        self, checkpoint: Checkpoint, program: Program, scope: str, encode: Callable[[str], list[int]] | None
+    ) -> Certifier:
+        self.report("run the reference", 0, 1)
+        config = self.config
+        prompts = make_prompts(encode, int(program.info["vocab_size"]), config.max_model_len)
+        return Certifier(
+            checkpoint,
+            config.dtype,
+            prompts,
+            scope,
+            max_model_len=config.max_model_len,
+            allow_drift=config.allow_drift,
+        )
+
+    def _certify_copy(self, copied: Checkpoint) -> Certifier:
+        """The certificate of a small random copy, compiled the same way beside the real artifact and thrown away."""
+        layers = copied.config.num_hidden_layers
+        log.info("certificate: on a random copy of the first %d layers", layers)
+        with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
+            build = _Build(copied, self.config, folder, None, _silent)
+            build.isas = detect_isa()[:1]  # the one that runs here
+            program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
+            scope = f"a random copy of the first {layers} layers, which hold every kind of layer of the model"
+            if self.too_large:
+                scope += "; its float32 reference does not fit in the memory of the machine that compiled it"
+            certifier = self._certifier(copied, program, scope, None)
+            build.lower_and_write(program, certifier)
+            self._certify_kernels(certifier, folder.path)
+        return certifier
+
+    def _certify_kernels(self, certifier: Certifier, artifact: Path) -> None:
+        if self.target.device != "reference":
+            self.report("certify the kernels", 0, 1)
+            ran_by, logits, greedy = run_kernels(artifact, certifier.certificate.prompts, certifier.greedy_tokens)
+            certifier.add_kernels(ran_by, logits, greedy)
+
+    def _model_facts(self, program: Program) -> dict[str, Any]:
+        """What the runtime must know of the model."""
+        defaults = generation_defaults(self.checkpoint)
+        config = self.checkpoint.config.to_dict()
+        return {
+            **program.info,
+            "bos_token_id": defaults.get("bos_token_id"),
+            "eos_token_ids": eos_token_ids(defaults),
+            "generation": defaults,
+            "hf_config": {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS},
+        }
+
+
+SMALL_MODEL = 50_000_000  # parameters
+# Of a Hugging Face config: where it was and what wrote it, which say nothing of the model.
+VOLATILE_FACTS = ("_name_or_path", "transformers_version")
+
+
+def _kernel_rows(program: Program, target: Target) -> list[dict[str, Any]]:
+    """The kernel table: each kernel that a node uses, and how many do."""
+    counts = Counter(str(node.meta["kernel"]) for node in program.graph.nodes if "kernel" in node.meta)
+    return [
+        {"name": name, "target": target.spec, "op": kernel_named(name).op, "nodes": count, "runs": True}
+        for name, count in counts.items()
+    ]
+
+
+def _pass_row(record: PassRecord) -> dict[str, Any]:
+    """A line of the manifest's pass log: without the time it took, as equal input gives equal bytes."""
+    return {name: value for name, value in dataclasses.asdict(record).items() if name != "seconds"}
+
+
+def _silent(_stage: str, _done: int, _total: int) -> None:
+    """The progress of nobody watching."""
+
+
+@contextmanager
+def _threads_for(num_parameters: int) -> Iterator[None]:
+    """One torch thread for a small model: handing its tiny products around costs more than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if num_parameters < SMALL_MODEL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C, so that what is half-written goes away. Only the main thread may do so."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,276 @@
+"""What a user may choose: frozen dataclasses, checked when made, whose "auto"s become values once.
+
+`CompileConfig.resolve` and `EngineConfig.resolve` return the resolved forms, which hold no "auto" and which every
+other module takes. An artifact stores the resolved compile config. The runtime imports this module, so it imports
+neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from inferc.errors import ConfigError, UnsupportedError
+
+log = logging.getLogger(__name__)
+
+Auto = Literal["auto"]
+TargetName = Literal["cpu", "reference"]
+DType = Literal["bfloat16", "float32"]
+Certify = Literal["full", "layers", "none"]
+Isa = Literal["avx2", "avx512"]
+
+# Words of the command line that name something real which this version does not do: refused by name, not as typos.
+NOT_BUILT = {
+    "target": re.compile(r"cuda(:.*)?|onnx|tensorrt(:.*)?"),
+    "dtype": re.compile(r"float16"),
+    "quantize": re.compile(r"int8|w8a8|int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
+    "kv_dtype": re.compile(r"float16|int8|fp8"),
+    "isa": re.compile(r"amx"),
+}
+DEFAULT_BLOCK_SIZE = 16
+SIZE_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """How to compile a model. Lengths are in tokens."""
+
+    target: TargetName = "cpu"
+    dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
+    quantize: None = None
+    kv_dtype: DType | Auto = "auto"  # auto: dtype
+    max_model_len: int | Auto = "auto"  # auto: what the model was trained for
+    block_size: int | Auto = "auto"
+    certify: Certify | Auto = "auto"  # auto: full where the float32 model fits in memory, else layers
+    allow_drift: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        _check_positive(self, "max_model_len", "block_size")
+        if self.block_size != "auto" and self.block_size % 16:
+            raise ConfigError(f"block_size {self.block_size} is not a multiple of 16; use {DEFAULT_BLOCK_SIZE} or 32")
+
+    def resolve(self, model_dtype: str, max_position_embeddings: int, float32_bytes: int) -> ResolvedCompileConfig:
+        """Turn every "auto" into a value for a model of this dtype, context and size (in float32), and log them."""
+        if self.dtype == "auto" and model_dtype not in get_args(DType):
+            raise UnsupportedError(
+                f"the checkpoint's dtype is {model_dtype}, which no target computes in;"
+                " give --dtype float32 (keeps every bit) or --dtype bfloat16 (half the memory)"
+            )
+        dtype: Any = model_dtype if self.dtype == "auto" else self.dtype
+        kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
+        if kv_dtype != dtype:
+            raise UnsupportedError(f"kv_dtype {kv_dtype} differs from dtype {dtype}, which is not built; leave it out")
+        length = max_position_embeddings if self.max_model_len == "auto" else self.max_model_len
+        if length > max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len {length} is more than the {max_position_embeddings} positions the model was made for;"
+                f" use at most {max_position_embeddings}"
+            )
+        resolved = ResolvedCompileConfig(
+            target=self.target,
+            dtype=dtype,
+            quantize=None,
+            kv_dtype=kv_dtype,
+            max_model_len=length,
+            block_size=DEFAULT_BLOCK_SIZE if self.block_size == "auto" else self.block_size,
+            certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
+            allow_drift=self.allow_drift,
+        )
+        log.info("compile config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
+        return resolved
+
+
+@dataclass(frozen=True)
+class ResolvedCompileConfig:
+    """A `CompileConfig` without an "auto"."""
+
+    target: TargetName
+    dtype: DType
+    quantize: None
+    kv_dtype: DType
+    max_model_len: int
+    block_size: int
+    certify: Certify
+    allow_drift: bool
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run an artifact."""
+
+    num_threads: int | Auto = "auto"  # auto: the cores this process may use
+    isa: Isa | Auto = "auto"  # auto: the best that both this machine and the artifact have
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512  # the token budget of a step
+    kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
+    prefix_cache: bool = False
+    deterministic: bool = False  # a cpu step always is
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        _check_positive(self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes")
+        if self.prefix_cache:
+            raise UnsupportedError("prefix_cache: the prefix cache is not built yet; use --no-prefix-cache")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}:"
+                " a step could not give every sequence a token; raise the one or lower the other"
+            )
+
+    def resolve(self, max_model_len: int, block_size: int, kv_bytes_per_token: int) -> ResolvedEngineConfig:
+        """Turn every "auto" but the ISA's into a value for this machine and an artifact's cache, and log them.
+
+        The KV memory comes out as whole blocks, one more (block 0, reserved for padding) than the sequences need.
+        """
+        block_bytes = block_size * kv_bytes_per_token
+        if self.kv_memory_bytes == "auto":
+            blocks = self.max_num_seqs * -(-max_model_len // block_size) + 1
+            kv_bytes = min(blocks * block_bytes, available_memory_bytes() // 2)
+        else:
+            kv_bytes = self.kv_memory_bytes
+        if kv_bytes < 2 * block_bytes:
+            raise ConfigError(
+                f"kv_memory_bytes {kv_bytes} holds less than two blocks of {block_bytes} bytes;"
+                f" give at least {2 * block_bytes}, or {(-(-max_model_len // block_size) + 1) * block_bytes}"
+                " for one sequence of full length"
+            )
+        resolved = ResolvedEngineConfig(
+            num_threads=available_cores() if self.num_threads == "auto" else self.num_threads,
+            isa=self.isa,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_memory_bytes=kv_bytes // block_bytes * block_bytes,
+            prefix_cache=False,
+            deterministic=self.deterministic,
+        )
+        log.info("engine config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
+        return resolved
+
+
+@dataclass(frozen=True)
+class ResolvedEngineConfig:
+    """An `EngineConfig` whose only "auto" left is the ISA's, which the model runner settles as it opens a library."""
+
+    num_threads: int
+    isa: Isa | Auto
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_memory_bytes: int
+    prefix_cache: bool
+    deterministic: bool
+
+
+def from_dict(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """A config from plain data; an unknown key raises ConfigError with the nearest one that exists."""
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{kind.__name__} has no option {key!r}; {hint}")
+    return kind(**values)
+
+
+def parse_bytes(text: str) -> int:
+    """`"2GiB"`, `"512 MB"`, `"1.5g"` or `"1048576"` as a number of bytes: Ki, Mi, Gi, Ti are powers of 1024."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
+    return int(float(match[1]) * SIZE_UNITS[(match[2] or "").lower()])
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, and the container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quota = _read_words("/sys/fs/cgroup/cpu.max")
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be taken without swapping: the kernel's estimate, and the container's limit."""
+    available = 2**62
+    if hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    words = _read_words("/proc/meminfo")
+    if "MemAvailable:" in words:
+        available = int(words[words.index("MemAvailable:") + 1]) * 1024
+    limit, used = _read_words("/sys/fs/cgroup/memory.max"), _read_words("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdigit():
+        available = min(available, max(0, int(limit[0]) - int(used[0])))
+    return available
+
+
+def _read_words(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().split()
+    except OSError:  # another kernel or no cgroup: there is no such limit
+        return []
+
+
+def _certify_that_fits(float32_bytes: int) -> Certify:
+    """The reference runs hold the model twice: Hugging Face's module and the Program's materialised weights."""
+    available = available_memory_bytes()
+    if 2 * float32_bytes <= available // 2:
+        return "full"
+    log.info("certify=layers: a float32 reference needs %d bytes of the %d free", 2 * float32_bytes, available)
+    return "layers"
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value != "auto" and value < 1:
+            raise ConfigError(f"{name} is {value}, expected at least 1")
+
+
+def _check_fields(config: Any) -> None:
+    """Raise ConfigError unless every field holds a value its annotation allows."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        words, kinds = _choices(hint)
+        if isinstance(value, str):
+            if value in words:
+                continue
+            if name in NOT_BUILT and NOT_BUILT[name].fullmatch(value):
+                raise UnsupportedError(f"{name} {value!r} is not built yet; available: {_listed(words, kinds)}")
+        elif type(value) in kinds:
+            continue
+        raise ConfigError(f"{name} is {value!r}, expected {_listed(words, kinds)}")
+
+
+def _choices(hint: Any) -> tuple[list[str], list[type]]:
+    """The words and the plain types that an annotation allows."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint)), []
+    if not get_args(hint):
+        return [], [hint]
+    parts = [_choices(part) for part in get_args(hint)]
+    return [word for part in parts for word in part[0]], [kind for part in parts for kind in part[1]]
+
+
+def _listed(words: list[str], kinds: list[type]) -> str:
+    names = {int: "a whole number", bool: "true or false", type(None): "leaving it out"}
+    return " or ".join([*words, *(names.get(kind, kind.__name__) for kind in kinds)])

@@ -1,0 +1,96 @@
+"""The artifact's format, as both its writer and its reader see it: file names, digests, stored element types.
+
+Neither torch nor numpy: the runtime imports this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+FORMAT_VERSION = 1
+MANIFEST = "engine.json"
+PROGRAM = "program.json"
+CERTIFICATE = "certificate.json"
+ALIGNMENT = 64  # of every weight's first byte: a cache line, and the widest vector load
+CHUNK_BYTES = 64 << 20  # of a weight file, digested and checked on its own
+
+# dtype name -> (safetensors' name, bytes of an element)
+STORED_DTYPES = {
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One row of the step's weight table: where a tensor lies and what its bytes mean."""
+
+    name: str
+    file: str
+    offset: int  # of the first byte, in the file; a multiple of 64
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]  # the logical tensor
+    physical_shape: tuple[int, ...]  # the stored one
+    layout: str  # "" for row-major
+
+
+def align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def json_bytes(value: Any) -> bytes:
+    """`value` as the JSON text of an artifact: indented for people, and the same bytes for equal values."""
+    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def seal_manifest(manifest: dict[str, Any]) -> bytes:
+    """engine.json: `manifest` as JSON whose last key is the SHA-256 of every byte before it."""
+    return _seal(json_bytes(manifest).removesuffix(b"\n}\n"))
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether these are, to the byte, what `seal_manifest` wrote."""
+    return data == _seal(data[: -len(_seal(b""))])
+
+
+def _seal(body: bytes) -> bytes:
+    return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+@dataclass
+class ChunkDigests:
+    """XXH3-128 of each `CHUNK_BYTES` of a stream that comes in pieces of any size."""
+
+    digests: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    _open: Any = field(default_factory=xxhash.xxh3_128, repr=False)
+
+    def update(self, data: memoryview) -> None:
+        while len(data):
+            room = CHUNK_BYTES - self.num_bytes % CHUNK_BYTES
+            piece, data = data[:room], data[room:]
+            self._open.update(piece)
+            self.num_bytes += len(piece)
+            if self.num_bytes % CHUNK_BYTES == 0:
+                self._close()
+
+    def finish(self) -> list[str]:
+        if self.num_bytes % CHUNK_BYTES:
+            self._close()
+        return self.digests
+
+    def _close(self) -> None:
+        self.digests.append(self._open.hexdigest())
+        self._open = xxhash.xxh3_128()

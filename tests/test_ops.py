@@ -1,0 +1,158 @@
+"""Our ops' references against plain PyTorch, and their fake kernels against their references."""
+
+from typing import Any
+
+import pytest
+import torch
+from graphs import random
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from inferc import ops as reference
+
+inferc = torch.ops.inferc
+F = torch.nn.functional
+TABLE = reference.rope_table(torch.arange(5), random(2).abs(), 1.0)
+CACHE = random(4, 2, 2, 4, 2, 4)
+SLOTS = torch.arange(4, 9)
+PLACES = (torch.tensor([[1, 2]]), torch.tensor([0, 5]), torch.tensor([5]))
+CALLS: dict[str, tuple[Any, ...]] = {
+    "rms_norm": (random(5, 8), random(8), 1e-5),
+    "rms_norm_add": (random(5, 8), random(5, 8), random(8), 1e-5),
+    "rope_table": (torch.arange(5), random(4), 1.5),
+    "rope": (random(5, 2, 8), TABLE),
+    "attention": (random(1, 4, 5, 8), random(1, 2, 5, 8), random(1, 2, 5, 6), None, 0.5, "causal", 0, 0.0),
+    "kv_write": (CACHE, random(5, 2, 4), random(5, 2, 4), SLOTS, 1),
+    "rope_kv_write": (random(5, 4, 4), random(5, 2, 4), random(5, 2, 4), TABLE, CACHE, SLOTS, 1),
+    "paged_attention": (random(5, 4, 4), CACHE, *PLACES, None, 0, 0.5, "causal", 0, 0.0),
+    "silu_mul": (random(5, 6), random(5, 6)),
+    "moe_routing": (random(5, 4), 2, True),
+    "moe_experts": (
+        random(5, 8),
+        torch.zeros(5, 2, dtype=torch.int32),
+        random(5, 2),
+        random(4, 12, 8),
+        random(4, 8, 6),
+    ),
+    "lm_head": (random(5, 8), random(9, 8), None),
+}
+
+
+def types(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return [types(each) for each in value]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_fake_kernel_has_the_references_type(name: str) -> None:
+    op = getattr(inferc, name).default
+    real = op(*CALLS[name])
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in CALLS[name]))
+    assert types(fake) == types(real)
+
+
+def test_every_op_is_covered_here() -> None:
+    names = {
+        schema.name.removeprefix("inferc::") for schema in torch._C._jit_get_all_schemas() if "inferc::" in schema.name
+    }
+    assert names == set(CALLS)
+
+
+def test_rms_norm_is_torchs_in_float32_and_rounds_once_or_twice() -> None:
+    x, weight = random(5, 8), random(8, seed=1)
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    shifted = reference.rms_norm(x, weight, 1e-5, weight_offset=1.0)
+    torch.testing.assert_close(shifted, F.rms_norm(x, (8,), weight + 1, 1e-5))
+    x, weight = x.bfloat16(), weight.bfloat16()
+    once = reference.rms_norm(x, weight, 1e-5, round_before_scale=False)
+    torch.testing.assert_close(once, F.rms_norm(x.float(), (8,), weight.float(), 1e-5).bfloat16(), rtol=0, atol=0)
+    twice = F.rms_norm(x.float(), (8,), None, 1e-5).bfloat16() * weight
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), twice, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_rotates_pairs_by_their_angle_and_leaves_the_rest(interleaved: bool) -> None:
+    positions, inv_freq, x = torch.tensor([0, 3, 8]), torch.tensor([1.0, 0.25]), random(3, 2, 6)
+    out = reference.rope(x, reference.rope_table(positions, inv_freq, 1.0), interleaved)
+    first, second = (x[..., 0:4:2], x[..., 1:4:2]) if interleaved else (x[..., :2], x[..., 2:4])
+    turned = torch.complex(first, second) * torch.polar(torch.ones(()), positions[:, None] * inv_freq)[:, None]
+    got = torch.complex(*((out[..., 0:4:2], out[..., 1:4:2]) if interleaved else (out[..., :2], out[..., 2:4])))
+    torch.testing.assert_close(got, turned)
+    torch.testing.assert_close(out[..., 4:], x[..., 4:])
+
+
+@pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding", 3), ("chunked", 4)])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_attention_is_torchs_under_each_mask(mask: str, window: int, softcap: float) -> None:
+    q, k, v = random(1, 4, 9, 8), random(1, 2, 9, 8, seed=1), random(1, 2, 9, 8, seed=2)
+    got = reference.attention(q, k, v, None, 0.5, mask, window, softcap)
+    rows = torch.arange(9)
+    seen = rows[:, None] >= rows
+    if mask == "sliding":
+        seen &= rows[:, None] - rows < window
+    elif mask == "chunked":
+        seen &= rows[:, None] // window == rows // window
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    if softcap:
+        scores = (softcap * torch.tanh(q @ k.mT * 0.5 / softcap)).masked_fill(~seen, -torch.inf)
+        expected = scores.softmax(-1) @ v
+    else:
+        expected = F.scaled_dot_product_attention(q, k, v, seen, scale=0.5)
+    torch.testing.assert_close(got, expected.transpose(1, 2))
+    rows_form = (x[0].transpose(0, 1) for x in (q, k[:, ::2], v[:, ::2]))
+    torch.testing.assert_close(inferc.attention.default(*rows_form, None, 0.5, mask, window, softcap), got[0])
+
+
+def test_sinks_take_their_share_of_the_softmax() -> None:
+    q, k, v, sinks = random(1, 2, 3, 4), random(1, 2, 3, 4), random(1, 2, 3, 4), torch.tensor([1.0, -1.0])
+    got = reference.attention(q, k, v, sinks, 0.5, "causal", 0, 0.0)
+    first = (q[0, :, 0] * k[0, :, 0]).sum(-1) * 0.5
+    share = first.exp() / (first.exp() + sinks.exp())
+    torch.testing.assert_close(got[0, 0], share[:, None] * v[0, :, 0])
+
+
+@pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding", 3), ("chunked", 4)])
+def test_paged_attention_is_attention_of_each_sequence(mask: str, window: int) -> None:
+    """Two sequences in scattered blocks of 2 tokens, the first of them with 4 tokens cached before."""
+    lengths, blocks = (7, 5), ([5, 1, 3, 8], [2, 7, 4])
+    caches = torch.zeros(9, 1, 2, 2, 2, 4)
+    full = [[random(n, heads, 4, seed=seed + n) for seed, heads in enumerate((4, 2, 2))] for n in lengths]
+    new = [slice(4, 7), slice(0, 5)]
+    for (_, k, v), table in zip(full, blocks, strict=True):
+        slots = torch.tensor([table[i // 2] * 2 + i % 2 for i in range(len(k))])
+        caches = reference.kv_write(caches, k, v, slots, 0)
+    q = torch.cat([each[0][rows] for each, rows in zip(full, new, strict=True)])
+    tables = torch.tensor([blocks[0], [*blocks[1], 0]], dtype=torch.int32)
+    starts, seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    got = reference.paged_attention(q, caches, tables, starts, seq_lens, None, 0, 0.5, mask, window, 0.0)
+    expected = [
+        inferc.attention.default(*each, None, 0.5, mask, window, 0.0)[rows]
+        for each, rows in zip(full, new, strict=True)
+    ]
+    torch.testing.assert_close(got, torch.cat(expected))
+
+
+def test_kv_write_leaves_its_argument_and_the_in_place_form_does_not() -> None:
+    cache, k, v = torch.zeros(3, 1, 2, 2, 1, 4), random(2, 1, 4), random(2, 1, 4, seed=1)
+    slots = torch.tensor([5, 2])
+    written = inferc.kv_write.default(cache, k, v, slots, 0)
+    assert not cache.any()
+    torch.testing.assert_close(written[2, 0, 0, 1], k[0])
+    torch.testing.assert_close(written[1, 0, 1, 0], v[1])
+    assert reference.kv_write_in_place(cache, k, v, slots, 0) is cache
+    torch.testing.assert_close(cache, written)
+
+
+def test_routing_prefers_the_lower_id_of_equals_and_experts_weigh_their_results() -> None:
+    ids, weights = reference.moe_routing(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), 2, True)
+    assert ids.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[0.5, 0.5]]))
+    x, gate_up, down = random(1, 8), random(4, 12, 8, seed=1), random(4, 8, 6, seed=2)
+
+    def expert(index: int) -> Tensor:
+        gate, up = F.linear(x, gate_up[index]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, down[index])
+
+    torch.testing.assert_close(reference.moe_experts(x, ids, weights, gate_up, down), (expert(1) + expert(2)) / 2)

@@ -1,0 +1,69 @@
+"""Lazy weights: every chunking gives the same tensor, and packed layouts hold what they say."""
+
+import json
+
+import pytest
+import torch
+from graphs import Tensors, random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inferc import weights as lib
+from inferc.weights import LAYOUTS, Weight, materialize, physical_shape, read_rows, read_whole
+
+A, B, C = random(20, 6), random(13, 6, seed=1), random(4, 5, 6, seed=2)
+READER = Tensors({"a": A, "b": B, "c": C})
+a, b, c = (lib.source(name, tuple(value.shape), value.dtype) for name, value in READER.tensors.items())
+EXPRESSIONS: list[tuple[Weight, Tensor]] = [
+    (a, A),
+    (lib.constant(B), B),
+    (lib.cast(a, torch.bfloat16), A.bfloat16()),
+    (lib.slice_(a, 0, 3, 17), A[3:17]),
+    (lib.slice_(a, 1, 1, 4), A[:, 1:4]),
+    (lib.concat((a, b)), torch.cat((A, B))),
+    (lib.concat((a, a), dim=1), torch.cat((A, A), 1)),
+    (lib.concat((lib.slice_(b, 0, 0, 5), lib.cast(lib.slice_(a, 0, 5, 9), torch.float32))), torch.cat((B[:5], A[5:9]))),
+    (lib.stack((a, a, a)), torch.stack((A, A, A))),
+    (lib.permute(a, (1, 0)), A.T),
+    (lib.permute(c, (0, 2, 1)), C.transpose(1, 2)),
+    (lib.reshape(c, (20, 6)), C.reshape(20, 6)),
+]
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"), EXPRESSIONS, ids=lambda value: str(value) if isinstance(value, Weight) else ""
+)
+def test_expressions_read_whole_in_rows_and_in_chunks(weight: Weight, expected: Tensor) -> None:
+    assert (weight.shape, weight.dtype) == (tuple(expected.shape), expected.dtype)
+    assert torch.equal(read_whole(weight, READER), expected)
+    assert torch.equal(read_rows(weight, READER, 1, 3), expected[1:3])
+    for chunk_bytes in (1, 100, 1 << 20):
+        assert torch.equal(torch.cat(list(materialize(weight, READER, chunk_bytes))), expected)
+    assert lib.from_json(json.loads(json.dumps(lib.to_json(weight)))) == weight
+    assert all(leaf.op in ("source", "constant") for leaf in weight.sources())
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(sorted(LAYOUTS)), st.integers(1, 4000))
+@settings(max_examples=60, deadline=None)
+def test_panels_hold_each_element_once_whatever_the_chunks(n: int, k: int, name: str, chunk_bytes: int) -> None:
+    layout, value = LAYOUTS[name], torch.arange(1.0, n * k + 1).view(n, k)
+    packed = lib.pack(lib.source("w", (n, k), torch.float32), name)
+    stored = torch.cat(list(materialize(packed, Tensors({"w": value}), chunk_bytes)))
+    assert tuple(stored.shape) == physical_shape(packed) == layout.physical_shape((n, k))
+    row, column = torch.meshgrid(torch.arange(n), torch.arange(k), indexing="ij")
+    assert torch.equal(stored[row // 16, column // layout.k_unit, row % 16, column % layout.k_unit], value)
+    assert float(stored.sum()) == float(value.sum())  # the padding is zero
+
+
+def test_stacked_experts_are_packed_one_by_one() -> None:
+    packed = lib.pack(lib.stack((a, lib.slice_(lib.concat((a, b)), 0, 13, 33))), "panel16_k2")
+    stored = torch.cat(list(materialize(packed, READER, chunk_bytes=1)))
+    assert stored.shape == (2, 2, 3, 16, 2)
+    assert torch.equal(stored[1], LAYOUTS["panel16_k2"].pack(torch.cat((A, B))[13:33]))
+    assert torch.equal(read_whole(packed, READER)[0], A)
+
+
+def test_an_unknown_layout_is_named() -> None:
+    with pytest.raises(KeyError, match="unknown layout 'rows'; known: panel16_k1, panel16_k2"):
+        lib.pack(a, "rows")
