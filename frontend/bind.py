@@ -1,0 +1,238 @@
+"""Which checkpoint tensors make which parameter of the model, as lazy weight expressions.
+
+transformers describes how checkpoints differ from its modules (renamed tensors, one tensor per expert where the module
+has one for all) as a list of conversions, which it runs on data. The same list is read here and applied to expressions.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inferc import weights as weight_lib
+from inferc.errors import ArtifactError, UnsupportedError
+from inferc.frontend.checkpoint import TensorSpec
+from inferc.frontend.load import Checkpoint
+from inferc.weights import Weight
+
+log = logging.getLogger(__name__)
+
+COMPARE_BYTES = 64 << 20
+
+
+@dataclass
+class Binding:
+    """Expressions by parameter name (in the checkpoint's dtype), and the tensors left over."""
+
+    weights: dict[str, Weight] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)  # checkpoint tensors that the model class declares ignorable
+
+
+@dataclass
+class _Group:
+    """The checkpoint tensors that one conversion turns into one or several parameters."""
+
+    converter: Any
+    sources: dict[str, list[Weight]] = field(default_factory=lambda: defaultdict(list))
+
+
+def bind(model: Any, checkpoint: Checkpoint) -> Binding:
+    """Bind every parameter and persistent buffer of `model` (on the meta device) to the checkpoint.
+
+    Tied parameters that the checkpoint stores twice with different values are untied in `model`.
+    Raises ArtifactError for a tensor that is missing, superfluous or of another shape.
+    """
+    specs = {name: tensor for name, tensor in model.state_dict().items()}
+    if checkpoint.module is not None:
+        binding = Binding({name: _source(name, spec) for name, spec in checkpoint.tensors.items()})
+        unused: list[str] = []
+    else:
+        binding, unused = _convert(model, checkpoint.tensors, specs)
+        _tie(model, binding, checkpoint)
+    _check(model, specs, binding, unused, checkpoint.name)
+    return binding
+
+
+def _source(name: str, spec: TensorSpec) -> Weight:
+    return weight_lib.source(name, *spec)
+
+
+def _convert(model: Any, tensors: dict[str, TensorSpec], specs: dict[str, Any]) -> tuple[Binding, list[str]]:
+    """Apply transformers' conversions to the checkpoint's names; returns the binding and the names without a use."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    prefix = model.base_model_prefix
+    binding, unused = Binding(), []
+    groups: dict[str, _Group] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, specs)
+        if target not in specs and name in specs:
+            target, pattern = rename_source_key(name, [], [], prefix, specs)
+        if target not in specs:
+            unused.append(name)
+        elif pattern is None:
+            binding.weights[target] = _source(name, tensors[name])
+        else:
+            group = groups.setdefault(target, _Group(by_pattern[pattern]))
+            group.sources[pattern].append(_source(name, tensors[name]))
+    for target, group in groups.items():
+        binding.weights.update(_apply(model, target, group))
+    return binding, unused
+
+
+def _apply(model: Any, target: str, group: _Group) -> dict[str, Weight]:
+    """Run a conversion's operations on expressions; returns full parameter names and their expressions."""
+    values: dict[str, list[Weight]] = dict(group.sources)
+    sources, targets = list(group.converter.source_patterns), list(group.converter.target_patterns)
+    for operation in group.converter.operations:
+        values = _operation(model, target, operation, values, sources, targets)
+    found = next(pattern for pattern in values if pattern in target)
+    prefix, _, suffix = target.partition(found)
+    return {prefix + pattern + suffix: value[0] for pattern, value in values.items()}
+
+
+def _operation(
+    model: Any, target: str, operation: Any, values: dict[str, list[Weight]], sources: list[str], targets: list[str]
+) -> dict[str, list[Weight]]:
+    """One conversion of transformers.core_model_loading, by the class's name; patterns name values as they do there."""
+    kind = type(operation).__name__
+    first = next(iter(values.values()))[0]
+    try:
+        if kind == "MergeModulelist" and operation.dim == 0:
+            names = targets if len(values) == 1 else list(values)
+            for value in values.values():
+                _require_equal(weight.shape for weight in value)
+            return {name: [weight_lib.stack(tuple(value))] for name, value in zip(names, values.values(), strict=False)}
+        if kind == "Concatenate":
+            parts = [weight for pattern in sources for weight in values.get(pattern, [])]
+            dim = operation.dim % len(first.shape)
+            _require_equal(part.shape[:dim] + part.shape[dim + 1 :] for part in parts)
+            return {targets[0]: [weight_lib.concat(tuple(parts), dim)]}
+        if kind == "Chunk" and getattr(operation, "num_shards_attribute", None) is None:
+            dim = operation.dim % len(first.shape)
+            return _split(first, dim, targets, [first.shape[dim] // len(targets)] * len(targets))
+        if kind == "Split":
+            names = [target.replace(targets[0], name) for name in targets]
+            dim = operation.dim % len(first.shape)
+            return _split(first, dim, targets, [model.get_parameter(name).shape[dim] for name in names])
+        if kind == "Transpose":
+            name = targets[0] if len(targets) == 1 else sources[0]
+            if operation.check_dims and first.shape == tuple(model.get_parameter(target).shape):
+                return {name: [first]}
+            perm = list(range(len(first.shape)))
+            perm[operation.dim0], perm[operation.dim1] = perm[operation.dim1], perm[operation.dim0]
+            return {name: [weight_lib.permute(first, tuple(perm))]}
+    except (IndexError, ValueError) as error:
+        raise ArtifactError(
+            f"{target}: the checkpoint's tensors do not go together ({kind}: {error}); is one missing, or a file?"
+        ) from error
+    raise UnsupportedError(
+        f"{target}: the checkpoint needs the conversion {kind}, which is not built; re-save the model"
+    )
+
+
+def _require_equal(shapes: Iterable[tuple[int, ...]]) -> None:
+    different = sorted(set(shapes))
+    if len(different) > 1:
+        raise ValueError(f"shapes {list(different[0])} and {list(different[1])}")
+
+
+def _split(weight: Weight, dim: int, names: list[str], sizes: list[int]) -> dict[str, list[Weight]]:
+    out, start = {}, 0
+    for name, size in zip(names, sizes, strict=True):
+        out[name] = [weight_lib.slice_(weight, dim, start, start + size)]
+        start += size
+    return out
+
+
+def _tie(model: Any, binding: Binding, checkpoint: Checkpoint) -> None:
+    """Give tied parameters one expression, from whichever of them the checkpoint holds."""
+    for target, source in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if source in binding.weights and target in binding.weights:
+            if not _equal(binding.weights[source], binding.weights[target], checkpoint):
+                log.warning(
+                    "%s and %s are tied by the config but differ in %s: kept apart", source, target, checkpoint.name
+                )
+                _untie(model, target)
+        elif target in binding.weights:
+            binding.weights[source] = binding.weights[target]
+        elif source in binding.weights:
+            binding.weights[target] = binding.weights[source]
+
+
+def _equal(first: Weight, second: Weight, checkpoint: Checkpoint) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    step = max(1, COMPARE_BYTES * first.shape[0] // max(1, first.num_bytes))
+    for start in range(0, first.shape[0], step):
+        stop = min(start + step, first.shape[0])
+        rows = [weight_lib.read_rows(weight, checkpoint.reader, start, stop) for weight in (first, second)]
+        if not torch.equal(*rows):
+            return False
+    return True
+
+
+def _untie(model: Any, name: str) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(path)
+    setattr(owner, attribute, torch.nn.Parameter(torch.empty_like(getattr(owner, attribute)), requires_grad=False))
+
+
+def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str], where: str) -> None:
+    optional = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    missing = [name for name in specs if name not in binding.weights and not (optional and optional.search(name))]
+    if missing:
+        raise ArtifactError(
+            f"{where}: no tensor for {missing[0]}{_more(missing)}; the checkpoint is incomplete or of another model than"
+            f" config.json ({type(model).__name__}): download it again"
+        )
+    for name, weight in binding.weights.items():
+        expected = tuple(specs[name].shape) if name in specs else weight.shape
+        if weight.shape != expected:
+            names = next(weight.sources()).name
+            raise ArtifactError(
+                f"{where}: tensor {names} gives {name} the shape {list(weight.shape)}, config.json expects"
+                f" {list(expected)}; config and weights are of different models"
+            )
+    ignorable = _any_of(getattr(model, "_keys_to_ignore_on_load_unexpected", None), *_old_buffers(model))
+    binding.ignored = [name for name in unused if ignorable and ignorable.search(name)]
+    unexpected = [name for name in unused if name not in set(binding.ignored)]
+    if unexpected:
+        raise ArtifactError(
+            f"{where}: tensor {unexpected[0]}{_more(unexpected)} has no use in {type(model).__name__}; config and weights"
+            " are of different models, or the checkpoint needs a newer transformers"
+        )
+    if binding.ignored:
+        log.info("%s: %d tensors left out: %s", where, len(binding.ignored), ", ".join(binding.ignored[:8]))
+
+
+def _old_buffers(model: Any) -> list[str]:
+    """Buffers that old checkpoints stored and modules now compute."""
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns = [r"rotary_emb\.inv_freq"] if any(name.endswith("inv_freq") for name in buffers) else []
+    return patterns + ([r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else [])
+
+
+def _any_of(patterns: Any, *more: str) -> re.Pattern[str] | None:
+    every = [*sorted(patterns or ()), *more]
+    return re.compile("|".join(f"({pattern})" for pattern in every)) if every else None
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,262 @@
+"""Is the captured graph the model? Checked before anything is emitted, as a capture can be silently wrong.
+
+Every layer must hold one attention node; and a small random copy of the model, with every distinct kind of layer, must
+give the logits that transformers' own eager code gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from inferc import weights as weight_lib
+from inferc.errors import ExportError, InfercError
+from inferc.frontend import trace
+from inferc.frontend.checkpoint import TensorDictReader
+from inferc.frontend.export import DTYPES, context_length, export_model
+from inferc.frontend.load import Checkpoint, load_module
+from inferc.frontend.names import Names
+from inferc.frontend.rope import fix_rope
+from inferc.program import Program, target_name
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-4  # largest difference of two logits, relative to the largest logit, both in float32
+NUM_TOKENS = 24
+MAX_WINDOW = 7  # attention windows of the copy: NUM_TOKENS reaches beyond three of them
+LAST_POSITION = 8192  # the copy is run up to here, or to the end of the context, so that rope scaling is in force
+# Sizes that a copy may have smaller, and how small: what happens to a number does not depend on them.
+VOCABULARY = {"vocab_size": 512}
+INNER = dict.fromkeys(
+    ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner"), 64
+)
+WINDOWS = dict.fromkeys(("sliding_window", "attention_chunk_size"), MAX_WINDOW)
+
+
+def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int | None = None) -> None:
+    """Raise ExportError, naming what differs, unless `program` computes what the checkpoint's model computes."""
+    check_attention_count(program, checkpoint.name)
+    num_layers = distinct_prefix(program)
+    model = _small_model(program, checkpoint, num_layers)
+    length = max_model_len or context_length(checkpoint.config)
+    reader = _in_checkpoint_form(model, program)
+    twin = Checkpoint(model.config, checkpoint.model_class, reader.tensors, reader)
+    small = export_model(twin, "float32", length)
+    fix_rope(model, length)
+    check_attention_count(small, checkpoint.name)
+    _check_same_ops(program, small, num_layers, checkpoint.name)
+    _check_logits(small, reader, model, num_layers, checkpoint.name)
+    log.info("capture of %s checked on a random copy of its first %d layers", checkpoint.name, num_layers)
+
+
+def random_copy(program: Program, checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """A small random model in `dtype` with every distinct kind of layer of `program`, as a checkpoint in memory."""
+    model = _small_model(program, checkpoint, distinct_prefix(program))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    model.config.dtype = DTYPES[dtype]
+    return load_module(model)
+
+
+def check_attention_count(program: Program, where: str) -> None:
+    """Every layer has one attention node."""
+    expected = program.info["num_attention_layers"]
+    layers = [node.meta["layer"] for node in program.graph.nodes if _is(node, "inferc.attention")]
+    if sorted(layers, key=str) != sorted(range(expected), key=str):
+        raise ExportError(
+            f"{where}: {len(layers)} attention nodes were captured, expected {expected}, one a layer; the model's code goes"
+            " past transformers' attention interface, and its mask would be lost"
+        )
+
+
+def distinct_prefix(program: Program) -> int:
+    """How many layers from the first on hold every distinct layer of the program."""
+    first: dict[tuple[str, ...], int] = {}
+    for layer, nodes in layer_nodes(program).items():
+        first.setdefault(fingerprint(nodes), layer)
+    return max(first.values()) + 1
+
+
+def layer_nodes(program: Program) -> dict[int, list[fx.Node]]:
+    """The call nodes of each layer, in order."""
+    layers: dict[int, list[fx.Node]] = {layer: [] for layer in range(program.info["num_attention_layers"])}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.meta["layer"] is not None:
+            layers[node.meta["layer"]].append(node)
+    return layers
+
+
+def fingerprint(nodes: list[fx.Node]) -> tuple[str, ...]:
+    """Equal for layers that do the same to other weights: ops, arguments, shapes and dtypes."""
+    index = {node: f"%{position}" for position, node in enumerate(nodes)}
+
+    def text(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            value = arg.meta.get("val")
+            return index.get(arg) or (f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else str(value))
+        if isinstance(arg, (tuple, list)):
+            return "[" + ", ".join(text(item) for item in arg) + "]"
+        return str(arg)
+
+    return tuple(
+        f"{target_name(node.target)}({text(node.args)}, {text(tuple(sorted(node.kwargs.items())))})" for node in nodes
+    )
+
+
+# ------------------------------------------------------------------------------------------- the small copy
+
+
+def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int) -> Any:
+    """The model with `num_layers` layers, small where it may be, in float32 with random weights, on the CPU."""
+    all_limits, outer = VOCABULARY | WINDOWS | INNER, VOCABULARY | WINDOWS
+    last: Exception | None = None
+    for limits, narrow in ((all_limits, True), (all_limits, False), (outer, False)):
+        config = shrink(checkpoint.config, num_layers, limits, narrow)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                model = trace.build(checkpoint.model_class, config, torch.float32, "cpu")
+                _run_eager(model, *_example(model, 4))
+            except Exception as error:  # noqa: BLE001  sizes of this model depend on each other: shrink it less
+                log.debug("copy of %s with %s, narrow=%s: %s", checkpoint.name, limits, narrow, error)
+                last = error
+                continue
+            _randomise(model)
+            return model
+    if isinstance(last, InfercError):
+        raise last
+    raise ExportError(f"{checkpoint.name}: a copy of its first {num_layers} layers does not run ({last})") from last
+
+
+def shrink(config: Any, num_layers: int, limits: dict[str, int], narrow: bool) -> Any:
+    """A copy of `config` with the first `num_layers` layers and sizes within `limits`; `narrow`: a small hidden size."""
+    small = copy.deepcopy(config)
+    count = int(config.num_hidden_layers)
+    for name, value in list(vars(small).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            setattr(small, name, type(value)(value[:num_layers]))
+    small.num_hidden_layers = num_layers
+    for name, limit in limits.items():
+        value = getattr(small, name, None)
+        if isinstance(value, int) and value > limit:
+            setattr(small, name, limit)
+    if narrow and getattr(small, "head_dim", None) and small.hidden_size > 256:
+        small.hidden_size = 256
+    # The embedding's padding row must exist; it is like any other row in inference.
+    if (getattr(small, "pad_token_id", None) or 0) >= small.vocab_size:
+        small.pad_token_id = None
+    return small
+
+
+def _randomise(model: Any) -> None:
+    """Move every parameter off the values that hide a mistake (0 and 1), and make signals large enough to be seen."""
+    for parameter in model.parameters():
+        scale = 0.2 if parameter.dim() < 2 else 0.7 * parameter.shape[-1] ** -0.5
+        parameter.add_(torch.randn(parameter.shape), alpha=scale)
+
+
+def _in_checkpoint_form(model: Any, program: Program) -> TensorDictReader:
+    """The copy's tensors as a checkpoint has them, in the form of the real one: per expert where that one is."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if any(weight.op not in ("source", "cast", "constant") for weight in program.weights.values()):
+        state = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, state).items()}
+    return TensorDictReader(state)
+
+
+# ----------------------------------------------------------------------------------------------- comparing
+
+
+def _example(model: Any, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Token ids and positions [1, num_tokens] at the end of the context (at LAST_POSITION at most)."""
+    end = max(num_tokens, min(context_length(model.config), LAST_POSITION))
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(0, int(model.config.vocab_size), (1, num_tokens), generator=generator)
+    return token_ids, torch.arange(end - num_tokens, end)[None]
+
+
+def _run_eager(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
+    extra = {"position_ids": positions} if trace.takes_positions(model) else {}
+    with trace.quiet(), torch.no_grad():
+        logits: Tensor = model(input_ids=token_ids, use_cache=False, **extra).logits
+    return logits
+
+
+def _check_same_ops(program: Program, small: Program, num_layers: int, where: str) -> None:
+    """The copy's layers are the model's layers, but for sizes and rounding."""
+    real, copied = layer_nodes(program), layer_nodes(small)
+    for layer in range(num_layers):
+        for_real, for_copy = ([_op(node) for node in nodes if _op(node)] for nodes in (real[layer], copied[layer]))
+        if for_real != for_copy:
+            differ = next((pair for pair in zip(for_real, for_copy, strict=False) if pair[0] != pair[1]), None)
+            raise ExportError(
+                f"{where}: layer {layer} of its small copy is not the model's"
+                f" ({differ[1] if differ else len(for_copy)} instead of {differ[0] if differ else len(for_real)}),"
+                " so the capture cannot be checked"
+            )
+
+
+def _op(node: fx.Node) -> str:
+    """The op and, for attention, its mask; "" for ops that only a dtype or a size calls for."""
+    name = target_name(node.target)
+    if name in ("aten._to_copy", "aten.alias", "aten.clone", "aten.slice.Tensor", "aten.sym_size.int"):
+        return ""
+    return f"{name} {node.args[5]}" if name == "inferc.attention" else name
+
+
+def _check_logits(small: Program, reader: TensorDictReader, model: Any, num_layers: int, where: str) -> None:
+    token_ids, positions = _example(model, max(NUM_TOKENS, _widest_window(small) + 9))
+    expected = _run_eager(model, token_ids, positions)
+    values = {name: weight_lib.read_whole(weight, reader) for name, weight in small.weights.items()}
+    inputs = {"token_ids": token_ids, "positions": positions}
+    (logits,) = small.run(inputs, values.__getitem__)
+    error = _relative(logits, expected)
+    if error <= TOLERANCE and torch.equal(logits.argmax(-1), expected.argmax(-1)):
+        return
+    place = _first_difference(small, model, values, inputs)
+    raise ExportError(
+        f"{where}: the captured graph is not the model: logits of a random copy of its first {num_layers} layers differ from"
+        f" transformers' by {error:.1e} of the largest, expected {TOLERANCE:.0e} at most; the first difference is in {place}"
+    )
+
+
+def _widest_window(program: Program) -> int:
+    return max((int(node.args[6]) for node in program.graph.nodes if _is(node, "inferc.attention")), default=0)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    error = float((found - expected).abs().max() / expected.abs().max())
+    return float("inf") if math.isnan(error) else error
+
+
+def _first_difference(small: Program, model: Any, values: dict[str, Tensor], inputs: dict[str, Tensor]) -> str:
+    """The first layer whose output differs from the eager model's."""
+    eager: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _m, _a, out: eager.append(out[0] if isinstance(out, tuple) else out))
+        for layer in model.get_submodule(Names(model).layers)
+    ]
+    _run_eager(model, inputs["token_ids"], inputs["positions"])
+    for hook in hooks:
+        hook.remove()
+    output = small.output()
+    wanted = [nodes[-1] for nodes in layer_nodes(small).values()]
+    whole, output.args = output.args, (tuple(wanted),)
+    captured = small.run(inputs, values.__getitem__)
+    output.args = whole
+    for layer, (found, expected) in enumerate(zip(captured, eager, strict=True)):
+        if _relative(found.view(expected.shape) if found.numel() == expected.numel() else found, expected) > TOLERANCE:
+            return f"layer {layer}"
+    return "what follows the layers"
+
+
+def _is(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and target_name(node.target) == name

@@ -1,0 +1,177 @@
+"""Attention, masks and experts, caught through transformers' own extension points.
+
+While a model is traced, its attention function emits one `inferc.attention` and its experts function one
+`inferc.moe_experts`; its mask function makes no tensor but describes the mask, and the description travels through the
+model's code to the attention function untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
+from inferc.errors import ExportError, UnsupportedError
+
+NAME = "inferc"
+
+# Arguments that change no number here: what they say is in the mask or in the graph, or is about training or output.
+SILENT_ARGUMENTS = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "is_causal",
+    "layer_idx",
+    "max_length_k",
+    "max_length_q",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "target_dtype",
+    "use_cache",
+}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees: "causal", "sliding" (the last `window`) or "chunked" (its chunk of `window`)."""
+
+    kind: str
+    window: int
+
+    def __radd__(self, _scores: object) -> object:
+        raise ExportError(
+            "attention code adds the mask to its scores itself: it goes past transformers' attention interface"
+        )
+
+
+def register() -> None:
+    """Make `NAME` known to transformers as an attention, mask and experts implementation."""
+    from transformers.integrations.moe import ExpertsInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, describe_mask)
+    ExpertsInterface.register(NAME, experts)
+
+
+def use(model: Any) -> None:
+    """Switch every part of `model` to the implementations above."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = NAME
+            config._experts_implementation = NAME
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: see `inferc.attention` for the shapes."""
+    where = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
+    if not isinstance(attention_mask, Mask):
+        raise UnsupportedError(
+            f"{where}: its mask is {_describe(attention_mask)}; expected one made by transformers' masking_utils"
+        )
+    strange = [name for name, value in others.items() if value is not None and name not in SILENT_ARGUMENTS]
+    if strange:
+        raise UnsupportedError(
+            f"{where}: asks for attention with {', '.join(strange)}, which inferc.attention does not have"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedError(f"{where}: attends to keys of another length than its queries; expected self-attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = torch.ops.inferc.attention.default(
+        query, key, value, s_aux, scale, attention_mask.kind, attention_mask.window, float(softcap or 0.0)
+    )
+    return out, None
+
+
+def describe_mask(*, mask_function: Callable[..., Any], **_others: Any) -> Mask:
+    """transformers' mask function: describes instead of making a tensor."""
+    windows: dict[str, int] = {}
+    causal = _walk(mask_function, windows)
+    if not causal or len(windows) > 1:
+        raise UnsupportedError(f"the mask {_name(mask_function)} is not causal, sliding or chunked")
+    return next((Mask(kind, window) for kind, window in windows.items()), Mask("causal", 0))
+
+
+def _walk(function: Callable[..., Any], windows: dict[str, int]) -> bool:
+    """Whether `function` is causal, by the closures of masking_utils it is made of; notes its windows."""
+    name = _name(function)
+    closure = inspect.getclosurevars(function).nonlocals
+    if name == "causal_mask_function":
+        return True
+    if name == "and_masks.<locals>.and_mask":
+        parts = [_walk(part, windows) for part in closure["mask_functions"]]
+        return any(parts)
+    if name == "sliding_window_overlay.<locals>.inner_mask":
+        windows["sliding"] = int(closure["sliding_window"])
+        return False
+    if name == "chunked_overlay.<locals>.inner_mask":
+        windows["chunked"] = int(closure["chunk_size"])
+        return False
+    if name == "packed_sequence_mask_function.<locals>.inner_mask":
+        return False  # several sequences in one row of the batch: a traced row is one sequence
+    if name in (
+        "remap_positions_for_packed_sequence.<locals>.inner_mask",
+        "add_offsets_to_mask_function.<locals>.inner_mask",
+    ):
+        return _walk(closure["mask_function"], windows)
+    raise UnsupportedError(f"the model's mask is made with {name}; expected causal, sliding or chunked attention")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", function))
+
+
+def _describe(mask: Any) -> str:
+    return "absent" if mask is None else f"a {type(mask).__name__}"
+
+
+def experts(module: Any, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, *others: Any) -> Tensor:
+    """transformers' experts function: hidden [num_tokens, hidden_size]; ids and weights [num_tokens, top_k]."""
+    from transformers.integrations import moe
+
+    where = type(module).__name__
+    standard_gate = type(module)._apply_gate is moe._default_apply_gate
+    activation = type(getattr(module, "act_fn", None)).__name__
+    for found, what in (
+        (bool(others), "more arguments than ids and weights"),
+        (not getattr(module, "has_gate", True), "no gate"),
+        (getattr(module, "has_bias", False), "biases"),
+        (getattr(module, "has_post_expert_norm", False), "a norm after each expert"),
+        (not standard_gate, "a gate of its own"),
+        (activation not in ("SiLU", "SiLUActivation"), f"the activation {activation}"),
+    ):
+        if found:
+            raise UnsupportedError(
+                f"{where}: experts with {what}; inferc.moe_experts has SwiGLU experts without biases"
+            )
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if not module.is_concatenated:
+        raise UnsupportedError(f"{where}: experts with gate and up rows interleaved; expected gate rows, then up rows")
+    out: Tensor = torch.ops.inferc.moe_experts.default(hidden, expert_ids, expert_weights, gate_up, down)
+    return out

@@ -1,0 +1,173 @@
+"""A Hugging Face folder, or a module made from one: its config, checked, and where its tensors are read from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inferc.errors import ConfigError, UnsupportedError
+from inferc.frontend.checkpoint import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
+
+log = logging.getLogger(__name__)
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's config and tensors. `tensors` holds (shape, dtype) by the names the checkpoint uses."""
+
+    config: Any  # transformers' PretrainedConfig
+    model_class: type[Any]  # transformers' class of the causal language model
+    tensors: dict[str, TensorSpec]
+    reader: SafetensorsReader | TensorDictReader
+    folder: Path | None = None  # None: a module
+    module: torch.nn.Module | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return str(self.folder) if self.folder else self.model_class.__name__
+
+    @property
+    def dtype(self) -> str:
+        """The dtype most of its bytes are stored in ("bfloat16", …)."""
+        counts: dict[torch.dtype, int] = {}
+        for shape, dtype in self.tensors.values():
+            counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel() * dtype.itemsize
+        most = max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+        return str(most).removeprefix("torch.")
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Open a Hugging Face folder or a hub id ("org/name").
+
+    Reads config.json and the headers of the safetensors files, no tensor. Raises ConfigError, UnsupportedError or
+    ArtifactError with one line that says what was found, what was expected and what to do.
+    """
+    folder = find_folder(path)
+    config = read_config(folder)
+    reader = read_folder(folder)
+    return Checkpoint(config, _model_class(config), reader.tensors, reader, folder=folder)
+
+
+def load_module(module: torch.nn.Module) -> Checkpoint:
+    """The same for a transformers causal language model in memory."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(module).__name__} is not a transformers model; give a causal LM built from a config"
+        )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ConfigError(f"{type(module).__name__} has parameters on the meta device; load its weights first")
+    check_config(module.config, module.config.to_dict(), type(module).__name__)
+    reader = TensorDictReader(module.state_dict())
+    return Checkpoint(module.config, type(module), reader.tensors, reader, module=module)
+
+
+def find_folder(path: str | Path) -> Path:
+    """The folder `path` names, downloaded from the hub if it is a hub id."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{path} is a file; expected a Hugging Face folder with config.json and model.safetensors")
+    if not HUB_ID.fullmatch(str(path)):
+        raise ConfigError(f"{path}: no such folder; give a Hugging Face folder or a hub id like org/name")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=HUB_FILES))
+    except Exception as error:  # the client's errors share no base: network, not found, gated, disk
+        reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"{path}: no such folder, and not downloaded as a hub id"
+            f" ({type(error).__name__}: {reason[0][:160] if reason else 'no reason given'});"
+            " give the path of a folder, or check the name and the network"
+        ) from error
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a folder, of a kind that can be compiled."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder}: no config.json; expected a Hugging Face model folder (a LoRA adapter is not one)")
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error}); download it again") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise ConfigError(f"{file}: no model_type; expected the config.json of a transformers model")
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
+
+    model_type = raw["model_type"]
+    if model_type not in CONFIG_MAPPING_NAMES:
+        if "auto_map" in raw:
+            raise UnsupportedError(
+                f"{folder}: model_type {model_type} needs code from the checkpoint (trust_remote_code), which inferc never"
+                " runs; use a version of the model that transformers has the code of"
+            )
+        raise UnsupportedError(
+            f"{folder}: model_type {model_type} is not known to the installed transformers; upgrade it, or check config.json"
+        )
+    _check_raw(raw, str(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a config class raises whatever its checks raise
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{file}: not a valid {model_type} config ({type(error).__name__}: {reason})") from error
+    check_config(config, raw, str(folder))
+    return config
+
+
+def _check_raw(raw: dict[str, Any], where: str) -> None:
+    if raw.get("quantization_config"):
+        quantization = raw["quantization_config"]
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(
+            f"{where}: the checkpoint is quantized ({method}), which cannot be read yet; use the original, unquantized model"
+        )
+
+
+def check_config(config: Any, raw: dict[str, Any], where: str) -> None:
+    """Refuse by name what is not a text-only, attention-only, decoder-only model."""
+    _check_raw(raw, where)
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{where}: {kind} is an encoder-decoder model; expected a decoder-only language model")
+    parts = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
+    if parts:
+        raise UnsupportedError(
+            f"{where}: {kind} is multimodal ({', '.join(parts)}); expected a text-only model: give the language model alone"
+        )
+    model_class = _model_class(config)
+    kinds = {layer for layer in getattr(config, "layer_types", None) or () if not str(layer).endswith("attention")}
+    kinds |= {layer for layer in getattr(config, "layer_types", None) or () if "linear" in str(layer)}
+    if kinds or getattr(model_class, "_is_stateful", False):
+        found = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+        raise UnsupportedError(
+            f"{where}: {kind} has {found}; expected attention in every layer (sequence state is not built)"
+        )
+
+
+def _model_class(config: Any) -> type[Any]:
+    """The causal language model class of a config."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if not names:
+        raise UnsupportedError(
+            f"model_type {config.model_type} is not a causal language model in transformers; expected one that generates text"
+        )
+    found: type[Any] = getattr(transformers, names if isinstance(names, str) else names[0])
+    return found

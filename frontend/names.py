@@ -1,0 +1,43 @@
+"""Stable names of modules, weights and nodes: the same in every family, so that no pass knows one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+
+ATTENTION_NAMES = {"self_attn", "attn", "self_attention", "attention"}
+
+
+class Names:
+    """Stable names: `model.layers.3.self_attn.q_proj` is `layers.3.attention.q_proj` in every family."""
+
+    def __init__(self, model: Any) -> None:
+        count = int(model.config.num_hidden_layers)
+        lists = [
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, torch.nn.ModuleList) and len(module) == count and not re.search(r"\.\d+\.", path)
+        ]
+        self.layers = min(lists, key=len, default="layers")
+        self.prefix = self.layers.rpartition(".")[0]
+        self.counts: Counter[str] = Counter()
+
+    def stable(self, path: str) -> tuple[str, int | None]:
+        """The stable form of a module's or parameter's path, and its layer."""
+        layer = None
+        if path == self.layers or path.startswith(self.layers + "."):
+            path = "layers" + path[len(self.layers) :]
+            match = re.match(r"layers\.(\d+)", path)
+            layer = int(match.group(1)) if match else None
+        elif self.prefix and (path == self.prefix or path.startswith(self.prefix + ".")):
+            path = path[len(self.prefix) :].lstrip(".")
+        parts = ["attention" if part in ATTENTION_NAMES else part for part in path.split(".")]
+        return ".".join(parts), layer
+
+    def unique(self, name: str) -> str:
+        """`name`, numbered from its second use on."""
+        self.counts[name] += 1
+        return name if self.counts[name] == 1 else f"{name}_{self.counts[name] - 1}"

@@ -1,0 +1,70 @@
+"""transformers' own model: what a compiled one is compared with, in certificates and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inferc.frontend import trace
+from inferc.frontend.export import DTYPES, context_length
+from inferc.frontend.load import Checkpoint
+from inferc.frontend.rope import fix_rope
+
+
+def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None) -> Any:
+    """The transformers model of a checkpoint on the CPU, in `dtype`, with the attention transformers would choose.
+
+    A rope that depends on length is fixed as in `export_model`: it is what the compiled model promises.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if checkpoint.folder is not None:
+        with trace.quiet():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=DTYPES[dtype],
+                local_files_only=True,
+                attn_implementation=_attention(checkpoint),
+            )
+        model.eval().requires_grad_(False)
+    else:
+        model = _copy_module(checkpoint, DTYPES[dtype])
+    fix_rope(model, max_model_len or context_length(checkpoint.config))
+    return model
+
+
+def _attention(checkpoint: Checkpoint) -> str | None:
+    """None lets transformers choose; the sdpa that its 5.17 chooses drops a softcap without a word."""
+    return "eager" if getattr(checkpoint.config, "attn_logit_softcapping", None) else None
+
+
+def _copy_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The checkpoint's module with its parameters in `dtype`; buffers (rope frequencies) keep theirs."""
+    assert checkpoint.module is not None
+    model = trace.build(checkpoint.model_class, checkpoint.config, dtype, "cpu", attention=_attention(checkpoint))
+    model.load_state_dict(checkpoint.module.state_dict())
+    own = dict(model.named_buffers())
+    for name, buffer in checkpoint.module.named_buffers():
+        own[name].copy_(buffer)
+    return model
+
+
+def reference_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """Logits of every position of one sequence: float32 [len(token_ids), vocab_size]."""
+    with trace.quiet(), torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits
+    return logits[0].float()
+
+
+def reference_greedy(model: Any, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """The `num_tokens` tokens that greedily follow `token_ids`; an eos token does not end them."""
+    ids, cache, found = torch.tensor([list(token_ids)]), None, []
+    with trace.quiet(), torch.no_grad():
+        for _ in range(num_tokens):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = out.logits[:, -1:].float().argmax(-1), out.past_key_values
+            found.append(int(ids))
+    return found

@@ -1,0 +1,108 @@
+"""Run torch.export on a causal language model on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inferc.errors import ConfigError, ExportError, InfercError
+from inferc.frontend import interfaces
+
+HINT = 7  # tokens in the traced example: no size of a real model, so that none is mistaken for it
+WRAPPER = "model"  # attribute of _Logits: the first part of every module path in the exported program
+
+
+class _Logits(torch.nn.Module):
+    """Token ids and positions to logits, without a cache."""
+
+    def __init__(self, model: Any, takes_positions: bool) -> None:
+        super().__init__()
+        self.model, self.takes_positions = model, takes_positions
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        extra = {"position_ids": positions} if self.takes_positions else {}
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False, **extra).logits
+        return logits
+
+
+def build(model_class: type[Any], config: Any, dtype: torch.dtype, device: str, attention: str | None = "eager") -> Any:
+    """`model_class` from a copy of `config`, in `dtype`, in eval mode; on "cpu" with transformers' random weights.
+
+    attention: transformers' name of an attention implementation, None for the one it would choose.
+    """
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with quiet(), torch.device(device):
+        try:
+            model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+        except InfercError:
+            raise
+        except Exception as error:  # a model class raises whatever its code raises
+            raise ConfigError(
+                f"{model_class.__name__} cannot be built from its config ({_first_line(error)}); is config.json damaged?"
+            ) from error
+    return model.eval().requires_grad_(False)
+
+
+def trace(model: Any) -> Any:
+    """The ExportedProgram of `model` (on the meta device) with inputs token_ids and positions, i64 [1, T]."""
+    interfaces.register()
+    interfaces.use(model)
+    wrapper = _Logits(model, takes_positions(model)).eval()
+    example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
+    tokens = torch.export.Dim("T", min=2)
+    shapes = {"token_ids": {1: tokens}, "positions": {1: tokens}}
+    try:
+        with quiet(), torch.no_grad():
+            exported = torch.export.export(wrapper, (example, example.clone()), dynamic_shapes=shapes, strict=False)
+            return exported.run_decompositions({})
+    except InfercError as error:
+        raise type(error)(f"{type(model).__name__}: {error}") from error
+    except Exception as error:  # whatever the model's code or torch raises
+        if isinstance(error.__cause__, InfercError):
+            raise error.__cause__ from error
+        raise ExportError(
+            f"{type(model).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}; its code branches on"
+            " data or on the number of tokens, or goes past transformers' attention interface"
+        ) from error
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether the model's forward pass takes `position_ids`."""
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what torch and transformers say about themselves while a model is built and traced."""
+    from transformers.utils import logging as transformers_logging
+
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch.export", "torch._export")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=r".*", category=DeprecationWarning, module=r"torch\..*|copyreg")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if bars:
+                transformers_logging.enable_progress_bar()
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,126 @@
+"""Safetensors files: rows as the safetensors library reads them, and damage refused in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from inferc.errors import ArtifactError, InfercError, UnsupportedError
+from inferc.frontend.checkpoint import INDEX_NAME, TensorDictReader, read_folder, read_header
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        str(dtype): torch.randint(0, 2, (7, 3, 2), generator=generator).to(torch.float32).to(dtype) for dtype in DTYPES
+    } | {"empty": torch.zeros(0, 4), "row": torch.arange(5.0)}
+
+
+def test_rows_are_what_was_saved(tmp_path: Path) -> None:
+    saved = tensors()
+    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reader = read_folder(tmp_path)
+    assert reader.tensors == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}
+    for name, tensor in saved.items():
+        assert torch.equal(reader.rows(name, 0, tensor.shape[0]), tensor)
+    assert torch.equal(reader.rows("torch.bfloat16", 2, 5), saved["torch.bfloat16"][2:5])
+    assert reader.rows("row", 3, 3).shape == (0,)
+
+
+def test_shards_by_index(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    reader = read_folder(tmp_path)
+    assert sorted(reader.tensors) == ["a", "b"]
+    assert reader.rows("b", 0, 2).tolist() == [3.0, 4.0]
+
+
+def test_module_tensors_are_rows_too() -> None:
+    reader = TensorDictReader(torch.nn.Linear(2, 3).state_dict())
+    assert reader.tensors["weight"] == ((3, 2), torch.float32)
+    assert torch.equal(reader.rows("bias", 1, 3), reader.state["bias"][1:3])
+
+
+def write_shards(folder: Path) -> None:
+    save_file({"a": torch.tensor([1.0, 2.0])}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.tensor([3.0, 4.0])}, folder / "model-00002-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def shard_missing(folder: Path) -> None:
+    write_shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def tensor_missing(folder: Path) -> None:
+    write_shards(folder)
+    save_file({"c": torch.zeros(1)}, folder / "model-00002-of-00002.safetensors")
+
+
+def index_garbage(folder: Path) -> None:
+    (folder / INDEX_NAME).write_text("[1]")
+
+
+def index_leaves_folder(folder: Path) -> None:
+    save_file({"a": torch.zeros(1)}, folder.parent / "other.safetensors")
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+
+
+def pickled(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def nothing(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def damage(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        save_file({"a": torch.arange(8.0), "b": torch.arange(4.0)}, path)
+        path.write_bytes(change(path.read_bytes()))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (shard_missing, ArtifactError, "lists model-00002-of-00002.safetensors"),
+        (tensor_missing, ArtifactError, "puts tensor b in model-00002-of-00002.safetensors"),
+        (index_garbage, ArtifactError, "not a safetensors index"),
+        (index_leaves_folder, ArtifactError, r"lists \.\./other\.safetensors"),
+        (pickled, UnsupportedError, r"pickled \(pytorch_model\.bin\).*convert"),
+        (nothing, ArtifactError, "no model.safetensors"),
+        (damage(lambda data: data[:-1]), ArtifactError, "the file is truncated"),
+        (damage(lambda data: data[:60]), ArtifactError, "too few for its header"),
+        (damage(lambda data: b""), ArtifactError, "too few for its header"),
+        (damage(lambda data: data + b"\0"), ArtifactError, "followed by other data"),
+        (damage(lambda data: b"\xff" * 8 + data[8:]), ArtifactError, "too few for its header"),
+        (damage(lambda data: data[:8] + b"!" + data[9:]), ArtifactError, "not a safetensors header"),
+        (damage(lambda data: data.replace(b'"shape":[8]', b'"shape":[9]')), ArtifactError, "tensor a has 32 bytes"),
+        (damage(lambda data: data.replace(b'"F32","shape":[8]', b'"Q4_","shape":[8]')), UnsupportedError, "dtype Q4_"),
+    ],
+)
+def test_damage_is_refused(
+    make: Callable[[Path], None], error: type[InfercError], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make(folder)
+    with pytest.raises(error, match=message) as caught:
+        read_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_header_alone(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
+    header = read_header(tmp_path / "x.safetensors")
+    assert header["a"].shape == (2, 3)
+    assert header["a"].start + 12 == (tmp_path / "x.safetensors").stat().st_size

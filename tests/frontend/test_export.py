@@ -1,0 +1,178 @@
+"""Captured programs: against transformers' logits, and what later stages rely on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from random_models import make_random_model
+from torch import Tensor, fx
+
+from inferc import program as program_lib
+from inferc import weights as weight_lib
+from inferc.errors import ConfigError, ExportError, UnsupportedError
+from inferc.frontend.export import capture, export_model, export_module
+from inferc.frontend.load import Checkpoint, load, load_module
+from inferc.frontend.reference import reference_logits, reference_model
+from inferc.program import Program, target_name
+
+ALL = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+
+
+def nodes_of(program: Program, op: str) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "call_function" and target_name(node.target) == op]
+
+
+def run(program: Program, checkpoint: Checkpoint, token_ids: list[int]) -> Tensor:
+    inputs = {"token_ids": torch.tensor([token_ids]), "positions": torch.arange(len(token_ids))[None]}
+    (logits,) = program.run(inputs, lambda name: weight_lib.read_whole(program.weights[name], checkpoint.reader))
+    found: Tensor = logits[0].float()
+    return found
+
+
+def check_against_transformers(checkpoint: Checkpoint, program: Program) -> None:
+    token_ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = reference_logits(reference_model(checkpoint, "float32"), token_ids)
+    torch.testing.assert_close(run(program, checkpoint, token_ids), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_float32_logits_are_transformers(family: str, tmp_path: Path) -> None:
+    checkpoint = load(make_random_model(family, tmp_path / family, num_hidden_layers=1))
+    program = export_model(checkpoint, "float32")
+    check_against_transformers(checkpoint, program)
+    assert len(nodes_of(program, "inferc.attention")) == 1
+    assert len(nodes_of(program, "inferc.moe_experts")) == (1 if family in ("mixtral", "qwen3_moe") else 0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family in ("qwen3", "mixtral") else pytest.param(family, marks=pytest.mark.slow) for family in ALL],
+)
+def test_bfloat16_trace(family: str, tmp_path: Path) -> None:
+    checkpoint = load(make_random_model(family, tmp_path / family, "bfloat16", num_hidden_layers=1))
+    program = export_model(checkpoint, "bfloat16")
+    (attention,) = nodes_of(program, "inferc.attention")
+    assert all(arg.meta["val"].dtype == torch.bfloat16 for arg in attention.args[:3] if isinstance(arg, fx.Node))
+    assert program.weights["rotary_emb.inv_freq"].dtype == torch.float32
+    assert {weight.dtype for name, weight in program.weights.items() if "inv_freq" not in name} == {torch.bfloat16}
+    token_ids = list(range(3, 40))
+    expected = reference_logits(reference_model(checkpoint, "float32"), token_ids)
+    assert float((run(program, checkpoint, token_ids) - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama_folder: Path) -> tuple[Checkpoint, Program]:
+    checkpoint = load(tiny_llama_folder)
+    return checkpoint, export_model(checkpoint, "bfloat16", 128)
+
+
+def test_conventions(llama: tuple[Checkpoint, Program]) -> None:
+    program = llama[1]
+    assert [node.name for node in program.inputs()] == ["token_ids", "positions"]
+    assert all({"name", "layer", "val"} <= node.meta.keys() for node in program.graph.nodes if node.op != "output")
+    assert [node.meta["layer"] for node in nodes_of(program, "inferc.attention")] == [0, 1]
+    names = [node.meta["name"] for node in program.graph.nodes if node.op == "call_function"]
+    assert len(set(names)) == len(names)
+    assert {"layers.0.attention.out", "layers.1.attention.q_proj.linear", "norm.rsqrt", "lm_head.linear"} <= set(names)
+    assert {"layers.1.attention.q_proj.weight", "embed_tokens.weight", "lm_head.weight"} <= program.weights.keys()
+    assert str(program.weights["lm_head.weight"]) == "cast(lm_head.weight, bfloat16)"
+    vals = [node.meta["val"] for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert {str(val.device) for val in vals} == {"cpu"}
+    (logits,) = program.output().all_input_nodes
+    assert logits.meta["val"].shape[2] == program.info["vocab_size"]
+    expected = {"model_type": "llama", "hidden_size": 64, "num_attention_layers": 2, "max_position_embeddings": 256}
+    assert {**program.info, **expected, "max_model_len": 128, "dtype": "bfloat16", "rope": []} == program.info
+    assert program.num_layers == 2
+
+
+def test_saved_and_loaded(llama: tuple[Checkpoint, Program]) -> None:
+    checkpoint, program = llama
+    again = program_lib.from_json(json.loads(json.dumps(program_lib.to_json(program))))
+    assert again.to_text() == program.to_text()
+    assert torch.equal(run(again, checkpoint, [1, 2, 3]), run(program, checkpoint, [1, 2, 3]))
+
+
+def test_a_module_gives_the_program_of_its_folder(llama: tuple[Checkpoint, Program]) -> None:
+    module = transformers.AutoModelForCausalLM.from_pretrained(str(llama[0].folder))
+    attention = module.config._attn_implementation
+    program = export_module(module, "bfloat16", 128)
+    assert program.to_text() == llama[1].to_text()
+    assert module.config._attn_implementation == attention
+    assert torch.equal(run(program, load_module(module), [1, 2, 3]), run(llama[1], llama[0], [1, 2, 3]))
+
+
+def test_tied_weights_keep_one_name(tmp_path: Path) -> None:
+    checkpoint = load(make_random_model("qwen2", tmp_path / "m", tie_word_embeddings=True, num_hidden_layers=1))
+    program = export_model(checkpoint, "float32")
+    assert program.info["tied_embeddings"]
+    assert "lm_head.weight" not in program.weights
+    (head,) = [node for node in nodes_of(program, "aten.linear") if node.meta["name"].startswith("lm_head")]
+    assert str(head.args[1].target) == "embed_tokens.weight"  # type: ignore[union-attr]
+
+
+def test_softcap_and_scale(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 64,
+        "attn_logit_softcapping": 30.0,
+        "pad_token_id": 0,
+    }
+    checkpoint = load(make_random_model("gemma2", tmp_path / "m", **sizes))
+    program = export_model(checkpoint, "float32")
+    assert [node.args[4:] for node in nodes_of(program, "inferc.attention")] == [
+        (0.125, "sliding", 9, 30.0),
+        (0.125, "causal", 0, 30.0),
+    ]
+    check_against_transformers(checkpoint, program)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_rope_scaling(rope: dict[str, Any], tmp_path: Path) -> None:
+    parameters = {**rope, "rope_theta": 10000.0}
+    checkpoint = load(make_random_model("llama", tmp_path / "m", num_hidden_layers=1, rope_parameters=parameters))
+    program = export_model(checkpoint, "float32")
+    model = reference_model(checkpoint, "float32")
+    found = weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader)
+    assert torch.equal(found, model.model.rotary_emb.inv_freq)
+    check_against_transformers(checkpoint, program)
+
+
+def test_refusals(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype 'int3' is not known; expected one of float32, bfloat16"):
+        capture(tiny_llama_folder, "int3")
+    with pytest.raises(ConfigError, match="max_model_len is 0"):
+        capture(tiny_llama_folder, "float32", 0)
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_local_experts": 4, "pad_token_id": None}
+    with pytest.raises(UnsupportedError, match="GptOssExperts: experts with biases"):
+        capture(make_random_model("gpt_oss", tmp_path / "m", **sizes), "float32")
+
+
+def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = transformers.LlamaForCausalLM.forward
+
+    def forward(self: Any, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        if input_ids.sum() > 3:
+            position_ids = position_ids + 1
+        return whole(self, input_ids=input_ids, position_ids=position_ids, **options)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    with pytest.raises(ExportError, match="LlamaForCausalLM cannot be captured: .*branches on data") as caught:
+        capture(tiny_llama_folder, "float32")
+    assert "\n" not in str(caught.value)

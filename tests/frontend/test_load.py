@@ -1,0 +1,121 @@
+"""Opening a folder, a hub id or a module; what cannot be compiled is refused by name, in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from inferc.errors import ConfigError, InfercError, UnsupportedError
+from inferc.frontend.load import load, load_module
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
+VISION = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}}
+UNKNOWN = {"model_type": "no_such_model"}
+
+
+def write(folder: Path, config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    save_file({"model.norm.weight": torch.zeros(16)}, folder / "model.safetensors")
+    return folder
+
+
+def test_load_reads_config_and_specs(tmp_path: Path) -> None:
+    checkpoint = load(write(tmp_path, LLAMA))
+    assert checkpoint.config.hidden_size == 16
+    assert checkpoint.model_class is transformers.LlamaForCausalLM
+    assert checkpoint.tensors == {"model.norm.weight": ((16,), torch.float32)}
+    assert checkpoint.dtype == "float32"
+    assert checkpoint.reader.rows("model.norm.weight", 0, 2).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ("not json", ConfigError, "not JSON"),
+        ([], ConfigError, "no model_type"),
+        ({"hidden_size": 4}, ConfigError, "no model_type"),
+        (UNKNOWN, UnsupportedError, "no_such_model is not known to the installed transformers"),
+        ({**UNKNOWN, "auto_map": {"AutoModel": "x.Y"}}, UnsupportedError, "trust_remote_code"),
+        ({"model_type": "vit"}, UnsupportedError, "vit is not a causal language model"),
+        ({"model_type": "t5"}, UnsupportedError, "encoder-decoder|not a causal language model"),
+        ({"model_type": "bart"}, UnsupportedError, "bart is an encoder-decoder model"),
+        (VISION, UnsupportedError, r"gemma3 is multimodal \(.*vision_config"),
+        ({"model_type": "mamba"}, UnsupportedError, "mamba has .*sequence state is not built"),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 4}, UnsupportedError, "linear_attention"),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            UnsupportedError,
+            r"quantized \(gptq\)",
+        ),
+        ({**LLAMA, "hidden_size": "wide"}, ConfigError, "not a valid llama config"),
+    ],
+)
+def test_config_refusals(config: object, error: type[InfercError], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message) as caught:
+        load(write(tmp_path, config))
+    assert "\n" not in str(caught.value)
+
+
+def test_remote_code_is_not_needed_for_a_known_model(tmp_path: Path) -> None:
+    config = {**LLAMA, "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}}
+    assert load(write(tmp_path, config)).model_class is transformers.LlamaForCausalLM
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config.json"):
+        load(tmp_path)
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        load(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "nothing", "a/b/c"])
+def test_missing_folder(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"{path}: no such folder"):
+        load(path)
+
+
+def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_args: Any, **_options: Any) -> str:
+        raise ConnectionError("no route to host\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ConfigError, match="org/name: no such folder, and not downloaded.*no route to host") as caught:
+        load("org/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_args, **_options: str(folder))
+    assert load("org/name").folder == folder
+
+
+def test_modules() -> None:
+    config = transformers.LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "model_type"})
+    module = transformers.LlamaForCausalLM(config)
+    checkpoint = load_module(module)
+    assert checkpoint.name == "LlamaForCausalLM"
+    assert checkpoint.tensors["lm_head.weight"] == ((32, 16), torch.float32)
+    with pytest.raises(UnsupportedError, match="Linear is not a transformers model"):
+        load_module(torch.nn.Linear(2, 2))
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ConfigError, match="meta device"):
+        load_module(empty)

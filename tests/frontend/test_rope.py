@@ -1,0 +1,69 @@
+"""Rope that depends on the sequence's length is fixed for one length, and the Program says so."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import make_random_model
+
+from inferc import weights as weight_lib
+from inferc.errors import UnsupportedError
+from inferc.frontend import trace
+from inferc.frontend.export import capture
+from inferc.frontend.load import Checkpoint, load
+from inferc.frontend.reference import reference_logits, reference_model
+from inferc.frontend.rope import fix_rope
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [float(2 + index) for index in range(8)],
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def checkpoint_with(rope: dict[str, Any], folder: Path) -> Checkpoint:
+    return load(make_random_model("llama", folder, num_hidden_layers=1, rope_parameters=rope))
+
+
+def default_frequencies() -> torch.Tensor:
+    return 1.0 / (10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16))
+
+
+def test_dynamic_is_fixed_by_the_longest_sequence(tmp_path: Path) -> None:
+    checkpoint = checkpoint_with(DYNAMIC, tmp_path / "m")
+    for length, same in ((256, True), (512, False)):
+        program = capture(checkpoint, "float32", length, check=not same)
+        found = weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader)
+        assert torch.allclose(found, default_frequencies()) == same
+        assert program.info["rope"] == [{"module": "model.rotary_emb", "kind": "dynamic", "max_model_len": length}]
+        assert program.info["max_model_len"] == length
+
+
+@pytest.mark.parametrize(("length", "first"), [(64, 1.0), (65, 2.0)])
+def test_longrope_takes_short_or_long_factors(length: int, first: float, tmp_path: Path) -> None:
+    model = reference_model(checkpoint_with(LONG, tmp_path / "m"), "float32", length)
+    found = model.model.rotary_emb.inv_freq.clone()
+    assert float(found[0]) == pytest.approx(1.0 / first)
+    reference_logits(model, list(range(100)))  # neither a long sequence nor a short one changes them
+    reference_logits(model, [1, 2, 3])
+    assert torch.equal(model.model.rotary_emb.inv_freq, found)
+
+
+def test_longrope_is_captured(tmp_path: Path) -> None:
+    checkpoint = checkpoint_with(LONG, tmp_path / "m")
+    program = capture(checkpoint, "float32", 65)
+    found = weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader)
+    assert float(found[0]) == pytest.approx(0.5)
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    checkpoint = load(make_random_model("llama", tmp_path / "m", num_hidden_layers=1))
+    model = trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta")
+    model.model.rotary_emb.rope_type = "dynamic_wobble"
+    with pytest.raises(UnsupportedError, match="dynamic_wobble depends on length"):
+        fix_rope(model, 64)
