@@ -1,0 +1,53 @@
+"""Choose the kernel of each node, and store weights in the layouts that the chosen kernels read.
+
+Selection reads dtypes, shapes and the target only. The kernel's name goes into `meta["kernel"]` and with the program
+into the artifact: nothing is chosen while serving but the instruction set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from inferc import weights as weight_lib
+from inferc.codegen.kernels import Kernel, Target, argument, needs_kernel, select
+from inferc.errors import UnsupportedError
+from inferc.program import Program
+
+
+@dataclass(frozen=True)
+class ChooseKernels:
+    target: Target
+    name: str = "choose_kernels"
+
+    def __call__(self, program: Program) -> int:
+        chosen: dict[fx.Node, Kernel] = {}
+        for node in program.graph.nodes:
+            if needs_kernel(node):
+                chosen[node] = select(node, self.target)
+        wanted: dict[str, str | None] = {}
+        for node, kernel in chosen.items():
+            _collect_layouts(node, kernel, wanted)
+        for name, layout in wanted.items():
+            weight = program.weights[name]
+            if layout is not None and weight.op != "pack":
+                program.weights[name] = weight_lib.pack(weight, layout)
+        changed = sum(node.meta.get("kernel") != kernel.name for node, kernel in chosen.items())
+        for node, kernel in chosen.items():
+            node.meta["kernel"] = kernel.name
+        return changed
+
+
+def _collect_layouts(node: fx.Node, kernel: Kernel, wanted: dict[str, str | None]) -> None:
+    """Note each weight's layout. A weight is stored once, so its readers must agree."""
+    for name, layout in kernel.weight_layouts.items():
+        reader = argument(node, name)
+        if not isinstance(reader, fx.Node) or reader.op != "get_attr":
+            continue
+        weight = str(reader.target)
+        if wanted.setdefault(weight, layout) != layout:
+            raise UnsupportedError(
+                f"{node.meta.get('name', node.name)}: kernel {kernel.name} reads {weight} as {layout or 'row-major'},"
+                f" another kernel as {wanted[weight] or 'row-major'}; a weight is stored once"
+            )

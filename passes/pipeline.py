@@ -1,0 +1,162 @@
+"""Which passes run, in which order, and the running: checks, dumps, timings."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from inferc import debug
+from inferc.codegen.kernels import Target
+from inferc.errors import VerifyError
+from inferc.passes.canonicalise import Canonicalise
+from inferc.passes.choose_kernels import ChooseKernels
+from inferc.passes.flatten_batch import FlattenBatch
+from inferc.passes.fuse_moe_routing import fuse_moe_routing, fuse_moe_routing_plain
+from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_wide
+from inferc.passes.fuse_rms_norm_add import fuse_rms_norm_add
+from inferc.passes.fuse_rope import FuseRope
+from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
+from inferc.passes.fuse_silu_mul import fuse_silu_mul
+from inferc.passes.kv_cache import PageKVCache
+from inferc.passes.pack_projections import PackProjections
+from inferc.passes.plan_memory import PlanMemory
+from inferc.passes.select_rows import SelectRows
+from inferc.passes.split_head import SplitHead
+from inferc.passes.verify import CAPTURED, LOWERED, SERVABLE, check_ops, verify
+from inferc.program import Program
+
+log = logging.getLogger(__name__)
+
+
+class Pass(Protocol):
+    """Edits a program in place and returns how many rewrites it made."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, program: Program) -> int: ...
+
+
+# Sees the program after a pass: (index, name of the pass or "captured", its rewrites, the program).
+Observe = Callable[[int, str, int, Program], None]
+
+
+@dataclass(frozen=True)
+class LowerConfig:
+    """What the passes need to know: the target, and the tokens of a KV cache block."""
+
+    target: Target
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One line of the pass log; nodes count calls, not inputs and weights."""
+
+    name: str
+    rewrites: int
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
+def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
+    """The passes in running order."""
+    return (
+        Canonicalise(),
+        FlattenBatch(),  # before every pattern: they are written over rows of tokens
+        fuse_rms_norm_wide,  # before fuse_rms_norm, which matches the float32 part of what this one matches whole
+        fuse_rms_norm,
+        FuseRope(),
+        fuse_silu_mul,
+        fuse_moe_routing,
+        fuse_moe_routing_plain,
+        PackProjections(),  # after the routing, which keeps routers out of the packing
+        PageKVCache(config.block_size),
+        fuse_rms_norm_add,
+        fuse_rope_kv_write,
+        SelectRows(),  # after the residual is fused, which it then follows
+        SplitHead(),
+        ChooseKernels(config.target),
+        PlanMemory(),
+    )
+
+
+OPTIONAL = frozenset(
+    {"fuse_rms_norm_wide", "fuse_silu_mul", "fuse_moe_routing", "fuse_moe_routing_plain", "pack_projections"}
+)
+"""Passes of the pipeline that find nothing in many models."""
+
+CHECKPOINTS: dict[str, Any] = {"canonicalise": CAPTURED, "page_kv_cache": SERVABLE, "choose_kernels": LOWERED}
+"""The ops allowed once a pass is done."""
+
+
+def lower(
+    program: Program, config: LowerConfig, dump_dir: Path | None = None, observe: Observe | None = None
+) -> list[PassRecord]:
+    """Turn a captured program into what backends get, in place."""
+    return run_passes(program, build_pipeline(config), dump_dir, observe)
+
+
+def run_passes(
+    program: Program, passes: tuple[Pass, ...], dump_dir: Path | None = None, observe: Observe | None = None
+) -> list[PassRecord]:
+    """Run `passes` in order, verifying after each that changed something.
+
+    Writes `00_captured.txt` and one `NN_name.txt` a pass into `dump_dir` (INFERC_DUMP when not given), and calls
+    `observe` at the same points.
+    Raises VerifyError where a pass breaks the program.
+    """
+    dump_dir = debug.dump_dir() if dump_dir is None else dump_dir
+    records: list[PassRecord] = []
+    _dump(program, dump_dir, 0, "captured")
+    if observe is not None:
+        observe(0, "captured", 0, program)
+    for index, each in enumerate(passes, start=1):
+        before, start = _num_calls(program), time.perf_counter()
+        rewrites = each(program)
+        if not rewrites and each.name not in OPTIONAL:
+            log.warning("pass %s rewrote nothing in %s", each.name, program.name)
+        _verify(program, each.name, rewrites)
+        records.append(PassRecord(each.name, rewrites, time.perf_counter() - start, before, _num_calls(program)))
+        _dump(program, dump_dir, index, each.name)
+        if observe is not None:
+            observe(index, each.name, rewrites, program)
+        if rewrites and debug.level() >= 3:
+            log.info("after %s:\n%s", each.name, program.to_text())
+    if debug.level() >= 1:
+        log.info("passes of %s:\n%s", program.name, pass_table(records))
+    return records
+
+
+def _verify(program: Program, name: str, rewrites: int) -> None:
+    try:
+        if rewrites:
+            verify(program)
+        if name in CHECKPOINTS:
+            check_ops(program, CHECKPOINTS[name])
+    except VerifyError as error:
+        raise VerifyError(f"after {name}: {error}") from error
+
+
+def _num_calls(program: Program) -> int:
+    return sum(node.op == "call_function" for node in program.graph.nodes)
+
+
+def _dump(program: Program, folder: Path | None, index: int, name: str) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{index:02}_{name}.txt").write_text(program.to_text())
+
+
+def pass_table(records: list[PassRecord]) -> str:
+    """The pass log as aligned text."""
+    lines = [f"{'pass':24} {'rewrites':>8} {'nodes':>13} {'ms':>8}"]
+    for record in records:
+        nodes = f"{record.nodes_before} > {record.nodes_after}"
+        lines.append(f"{record.name:24} {record.rewrites:8} {nodes:>13} {1000 * record.seconds:8.1f}")
+    return "\n".join(lines)

@@ -1,0 +1,294 @@
+"""Pattern → replacement on fx graphs, with our own matcher.
+
+A pattern is a function over its captures, traced to a small graph. A capture annotated `Tensor` binds a node, one
+annotated `Tensor | None` or `object` binds anything, any other annotation binds a python constant (eps, window, a dtype).
+What the matcher knows beyond equality: arguments left at their defaults, the two orders of a commutative op, and casts
+that are absent because the value has the dtype already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
+
+from inferc import debug
+from inferc.program import Program, target_name
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+Bindings = dict[fx.Node, Any]  # pattern node -> node or constant of the program
+Function = Callable[..., Any]
+
+
+def shared(value: Any) -> Any:
+    """In a pattern: `value` and what it is made from may have other users too (a table that all layers read)."""
+    value.node.meta["shared"] = True
+    return value
+
+
+def arguments(node: fx.Node) -> list[Any]:
+    """All arguments of a call in the order of its schema, defaults filled in."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [*node.args, *node.kwargs.values()]
+    given = list(node.args)
+    for parameter in node.target._schema.arguments[len(given) :]:
+        given.append(node.kwargs.get(parameter.name, parameter.default_value))
+    return given
+
+
+def value_of(arg: Any) -> Any:
+    """The fake tensor behind a node; anything else is its own value."""
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+# ------------------------------------------------------------------------------------------------ types
+
+
+def infer_type(program: Program, node: fx.Node) -> Any:
+    """What `node` returns, computed by its op on fake tensors; equal calls, as in equal layers, are computed once."""
+    key = (node.target, _type_key(node.args), _type_key(node.kwargs))
+    if key not in program.types:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        with program.fake_mode:
+            program.types[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return program.types[key]
+
+
+def _type_key(arg: Any) -> Any:
+    """Everything of an argument that a result's type can depend on."""
+    if isinstance(arg, fx.Node):
+        return _type_key(arg.meta["val"])
+    if isinstance(arg, Tensor):
+        return (arg.dtype, *map(_size_key, arg.shape), None, *map(_size_key, arg.stride()))
+    if isinstance(arg, (list, tuple)):
+        return tuple(map(_type_key, arg))
+    if isinstance(arg, dict):
+        return tuple((key, _type_key(value)) for key, value in arg.items())
+    return (type(arg), str(arg))
+
+
+def _size_key(size: int | torch.SymInt) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def infer_types(program: Program, nodes: list[fx.Node]) -> None:
+    """Set the type of every call in `nodes`, which are in graph order."""
+    for node in nodes:
+        if node.op == "call_function":
+            node.meta["val"] = infer_type(program, node)
+
+
+def merge_equal(program: Program, target: Any) -> int:
+    """Merge calls of `target` with equal arguments into the first of them; returns how many went."""
+    first: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in program.graph.find_nodes(op="call_function", target=target, sort=True):
+        kept = first.setdefault((node.args, tuple(sorted(node.kwargs.items()))), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            program.graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------ patterns
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A traced pattern. `outputs` are its results, the last in graph order being where matching starts."""
+
+    captures: dict[fx.Node, Any]  # placeholder -> annotation
+    outputs: tuple[fx.Node, ...]
+    root: fx.Node
+    shared: frozenset[fx.Node]
+
+
+@cache
+def trace(function: Function) -> Pattern:
+    graph = fx.Graph()
+    tracer = GraphAppendingTracer(graph)
+    hints = typing.get_type_hints(function)
+    captures = {graph.placeholder(name): hints[name] for name in inspect.signature(function).parameters}
+    result = function(*(fx.Proxy(node, tracer) for node in captures))
+    outputs = tuple(proxy.node for proxy in (result if isinstance(result, tuple) else (result,)))
+    open_nodes = {node for node in graph.nodes if node.meta.get("shared")}
+    for node in reversed(list(graph.nodes)):
+        if node in open_nodes:
+            open_nodes.update(node.all_input_nodes)
+    root = max(outputs, key=list(graph.nodes).index)
+    return Pattern(captures, outputs, root, frozenset(open_nodes))
+
+
+def _accepts(annotation: Any, value: Any) -> bool:
+    if annotation is Tensor:
+        return isinstance(value, fx.Node)
+    if annotation is object or annotation == (Tensor | None):
+        return True
+    return not isinstance(value, fx.Node) and (value is not None)
+
+
+def _match(pattern: Pattern, want: Any, got: Any, bound: Bindings) -> Iterator[Bindings]:
+    """All ways in which `got`, a node or constant of the program, is what `want` of the pattern asks for."""
+    if isinstance(want, (list, tuple)):
+        if isinstance(got, (list, tuple)) and len(want) == len(got):
+            yield from _match_all(pattern, list(want), list(got), bound)
+    elif not isinstance(want, fx.Node):
+        if not isinstance(got, fx.Node) and want == got:
+            yield bound
+    elif want in bound:
+        if bound[want] is got or (not isinstance(got, fx.Node) and bound[want] == got):
+            yield bound
+    elif want in pattern.captures:
+        if _accepts(pattern.captures[want], got):
+            yield {**bound, want: got}
+    elif isinstance(got, fx.Node):
+        if got.op == "call_function" and got.target == want.target:
+            wanted, given = arguments(want), arguments(got)
+            yield from _match_all(pattern, wanted, given, {**bound, want: got})
+            if got.target in COMMUTATIVE:
+                yield from _match_all(pattern, wanted, [given[1], given[0], *given[2:]], {**bound, want: got})
+        if want.target == aten._to_copy.default and isinstance(got.meta.get("val"), Tensor):
+            for now in _match(pattern, want.kwargs["dtype"], got.meta["val"].dtype, bound):
+                for then in _match(pattern, want.args[0], got, now):
+                    yield {**then, want: got}
+
+
+def _match_all(pattern: Pattern, wanted: list[Any], given: list[Any], bound: Bindings) -> Iterator[Bindings]:
+    if len(wanted) != len(given):
+        return
+    if not wanted:
+        yield bound
+        return
+    for now in _match(pattern, wanted[0], given[0], bound):
+        yield from _match_all(pattern, wanted[1:], given[1:], now)
+
+
+def _match_outputs(pattern: Pattern, left: tuple[fx.Node, ...], bound: Bindings) -> Iterator[Bindings]:
+    """Bind outputs that the root does not depend on: they are users of something that is bound already."""
+    if not left:
+        yield bound
+    elif left[0] in bound:
+        yield from _match_outputs(pattern, left[1:], bound)
+    else:
+        for user in list(bound[left[0].all_input_nodes[0]].users):
+            for now in _match(pattern, left[0], user, bound):
+                yield from _match_outputs(pattern, left[1:], now)
+
+
+def _fault(pattern: Pattern, bound: Bindings) -> str | None:
+    """Why a structural match must not be rewritten: a value in it that others read, or an output read too early."""
+    free = {bound[node] for node in (*pattern.captures, *pattern.outputs, *pattern.shared) if node in bound}
+    matched = {value for value in bound.values() if isinstance(value, fx.Node)}
+    for node in matched - free:
+        for user in node.users:
+            if user not in matched:
+                return f"{node.meta.get('name', node.name)} is also used by {user.meta.get('name', user.name)}"
+    root = bound[pattern.root]
+    for output in pattern.outputs:
+        for user in bound[output].users:
+            if user not in matched and user < root:
+                return f"{user.meta.get('name', user.name)} reads a result before all of them are computed"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ rewrites
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Replace every match of `pattern` (or of one of several, tried in order) by `replacement`.
+
+    `replacement` is called with the captures its parameters name. A check is a function over captures that gets fake
+    tensors and constants and returns why the match must be left alone, or None. Outputs correspond in order.
+    """
+
+    name: str
+    pattern: Function | tuple[Function, ...]
+    replacement: Function
+    checks: tuple[Callable[..., str | None], ...] = ()
+
+    def __call__(self, program: Program) -> int:
+        patterns = [trace(each) for each in (self.pattern if isinstance(self.pattern, tuple) else (self.pattern,))]
+        count = 0
+        gone: set[fx.Node] = set()
+        # From the end, so that of two nested matches the larger one is found: a cast before what it casts.
+        for node in reversed(list(program.graph.nodes)):
+            if node.op == "call_function" and node not in gone:
+                count += any(self._apply(program, pattern, node, gone) for pattern in patterns)
+        if count:
+            program.drop_unused()
+        return count
+
+    def _apply(self, program: Program, pattern: Pattern, node: fx.Node, gone: set[fx.Node]) -> bool:
+        for start in _match(pattern, pattern.root, node, {}):
+            for bound in _match_outputs(pattern, pattern.outputs, start):
+                captures = {str(name.target): bound[name] for name in pattern.captures if name in bound}
+                reason = _fault(pattern, bound) or self._refuse(captures)
+                if reason is None:
+                    replace(program, [bound[output] for output in pattern.outputs], self.replacement, captures, node)
+                    _erase_unused(program, bound.values(), gone)
+                    return True
+                if debug.level() >= 2:
+                    log.info("%s: no rewrite at %s: %s", self.name, node.meta.get("name", node.name), reason)
+        return False
+
+    def _refuse(self, captures: dict[str, Any]) -> str | None:
+        for check in self.checks:
+            names = inspect.signature(check).parameters
+            reason = check(**{name: value_of(captures[name]) for name in names if name in captures})
+            if reason is not None:
+                return reason
+        return None
+
+
+def _erase_unused(program: Program, nodes: Iterable[Any], gone: set[fx.Node]) -> None:
+    """Erase those calls among `nodes` that nothing reads any more, noting them in `gone`."""
+    calls = {node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"}
+    for node in sorted(calls, reverse=True):
+        if not node.users:
+            program.graph.erase_node(node)
+            gone.add(node)
+
+
+def replace(
+    program: Program, outputs: list[fx.Node], replacement: Function, captures: dict[str, Any], anchor: fx.Node
+) -> list[fx.Node]:
+    """Write `replacement(**captures)` before `anchor`, typed and named, and give it the uses of `outputs`."""
+    tracer = GraphAppendingTracer(program.graph)
+    wanted = {name: captures[name] for name in inspect.signature(replacement).parameters if name in captures}
+    before = anchor.prev
+    with program.graph.inserting_before(anchor):
+        proxies = {n: fx.Proxy(v, tracer) if isinstance(v, fx.Node) else v for n, v in wanted.items()}
+        result = replacement(**proxies)
+    results = [proxy.node for proxy in (result if isinstance(result, tuple) else (result,))]
+    made = []
+    while before.next is not anchor:
+        before = before.next
+        made.append(before)
+    infer_types(program, made)
+    base = str(anchor.meta.get("name", anchor.name))
+    for node in made:
+        node.meta.update(name=f"{base}.{short_name(node)}", layer=anchor.meta.get("layer"))
+    for old, new in zip(outputs, results, strict=True):
+        if new in made:
+            new.meta["name"] = old.meta.get("name", old.name)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
+    return results
+
+
+def short_name(node: fx.Node) -> str:
+    """`silu_mul` for `inferc.silu_mul`, the index for a getitem."""
+    return str(node.args[1]) if node.target is operator.getitem else target_name(node.target).split(".")[1]

@@ -1,0 +1,57 @@
+"""Split the LM head off: float32 logits, and the hidden rows in front of it as the step's first result.
+
+What `hidden` needs is the `step` entry point; the rest is `sample`, which runs on at most 64 rows at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from inferc.errors import UnsupportedError
+from inferc.passes.rewrite import infer_type
+from inferc.program import Program
+
+aten, inferc = torch.ops.aten, torch.ops.inferc
+# What models do to logits: a scale, a soft cap, a cast (which float32 logits make needless).
+AFTER_HEAD = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default, aten._to_copy.default)
+
+
+@dataclass(frozen=True)
+class SplitHead:
+    name: str = "split_head"
+
+    def __call__(self, program: Program) -> int:
+        output = program.output()
+        (results,) = output.args
+        assert isinstance(results, (tuple, list))
+        if len(results) != 1:
+            return 0
+        logits = results[0]
+        assert isinstance(logits, fx.Node)
+        after: list[fx.Node] = []
+        while logits.target in AFTER_HEAD:
+            after.insert(0, logits)
+            logits = logits.args[0]
+            assert isinstance(logits, fx.Node)
+        if logits.target != aten.linear.default:
+            name = logits.meta.get("name", logits.name)
+            raise UnsupportedError(f"{name}: split_head found {logits.target} where the LM head's linear was expected")
+        hidden, weight, *bias = logits.args
+        with program.graph.inserting_before(logits):
+            head = program.graph.call_function(inferc.lm_head.default, (hidden, weight, bias[0] if bias else None))
+        head.meta.update({key: logits.meta[key] for key in ("name", "layer") if key in logits.meta})
+        head.meta["val"] = infer_type(program, head)
+        logits.replace_all_uses_with(head)
+        last = head
+        for node in after:
+            if node.target == aten._to_copy.default:
+                node.replace_all_uses_with(last)
+            else:
+                node.meta["val"], last = infer_type(program, node), node
+        output.args = ((hidden, last),)
+        output.meta["val"] = (hidden.meta["val"], last.meta["val"])  # type: ignore[union-attr]
+        program.drop_unused()
+        return 1

@@ -1,0 +1,87 @@
+from typing import Any
+
+import pytest
+import torch
+from graphs import example, random, rows
+from torch import ops
+
+from inferc.passes.canonicalise import Canonicalise
+
+aten = ops.aten
+
+
+def test_removes_what_computes_nothing() -> None:
+    def noisy(x: Any) -> Any:
+        x = aten.alias.default(aten.clone.default(x))
+        x = aten.dropout.default(aten.mul.Tensor(x, 1.0), 0.5, False)
+        x = aten._to_copy.default(x, dtype=torch.float32)
+        x = aten.slice.Tensor(x, 1, 0, 2**63 - 1)
+        x = aten.cat.default([x, aten.slice.Tensor(x, 1, 6, 9)], -1)
+        return aten.neg.default(aten.transpose.int(aten.transpose.int(x, 0, 1), 0, 1))
+
+    golden = """
+        %x: float32[s0, 6] = input
+        %0: float32[s0, 6] = aten.neg(%x)
+        return (%0)
+    """
+    example(noisy, {"x": rows(6)}).check(Canonicalise(), 10, golden)
+
+
+def test_one_spelling_for_views_softmax_splits_and_axes() -> None:
+    def spelled(x: Any) -> Any:
+        x = aten.reshape.default(aten._unsafe_view.default(x, [-1, 2, 3]), [-1, 6])
+        first, second = aten.split.Tensor(x, 3, 1)
+        top = aten._softmax.default(aten.unsqueeze.default(first, 1), 2, False)
+        return aten.mean.dim(top, [2], True), aten.cat.default([second, second], 1)
+
+    golden = """
+        %x: float32[s0, 6] = input
+        %0: float32[s0, 3] = aten.slice.Tensor(%x, -1, 0, 3)
+        %1: float32[s0, 3] = aten.slice.Tensor(%x, -1, 3, 6)
+        %2: float32[s0, 1, 3] = aten.unsqueeze(%0, -2)
+        %3: float32[s0, 1, 3] = aten.softmax.int(%2, -1)
+        %4: float32[s0, 1, 1] = aten.mean.dim(%3, [-1], True)
+        %5: float32[s0, 6] = aten.cat([%1, %1], -1)
+        return (%4, %5)
+    """
+    example(spelled, {"x": rows(6)}).check(Canonicalise(), 9, golden)
+
+
+def test_a_softmax_that_names_its_dtype_gets_a_cast() -> None:
+    golden = """
+        %x: bfloat16[s0, 4] = input
+        %0: float32[s0, 4] = aten._to_copy(%x, dtype=float32)
+        %1: float32[s0, 4] = aten.softmax.int(%0, -1)
+        return (%1)
+    """
+    softmax = example(lambda x: aten.softmax.int(x, -1, torch.float32), {"x": rows(4, dtype=torch.bfloat16)})
+    softmax.check(Canonicalise(), 1, golden)
+
+
+def test_a_widening_cast_and_its_inverse_cancel_but_a_narrowing_one_stays() -> None:
+    def there_and_back(wide: torch.dtype, narrow: torch.dtype) -> Any:
+        return lambda x: aten.neg.default(aten._to_copy.default(aten._to_copy.default(x, dtype=wide), dtype=narrow))
+
+    widened = example(there_and_back(torch.float32, torch.bfloat16), {"x": rows(4, dtype=torch.bfloat16)})
+    assert Canonicalise()(widened.program) == 1
+    assert "_to_copy" not in widened.program.to_text()
+    example(there_and_back(torch.bfloat16, torch.float32), {"x": rows(4)}).check_untouched(Canonicalise())
+
+
+def test_type_as_becomes_a_cast() -> None:
+    golden = """
+        %x: float32[s0, 4] = input
+        %y: bfloat16[s0, 4] = input
+        %0: bfloat16[s0, 4] = aten._to_copy(%x, dtype=bfloat16)
+        return (%0)
+    """
+    inputs = {"x": rows(4), "y": rows(4, dtype=torch.bfloat16)}
+    example(lambda x, y: aten.type_as.default(x, y), inputs).check(Canonicalise(), 1, golden)
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0])
+def test_keeps_what_computes_something(factor: float) -> None:
+    def graph(x: Any) -> Any:
+        return aten.mul.Tensor(aten.slice.Tensor(x, -1, 0, 3), factor)
+
+    example(graph, {"x": random(4, 6)}).check_untouched(Canonicalise())

@@ -1,0 +1,126 @@
+from typing import Any
+
+import pytest
+import torch
+from graphs import TOKENS, Example, example, random
+
+from inferc.errors import UnsupportedError
+from inferc.passes.kv_cache import PageKVCache
+from inferc.passes.verify import verify
+from inferc.reference import IN_PLACE, Chunk, new_kv_caches, step_inputs
+
+aten, inferc = torch.ops.aten, torch.ops.inferc
+IDS = {"token_ids": torch.tensor([3, 1, 4, 1, 5]), "positions": torch.arange(TOKENS)}
+
+
+def attend(x: Any, layer: int, mask: str, window: int) -> Any:
+    """4 query heads over 2 KV heads of 4, from rows of 16."""
+    q = aten.view.default(x, [-1, 4, 4])
+    k = aten.view.default(aten.slice.Tensor(x, -1, 0, 8), [-1, 2, 4])
+    v = aten.view.default(aten.slice.Tensor(x, -1, 8, 16), [-1, 2, 4])
+    out = inferc.attention.default(q, k, v, None, 0.5, mask, window, 0.0)
+    out.node.meta["at"] = layer
+    return aten.view.default(out, [-1, 16])
+
+
+def model(*kinds: tuple[str, int]) -> Example:
+    def graph(token_ids: Any, positions: Any, embed: Any) -> Any:
+        x = aten.embedding.default(embed, token_ids)
+        for layer, (mask, window) in enumerate(kinds):
+            x = attend(x, layer, mask, window)
+        return x
+
+    made = example(graph, IDS, {"embed": random(7, 16)})
+    for node in made.program.graph.nodes:
+        if "at" in node.meta:
+            node.meta["layer"] = node.meta["at"]
+    return made
+
+
+def run_paged(made: Example, chunk_size: int) -> torch.Tensor:
+    """The rows of the one result, computed in steps of `chunk_size` tokens."""
+    program, ids = made.program, IDS["token_ids"].tolist()
+    caches = new_kv_caches(program, num_blocks=4)
+    results = []
+    weights = made.reader.tensors.__getitem__
+    for start in range(0, TOKENS, chunk_size):
+        chunk = Chunk(ids[start : start + chunk_size], start, [2, 3, 1])
+        (rows,) = program.run(step_inputs(program, [chunk], caches), weights, calls=IN_PLACE)
+        results.append(rows)
+    return torch.cat(results)
+
+
+def test_attention_writes_then_reads_the_cache() -> None:
+    made = model(("causal", 0), ("causal", 0))
+    (before,) = made.run()
+    assert PageKVCache(block_size=2)(made.program) == 2
+    verify(made.program)
+    golden = """
+        %token_ids: int32[s0] = input
+        %positions: int64[s0] = input
+        %query_start_loc: int32[s1 + 1] = input
+        %seq_lens: int32[s1] = input
+        %seq_slots: int32[s1] = input
+        %logits_rows: int32[s2] = input
+        %slot_mapping_0: int64[s0] = input
+        %block_table_0: int32[s1, s3] = input
+        %kv_cache_0: float32[s4, 2, 2, 2, 2, 4] = input
+        %0: float32[s0, 16] = aten.embedding(@embed, %token_ids)
+        %1: float32[s0, 4, 4] = aten.view(%0, [-1, 4, 4])
+        %2: float32[s0, 8] = aten.slice.Tensor(%0, -1, 0, 8)
+        %3: float32[s0, 2, 4] = aten.view(%2, [-1, 2, 4])
+        %4: float32[s0, 8] = aten.slice.Tensor(%0, -1, 8, 16)
+        %5: float32[s0, 2, 4] = aten.view(%4, [-1, 2, 4])
+        %6: float32[s4, 2, 2, 2, 2, 4] = inferc.kv_write(%kv_cache_0, %3, %5, %slot_mapping_0, 0)
+        %7: float32[s0, 4, 4] = inferc.paged_attention(%1, %6, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'causal', 0, 0.0)
+        %8: float32[s0, 16] = aten.view(%7, [-1, 16])
+        %9: float32[s0, 4, 4] = aten.view(%8, [-1, 4, 4])
+        %10: float32[s0, 8] = aten.slice.Tensor(%8, -1, 0, 8)
+        %11: float32[s0, 2, 4] = aten.view(%10, [-1, 2, 4])
+        %12: float32[s0, 8] = aten.slice.Tensor(%8, -1, 8, 16)
+        %13: float32[s0, 2, 4] = aten.view(%12, [-1, 2, 4])
+        %14: float32[s4, 2, 2, 2, 2, 4] = inferc.kv_write(%6, %11, %13, %slot_mapping_0, 1)
+        %15: float32[s0, 4, 4] = inferc.paged_attention(%9, %14, %block_table_0, %query_start_loc, %seq_lens, None, 1, 0.5, 'causal', 0, 0.0)
+        %16: float32[s0, 16] = aten.view(%15, [-1, 16])
+        return (%16)
+    """
+    text = made.program.to_text()
+    assert text.split() == golden.split(), f"the program is now\n{text}"
+    (group,) = made.program.kv_groups
+    assert (group.kind, group.layers, group.num_kv_heads, group.bytes_per_token) == (
+        "full",
+        (0, 1),
+        2,
+        2 * 2 * 2 * 4 * 4,
+    )
+    for chunk_size in (TOKENS, 2, 1):
+        torch.testing.assert_close(run_paged(made, chunk_size), before)
+
+
+def test_layers_of_one_window_form_a_group() -> None:
+    made = model(("sliding", 2), ("causal", 0), ("sliding", 2), ("chunked", 2))
+    (before,) = made.run()
+    assert PageKVCache(block_size=2)(made.program) == 4
+    groups = [(group.kind, group.window, group.layers) for group in made.program.kv_groups]
+    assert groups == [("window", 2, (0, 2)), ("full", 0, (1,)), ("chunk", 2, (3,))]
+    assert [node.name for node in made.program.inputs()][-3:] == ["slot_mapping_2", "block_table_2", "kv_cache_2"]
+    torch.testing.assert_close(run_paged(made, 2), before)
+
+
+def test_leaves_a_program_without_attention_or_with_a_cache() -> None:
+    model().check_untouched(PageKVCache(block_size=2))
+    made = model(("causal", 0))
+    PageKVCache(block_size=2)(made.program)
+    text = made.program.to_text()
+    assert PageKVCache(block_size=2)(made.program) == 0
+    assert made.program.to_text() == text
+
+
+def test_refuses_k_and_v_of_two_sizes() -> None:
+    def graph(token_ids: Any, positions: Any, embed: Any) -> Any:
+        heads = aten.view.default(aten.embedding.default(embed, token_ids), [-1, 2, 8])
+        return inferc.attention.default(heads, heads, aten.slice.Tensor(heads, -1, 0, 4), None, 0.5, "causal", 0, 0.0)
+
+    made = example(graph, IDS, {"embed": random(7, 16)})
+    with pytest.raises(UnsupportedError, match="K has heads of 8, V of 4"):
+        PageKVCache(block_size=2)(made.program)
