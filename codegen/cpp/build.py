@@ -1,0 +1,106 @@
+"""Compile generated C++ into one shared library per instruction set, with a cache.
+
+Libraries are keyed by source, headers, flags and compiler; a library in the cache is never changed, only added by an
+atomic rename, so any number of processes may build at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from inferc.errors import ConfigError, InfercError
+
+KERNELS_FOLDER = Path(__file__).parent / "kernels"
+
+# Flags are spelled out and never -march=native: the library must run on every machine with these features, and
+# virtual machines mask the model number that -march=native goes by.
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512": (
+        *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+        *("-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+    ),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+}
+# No -ffast-math and no contraction: additions happen in the order in which they are written.
+FLAGS = (
+    *("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-plt", "-Wall", "-Wextra", "-Werror"),
+)
+# g++ 12 takes the undefined lanes inside its own AVX-512 intrinsics for a fault of ours.
+GCC_FLAGS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi")
+CLANG_FLAGS = ("-Wno-psabi",)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    path: str
+    version: str  # the first line of --version
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return CLANG_FLAGS if "clang" in self.version else GCC_FLAGS
+
+
+@lru_cache(maxsize=1)
+def find_compiler() -> Compiler:
+    """The system's C++ compiler: g++, else clang++. Raises ConfigError if there is none."""
+    for name in ("g++", "clang++"):
+        path = shutil.which(name)
+        if path:
+            version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            return Compiler(path, version.partition("\n")[0])
+    raise ConfigError(
+        "no C++ compiler: neither g++ nor clang++ is on PATH; install one (Debian, Ubuntu: apt install g++)"
+    )
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept: $INFERC_CACHE, else ~/.cache/inferc."""
+    return Path(os.environ.get("INFERC_CACHE") or Path.home() / ".cache" / "inferc") / "cpp"
+
+
+def build(
+    source: str, headers: Sequence[str], isas: Sequence[str] = tuple(ISA_FLAGS), folder: Path = KERNELS_FOLDER
+) -> dict[str, Path]:
+    """Compile `source` once for each instruction set, in parallel; returns the libraries by instruction set.
+
+    headers: the files of `folder` that it includes. Raises ConfigError without a compiler, InfercError with the
+    compiler's first error if it refuses the source.
+    """
+    compiler = find_compiler()
+    texts = {name: (folder / name).read_text() for name in headers}
+    with ThreadPoolExecutor() as threads:
+        made = threads.map(lambda isa: _build_one(compiler, source, texts, isa), isas)
+        return dict(zip(isas, made, strict=True))
+
+
+def _build_one(compiler: Compiler, source: str, headers: Mapping[str, str], isa: str) -> Path:
+    flags = [*FLAGS, *compiler.flags, *ISA_FLAGS[isa]]
+    digest = hashlib.sha256()
+    for text in (compiler.version, *flags, source, *(part for item in sorted(headers.items()) for part in item)):
+        digest.update(f"{len(text)}:{text}".encode())
+    target = cache_folder() / f"{digest.hexdigest()[:32]}-{isa}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        folder = Path(work)
+        for name, text in {**headers, "unit.cpp": source}.items():
+            (folder / name).write_text(text)
+        # A relative source name keeps the folder's random name out of the library: equal input, equal bytes.
+        command = [compiler.path, *flags, "unit.cpp", "-o", "unit.so"]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if result.returncode:
+            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+            raise InfercError(f"{compiler.path} failed for {isa}: {lines[0] if lines else result.returncode}")
+        os.replace(folder / "unit.so", target)
+    return target

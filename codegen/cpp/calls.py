@@ -1,0 +1,289 @@
+"""The call of each cpp kernel: `name(node, values) -> Call`, as the kernel table's `emit` names them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values, name_of
+from inferc.codegen.kernels import argument
+from inferc.errors import UnsupportedError
+from inferc.program import target_name
+
+MASKS = {"causal": "CAUSAL", "sliding": "SLIDING", "chunked": "CHUNKED"}
+
+
+class _Builder:
+    """Collects the slots and what is touched while the text of one call is put together."""
+
+    def __init__(self, node: fx.Node, values: Values) -> None:
+        self.node, self.values = node, values
+        self.slots: list[Slot] = []
+        self.reads: list[tuple[Any, int, int]] = []
+        self.writes: list[tuple[Any, int, int]] = []
+        self.outputs: list[tuple[fx.Node, Operand, int]] = []
+
+    def slot(self, value: int) -> str:
+        self.slots.append(Slot(value))
+        return f"{{{len(self.slots) - 1}}}"
+
+    def arg(self, name: str) -> Any:
+        return argument(self.node, name)
+
+    def view(self, operand: Operand) -> str:
+        kind = POOLS[operand.pool]
+        text = f"s.{kind}<{operand.cpp_type}>({self.slot(operand.offset)}, {operand.column}, {operand.stride})"
+        return f"shifted({text}, first)" if operand.shifted else text
+
+    def read(self, name: str) -> tuple[str, Operand]:
+        """The text and the operand of an argument with rows."""
+        operand = self.values.operand(self.arg(name))
+        self.reads.append(operand.extent)
+        return self.view(operand), operand
+
+    def write(self, index: int | None = None) -> tuple[str, Operand]:
+        """The text and the operand of the result, or of part `index` of it."""
+        node = self.node if index is None else part(self.node, index)
+        assert node is not None, f"{name_of(self.node)}: result {index} is not used"
+        operand = self.values.operand(node)
+        self.writes.append(operand.extent)
+        self.outputs.append((node, operand, len(self.slots)))
+        return self.view(operand), operand
+
+    def weight(self, name: str) -> str:
+        node = self.arg(name)
+        if node is None:
+            return "nullptr"
+        kind = CPP_TYPES[node.meta["val"].dtype]
+        return f"s.weight<{kind}>({self.slot(self.values.weight(node))})"
+
+    def panels(self, name: str) -> str:
+        n, k = self.arg(name).meta["val"].shape
+        kind = CPP_TYPES[self.arg(name).meta["val"].dtype]
+        return f"Panels<{kind}>{{{{{self.weight(name)}, {n}, {k}}}}}"
+
+    def input(self, name: str) -> str:
+        """An argument that is an input of the step."""
+        node = self.arg(name)
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            raise UnsupportedError(f"{name_of(self.node)}: {name} must be an input of the step")
+        target = str(node.target)
+        for per_group in ("slot_mapping", "block_table"):
+            if target.startswith(per_group + "_"):
+                return f"s.a.{per_group}[{target.removeprefix(per_group + '_')}]"
+        return f"s.a.{target}"
+
+    def cache(self, writes: bool) -> str:
+        """The layer of the KV pool that the node works on."""
+        group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
+        (self.writes if writes else self.reads).append((f"kv{group}", layer, layer + 1))
+        _, layers, _, block_size, heads, dim = self.arg("kv_cache").meta["val"].shape
+        kind = CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
+        return f"s.cache<{kind}>({group}, {layers}, {self.slot(layer)}, {block_size}, {heads}, {dim})"
+
+    def done(self, text: str) -> Call:
+        return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node)
+
+
+def part(node: fx.Node, index: int) -> fx.Node | None:
+    """The getitem that takes result `index` of a node with several, if anything reads it."""
+    for user in node.users:
+        if target_name(user.target) == "getitem" and user.args[1] == index:
+            return user
+    return None
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        raise UnsupportedError(f"constant {value} in the graph")
+    return f"{float(value)!r}f"
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def embedding(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    out, operand = b.write()
+    kind = operand.cpp_type
+    text = f"embedding<{kind}>(t, {b.weight('weight')}, {b.input('indices')}, {operand.rows}, {operand.width}, {out});"
+    return b.done(text)
+
+
+def embedding_panel(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    out, operand = b.write()
+    kind = operand.cpp_type
+    return b.done(f"embedding_panel<{kind}>(t, {b.panels('weight')}, {b.input('indices')}, {operand.rows}, {out});")
+
+
+def linear(node: fx.Node, values: Values) -> Call:
+    return _matrix(_Builder(node, values), "input")
+
+
+def lm_head(node: fx.Node, values: Values) -> Call:
+    return _matrix(_Builder(node, values), "hidden")
+
+
+def _matrix(b: _Builder, name: str) -> Call:
+    x, left = b.read(name)
+    out, result = b.write()
+    types = f"{left.cpp_type}, {result.cpp_type}"
+    return b.done(f"linear<{types}>(t, {x}, {result.rows}, {b.panels('weight')}, {b.weight('bias')}, {out});")
+
+
+def _elementwise(node: fx.Node, values: Values, name: str, left: str, right: str) -> Call:
+    b = _Builder(node, values)
+    x, _ = b.read(left)
+    scalar = not isinstance(b.arg(right), fx.Node)
+    y = _float(b.arg(right)) if scalar else b.read(right)[0]
+    out, result = b.write()
+    name = f"{name}_scalar" if scalar else name
+    return b.done(f"{name}<{result.cpp_type}>(t, {x}, {y}, {result.rows}, {result.width}, {out});")
+
+
+def add(node: fx.Node, values: Values) -> Call:
+    if argument(node, "alpha") != 1:
+        raise UnsupportedError(f"{name_of(node)}: add with alpha {argument(node, 'alpha')}")
+    return _elementwise(node, values, "add", "self", "other")
+
+
+def mul(node: fx.Node, values: Values) -> Call:
+    return _elementwise(node, values, "mul", "self", "other")
+
+
+def silu_mul(node: fx.Node, values: Values) -> Call:
+    return _elementwise(node, values, "silu_mul", "gate", "up")
+
+
+def index_select(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    x, _ = b.read("self")
+    out, result = b.write()
+    kind = result.cpp_type
+    return b.done(f"index_select<{kind}>(t, {x}, {b.input('index')}, {result.rows}, {result.width}, {out});")
+
+
+def _norm(b: _Builder) -> str:
+    eps, offset = _float(b.arg("eps")), _float(b.arg("weight_offset"))
+    return f"Norm{{{{{eps}, {offset}, {_bool(b.arg('round_before_scale'))}}}}}"
+
+
+def rms_norm(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    x, _ = b.read("x")
+    out, result = b.write()
+    width = int(node.meta["val"].shape[-1])
+    sizes = f"{result.rows}, {result.width // width}, {width}"
+    return b.done(f"rms_norm<{result.cpp_type}>(t, {x}, {b.weight('weight')}, {_norm(b)}, {sizes}, {out});")
+
+
+def rms_norm_add(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    x, _ = b.read("x")
+    residual, _ = b.read("residual")
+    out, result = b.write(0)
+    # Nobody reads the sum after the last norm: it then lies where the result will.
+    total = b.write(1)[0] if part(node, 1) is not None else b.view(result)
+    sizes = f"{result.rows}, {result.width}"
+    weight = b.weight("weight")
+    return b.done(
+        f"rms_norm_add<{result.cpp_type}>(t, {x}, {residual}, {weight}, {_norm(b)}, {sizes}, {out}, {total});"
+    )
+
+
+def rope_table(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    out, result = b.write()
+    positions, frequencies, half = b.input("positions"), b.weight("inv_freq"), result.width // 2
+    scaling = _float(b.arg("scaling"))
+    return b.done(f"rope_table(t, {positions}, {frequencies}, {scaling}, {result.rows}, {half}, {out});")
+
+
+def rope(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    x, _ = b.read("x")
+    table, rotary = b.read("table")
+    out, result = b.write()
+    _, heads, dim = node.meta["val"].shape
+    how = f"{rotary.width // 2}, {_bool(b.arg('interleaved'))}, {result.rows}, {heads}, {dim}"
+    return b.done(f"rope<{result.cpp_type}>(t, {x}, {table}, {how}, {out});")
+
+
+def kv_write(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    k, operand = b.read("k")
+    v, _ = b.read("v")
+    cache = b.cache(writes=True)
+    return b.done(f"kv_write<{operand.cpp_type}>(t, {cache}, {k}, {v}, {b.input('slot_mapping')}, {operand.rows});")
+
+
+def rope_kv_write(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    q, operand = b.read("q")
+    k, _ = b.read("k")
+    v, _ = b.read("v")
+    table, rotary = b.read("table")
+    out, _ = b.write(0)
+    how = f"{rotary.width // 2}, {_bool(b.arg('interleaved'))}"
+    heads = b.arg("q").meta["val"].shape[1]
+    cache, slots = b.cache(writes=True), b.input("slot_mapping")
+    text = f"rope_kv_write<{operand.cpp_type}>(t, {q}, {k}, {v}, {table}, {how}, {cache}, {slots}, {operand.rows}, {heads}, {out});"
+    return b.done(text)
+
+
+def paged_attention(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    q, operand = b.read("q")
+    cache = b.cache(writes=False)
+    out, _ = b.write()
+    group = values.cache_group(b.arg("kv_cache"))
+    table, starts, lengths = b.input("block_table"), b.input("query_start_loc"), b.input("seq_lens")
+    heads = int(node.meta["val"].shape[1])
+    scale, softcap = _float(b.arg("scale")), _float(b.arg("softcap"))
+    mask = MASKS[b.arg("mask")]
+    b.reads.append(("partials", 0, 1))
+    b.writes.append(("partials", 0, 1))
+    fields = (
+        f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {b.weight('sinks')}, s.seqs, {heads}, "
+        f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t)"
+    )
+    return b.done(f"paged_attention<{operand.cpp_type}>(t, Attention<{operand.cpp_type}>{{{{{fields}}}}});")
+
+
+def moe_routing(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    x, operand = b.read("router_logits")
+    ids, _ = b.write(0)
+    weights, _ = b.write(1)
+    how = f"{operand.width}, {b.arg('top_k')}, {_bool(b.arg('renormalize'))}"
+    return b.done(f"moe_routing<{operand.cpp_type}>(t, {x}, {operand.rows}, {how}, {ids}, {weights});")
+
+
+def moe_experts(node: fx.Node, values: Values) -> Call:
+    b = _Builder(node, values)
+    x, operand = b.read("x")
+    ids, choices = b.read("expert_ids")
+    weights, _ = b.read("expert_weights")
+    out, _ = b.write()
+    experts, hidden, inter = b.arg("down").meta["val"].shape
+    kind = operand.cpp_type
+    b.reads.append(("experts", 0, 1))
+    b.writes.append(("experts", 0, 1))
+    fields = (
+        f"{x}, {ids}, {weights}, {b.weight('gate_up')}, {b.weight('down')}, {operand.rows}, {choices.width}, {experts}, "
+        f"{hidden}, {inter}, {out}, s.scratch"
+    )
+    return b.done(f"moe_experts<{kind}>(t, Experts<{kind}>{{{{{fields}}}}});")
+
+
+def moe_work_bytes(node: fx.Node) -> tuple[int, int]:
+    """Scratch of one moe_experts node: bytes per row, and besides (see ExpertWork in moe.h)."""
+    x: torch.Tensor = argument(node, "x").meta["val"]
+    experts, hidden, inter = (int(size) for size in argument(node, "down").meta["val"].shape)
+    top_k = int(argument(node, "expert_ids").meta["val"].shape[1])
+    return top_k * inter * x.dtype.itemsize + hidden * 4 + top_k * 4, (experts + 1) * 4 + 4 * 64

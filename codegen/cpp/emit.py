@@ -1,0 +1,342 @@
+"""A lowered Program and its memory plan as one C++ translation unit.
+
+The step is one call and one parallel region: every thread runs `step_thread`. Layers whose calls differ only in numbers
+(weights, offsets, the layer's index) become one loop over a table of them. Equal input gives equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from inferc.codegen.cpp import calls
+from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Place, Slot, Values, name_of
+from inferc.codegen.kernels import kernel_named, needs_kernel
+from inferc.errors import UnsupportedError
+from inferc.program import Program, dtype_name, target_name
+
+ABI = 1
+MAX_UNSYNCED = 6  # calls between two barriers; each hands out at most two of team.h's MAX_TICKETS
+KEY_SPLIT = 512  # as in attention.h
+SAMPLE_ROWS = 64  # as in inferc_abi.h
+KEY_UNITS = {"float32": 1, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class CppUnit:
+    """Generated source, the header kernels it includes, and what the manifest must know of them."""
+
+    source: str
+    headers: tuple[str, ...]  # file names in codegen/cpp/kernels
+    program_json_fields: dict[str, Any]
+
+    @property
+    def arena(self) -> dict[str, int]:
+        """The keys of `MemoryFormula`."""
+        return dict(self.program_json_fields["arena"])
+
+
+HEADERS = (
+    *("inferc_abi.h", "simd.h", "team.h", "gemm.h", "rows.h", "kv.h", "attention.h", "moe.h", "sample.h"),
+    *("step.h", "entry.h"),
+)
+
+
+@dataclass
+class Block:
+    """Consecutive calls, run `len(rows)` times: each time with the next row of numbers in the slots that differ."""
+
+    calls: list[Call]  # of the first layer
+    layers: list[int | None]
+    slots: list[list[Slot]] = field(default_factory=list)  # per repetition, over all calls
+
+
+def emit(program: Program, places: Mapping[str, Place], pools: Mapping[str, int]) -> CppUnit:
+    """The unit that runs `program`.
+
+    places: where each value with storage lies, by node name; pools: bytes per row of the pools "T", "S", "B" and
+    "sample". Raises UnsupportedError naming the node for an op without a kernel.
+    """
+    output = program.output().args[0]
+    assert isinstance(output, (tuple, list)) and len(output) == 2, "a lowered program returns (hidden, logits)"
+    hidden, logits = output
+    assert isinstance(hidden, fx.Node) and isinstance(logits, fx.Node)
+    step_nodes = _ancestors(hidden)
+    sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in step_nodes)
+    step = _calls(program, Values(program, places), [n for n in program.graph.nodes if n in step_nodes])
+    head = _calls(program, Values(program, places, sampled), [n for n in program.graph.nodes if n in sampled])
+    arena = _arena(program, pools)
+    numbers: dict[fx.Node, int] = {}
+    for call in [*step, *head]:
+        for node, _, _ in call.outputs:
+            numbers[node] = len(numbers)
+    tables: list[str] = []
+    body = _region(step, numbers, tables)
+    head_body = _region(head, numbers, tables)
+    logits_operand = Values(program, places, sampled).operand(logits)
+    source = _source(program, arena, tables, body, head_body, logits_operand.offset, logits_operand.stride)
+    fields = {
+        "abi": ABI,
+        "arena": _formula(arena),
+        "inputs": [node.name for node in program.inputs()],
+        "weights": list(program.weights),
+        "observable": [_observable(node, number) for node, number in numbers.items()],
+        "kv_layout": _kv_layout(program),
+        "vocab_size": logits_operand.width,
+    }
+    return CppUnit(source, HEADERS, fields)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def _calls(program: Program, values: Values, nodes: Sequence[fx.Node]) -> list[Call]:
+    made = []
+    for node in nodes:
+        if not needs_kernel(node):
+            continue
+        if "kernel" not in node.meta:
+            raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
+        kernel = kernel_named(node.meta["kernel"])
+        if kernel.backend != "cpp":
+            raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for the cpu")
+        made.append(kernel.load_emit()(node, values))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
+    """The fields of `Arena` in step.h, in order."""
+    scratch = {"const": 0, "T": 0, "S": 0}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and target_name(node.target) == "inferc.moe_experts":
+            tokens = str(node.meta["val"].shape[0]) == str(program.inputs()[0].meta["val"].shape[0])
+            per_row, besides = calls.moe_work_bytes(node)
+            scratch["T" if tokens else "S"] = max(scratch["T" if tokens else "S"], per_row)
+            scratch["const"] = max(scratch["const"], besides)
+    vocab = int(program.output().args[0][1].meta["val"].shape[1])  # type: ignore[index,union-attr]
+    return {
+        "per_token": pools.get("T", 0),
+        "per_row": pools.get("S", 0),
+        "per_seq": pools.get("B", 0),
+        "per_sample": pools.get("sample", 0),
+        "scratch": _align(scratch["const"]),
+        "scratch_per_token": scratch["T"],
+        "scratch_per_row": scratch["S"],
+        "per_thread": _align(max(vocab * 4 + 64, _partial_bytes(program))),
+    }
+
+
+def _partial_bytes(program: Program) -> int:
+    """Per thread, room for the splits of two pieces of decode attention over the longest context."""
+    most = 0
+    splits = -(-int(program.info.get("max_position_embeddings", 0)) // KEY_SPLIT)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and target_name(node.target) == "inferc.paged_attention":
+            _, heads, dim = (int(size) if index else 0 for index, size in enumerate(node.meta["val"].shape))
+            kv_heads = int(node.args[1].meta["val"].shape[4])
+            most = max(most, 2 * splits * (heads // kv_heads) * (dim + 2) * 4)
+    return most
+
+
+def _formula(arena: Mapping[str, int]) -> dict[str, int]:
+    return {
+        "const": arena["per_sample"] * SAMPLE_ROWS + arena["scratch"],
+        "per_token": arena["per_token"] + arena["scratch_per_token"],
+        "per_row": arena["per_row"] + arena["scratch_per_row"],
+        "per_seq": arena["per_seq"],
+        "per_thread": arena["per_thread"],
+    }
+
+
+def _align(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _kv_layout(program: Program) -> dict[str, Any]:
+    """How a block of each group lies in the pool (kv.h)."""
+    return {
+        "block_size": program.block_size,
+        "k": "[layer][kv_head][block_size/16][head_dim/unit][16][unit]",
+        "v": "[layer][kv_head][block_size][head_dim]",
+        "order": "block, layer, k before v",
+        "units": [KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
+    }
+
+
+def _observable(node: fx.Node, number: int) -> dict[str, Any]:
+    value = node.meta["val"]
+    return {
+        "id": number,
+        "name": name_of(node),
+        "layer": node.meta.get("layer"),
+        "dtype": dtype_name(value.dtype),
+        "shape": [int(size) for size in value.shape[1:]],
+    }
+
+
+# -------------------------------------------------------------------------------------------------- text
+
+
+def _region(made: list[Call], numbers: Mapping[fx.Node, int], tables: list[str]) -> list[str]:
+    """The statements of one parallel region: loops over runs of equal layers, barriers where calls depend."""
+    lines: list[str] = []
+    pending: list[Call] = []
+    for block in _blocks(made):
+        if len(block.layers) == 1:
+            for call in block.calls:
+                if call.conflicts(pending) or len(pending) >= MAX_UNSYNCED:
+                    lines.append("  t.barrier();")
+                    pending = []
+                pending.append(call)
+                lines += _statements(call, "  ", [str(slot.value) for slot in call.slots], numbers, None)
+            continue
+        if pending:
+            lines.append("  t.barrier();")
+        pending = []
+        lines += _loop(block, numbers, tables)
+    return lines
+
+
+def _blocks(made: list[Call]) -> list[Block]:
+    """Cut the calls into layers, and join neighbouring layers whose calls have the same text."""
+    pieces: list[tuple[int | None, list[Call]]] = []
+    for call in made:
+        layer = call.node.meta.get("layer")
+        if pieces and pieces[-1][0] == layer:
+            pieces[-1][1].append(call)
+        else:
+            pieces.append((layer, [call]))
+    blocks: list[Block] = []
+    for layer, piece in pieces:
+        slots = [slot for call in piece for slot in call.slots]
+        last = blocks[-1] if blocks else None
+        same = (
+            last is not None
+            and layer is not None
+            and last.layers[-1] is not None
+            and layer == last.layers[-1] + 1
+            and [call.text for call in piece] == [call.text for call in last.calls]
+        )
+        if same and last is not None:
+            last.layers.append(layer)
+            last.slots.append(slots)
+            for first, call in zip(last.calls, piece, strict=True):
+                # The loop's barriers must be right for every layer, so a call touches what any layer's does.
+                first.reads += [extent for extent in call.reads if extent not in first.reads]
+                first.writes += [extent for extent in call.writes if extent not in first.writes]
+        else:
+            blocks.append(Block(piece, [layer], [slots]))
+    return blocks
+
+
+def _loop(block: Block, numbers: Mapping[fx.Node, int], tables: list[str]) -> list[str]:
+    """A loop over equal layers. Slots that are the same in all of them are printed, the others come from a table."""
+    columns: list[list[int]] = []
+    texts: list[str] = []
+    for index in range(len(block.slots[0])):
+        column = [row[index].value for row in block.slots]
+        if len(set(column)) == 1:
+            texts.append(str(column[0]))
+            continue
+        if column not in columns:
+            columns.append(column)
+        texts.append(f"r[{columns.index(column)}]")
+    name = f"LAYERS_{len(tables)}"
+    rows = ",\n".join("    {" + ", ".join(str(column[i]) for column in columns) + "}" for i in range(len(block.slots)))
+    tables.append(f"constexpr i64 {name}[{len(block.slots)}][{max(1, len(columns))}] = {{\n{rows}}};")
+    per_layer = sum(len(call.outputs) for call in block.calls)
+    lines = [
+        f"  for (i64 i = 0; i < {len(block.slots)}; ++i) {{  // layers {block.layers[0]} to {block.layers[-1]}",
+        f"    const i64* r = {name}[i];",
+    ]
+    pending: list[Call] = []
+    used = 0
+    for call in block.calls:
+        if call.conflicts(pending) or len(pending) >= MAX_UNSYNCED:
+            lines.append("    t.barrier();")
+            pending = []
+        pending.append(call)
+        lines += _statements(call, "    ", texts[used : used + len(call.slots)], numbers, per_layer)
+        used += len(call.slots)
+    return [*lines, "    t.barrier();", "  }"]
+
+
+def _statements(
+    call: Call, indent: str, texts: list[str], numbers: Mapping[fx.Node, int], per_layer: int | None
+) -> list[str]:
+    """The call, then what the host may see of it. In a loop (per_layer) node numbers advance by a layer's count."""
+    layer = call.node.meta.get("layer")
+    lines = [indent + call.text.format(*texts) + f"  // {name_of(call.node)}"]
+    for node, operand, slot in call.outputs:
+        number = str(numbers[node]) if per_layer is None else f"{numbers[node]} + i * {per_layer}"
+        where = str(-1 if layer is None else layer) if per_layer is None else f"{layer} + i"
+        view = f"s.{POOLS[operand.pool]}<{operand.cpp_type}>({texts[slot]}, {operand.column}, {operand.stride})"
+        lines.append(f"{indent}s.observe(t, {number}, {where}, {view}, {operand.rows});")
+    return lines
+
+
+def _source(
+    program: Program,
+    arena: Mapping[str, int],
+    tables: Sequence[str],
+    body: Sequence[str],
+    head: Sequence[str],
+    logits_offset: int,
+    logits_stride: int,
+) -> str:
+    layout = ", ".join(f"{value}" for value in arena.values())
+    groups = [
+        f"    case {index}: return f(Cache<{CPP_TYPES[group.dtype]}>"
+        f"{{nullptr, {len(group.layers)}, 0, {program.block_size}, {group.num_kv_heads}, {group.head_dim}}});"
+        for index, group in enumerate(program.kv_groups)
+    ]
+    parts = [
+        f"// Generated by inferc from the lowered program {program.name!r}; graph/ has it as text.",
+        '#include "step.h"',
+        "",
+        "namespace inferc {",
+        "namespace {",
+        "",
+        f"constexpr Arena ARENA{{{layout}}};",
+        *tables,
+        "",
+        "// Every thread runs this; kernels share their work out, barriers stand where one reads what another wrote.",
+        "void step_thread(Team& t, const Step& s) {",
+        *body,
+        "}",
+        "",
+        "// The logits of `rows` (at most 64) rows of the step, from row `first` on.",
+        "Rows<const float> head_thread(Team& t, const Step& s, i64 first, i64 rows) {",
+        *head,
+        "  t.barrier();",
+        f"  return s.sample<float>({logits_offset}, 0, {logits_stride});",
+        "}",
+        "",
+        "template <class F>",
+        "int with_cache(int group, F f) {",
+        "  switch (group) {",
+        *groups,
+        "  }",
+        "  return __LINE__;",
+        "}",
+        "",
+        "}  // namespace",
+        "}  // namespace inferc",
+        "",
+        '#include "entry.h"',
+    ]
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,283 @@
+// Paged attention: new queries of each sequence over its blocks, prefill and decode alike.
+// For one kv head the query rows are (token, head of the group): rows of a small matrix multiplication. Keys go in
+// tiles of 64 at absolute positions; splits of 512 keys are finished on their own and merged ascending. A fully masked
+// tile changes no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps.
+// Source: Dao 2023, arXiv:2307.08691 (tiling); Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
+#pragma once
+#include "kv.h"
+
+namespace inferc {
+
+constexpr i64 KEY_TILE = 64, KEY_SPLIT = 512, QUERY_ROWS = 48;
+constexpr float MINUS_INF = -__builtin_inff();
+
+enum Mask { CAUSAL, SLIDING, CHUNKED };
+
+template <class T>
+struct Attention {
+  Rows<const T> q;  // [tokens, num_heads * dim]
+  Rows<T> out;
+  Cache<T> cache;
+  const i32* block_table;
+  i64 max_blocks;
+  const i32* query_start_loc;
+  const i32* seq_lens;
+  const T* sinks;  // [num_heads] or null
+  i64 num_seqs, num_heads;
+  float scale, softcap;
+  Mask mask;
+  i64 window;
+  float* partials;    // for splits that go to several threads, or null
+  i64 max_partials;   // floats there
+
+  INLINE i64 group() const { return num_heads / cache.heads; }
+  // The first key that the query at `position` sees; the last is its own.
+  INLINE i64 first_key(i64 position) const {
+    if (mask == SLIDING) return position - window + 1 > 0 ? position - window + 1 : 0;
+    if (mask == CHUNKED) return position / window * window;
+    return 0;
+  }
+};
+
+// Softmax state of some rows: maximum, sum and unnormalised output [rows, dim].
+struct State {
+  float *high, *total, *acc;
+};
+
+// A piece of work: tokens [begin, end) of a sequence (counted from its first new one) for one kv head.
+struct Piece {
+  i64 seq, head, begin, end;
+};
+
+// scores [rows][64] = q @ K.T of one tile; row_of(r) is q's row r. Fetches the tile's values meanwhile.
+template <class T, class R>
+INLINE void score_tile(const Attention<T>& a, const T* const* panels, const T* const* values, i64 rows, R row_of,
+                       float* scores) {
+  row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
+    const T* left[TILE_ROWS];
+    for (i64 m = 0; m < height; ++m) left[m] = row_of(row + m);
+    for (int p = 0; p < 4; p += TILE_PANELS)
+      multiply<T, TILE_PANELS>(height, left, panels + p, values + p, a.cache.dim, scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
+  });
+}
+
+// One row of scores -> probabilities; keys outside [low, high) of the tile are masked. Returns the factor that what
+// was summed before must be multiplied by.
+INLINE float softmax_row(float* scores, i64 low, i64 high, float scale, float softcap, float& top, float& total) {
+  Vec s[4], tile_top = set1(MINUS_INF);
+#pragma GCC unroll 4
+  for (int p = 0; p < 4; ++p) {
+    s[p] = mul(load(scores + p * LANES), set1(scale));
+    if (softcap != 0.0f) s[p] = mul(tanh(div(s[p], set1(softcap))), set1(softcap));
+    s[p] = keep(s[p], int(low) - p * LANES, int(high) - p * LANES, set1(MINUS_INF));
+    tile_top = max(tile_top, s[p]);
+  }
+  float new_top = fmaxf(top, maximum(tile_top));
+  float base = new_top == MINUS_INF ? 0.0f : new_top;
+#pragma GCC unroll 4
+  for (int p = 0; p < 4; ++p) {
+    s[p] = keep(exp(sub(s[p], set1(base))), int(low) - p * LANES, int(high) - p * LANES, zero());
+    store(scores + p * LANES, s[p]);
+  }
+  float factor = new_top == top ? 1.0f : exp(top - base);
+  total = total * factor + sum(add(add(s[0], s[1]), add(s[2], s[3])));
+  top = new_top;
+  return factor;
+}
+
+// acc[m] = acc[m] * factor[m] + sum over keys of probability * value, for P vectors of columns. `ahead` is fetched
+// meanwhile: the next tile's keys, as many bytes as there are values.
+template <class T, int M, int P>
+__attribute__((noinline)) void weigh_columns(const float* scores, const T* const* values, const T* const* ahead,
+                                             i64 keys, i64 dim, i64 column, const float* factor, float* acc) {
+  Vec sums[M][P];
+#pragma GCC unroll 32
+  for (int i = 0; i < M * P; ++i)
+    sums[i / P][i % P] = mul(load(acc + i / P * dim + column + i % P * LANES), set1(factor[i / P]));
+  for (i64 key = 0; key < keys; ++key) {
+    const T* row = values[key / 16] + key % 16 * dim + column;
+    const char* next = reinterpret_cast<const char*>(ahead[key / 16] + key % 16 * dim + column);
+    for (i64 at = 0; at < P * LANES * i64(sizeof(T)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+    Vec value[P];
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) value[p] = load(row + p * LANES);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      Vec weight = set1(scores[m * KEY_TILE + key]);
+#pragma GCC unroll 16
+      for (int p = 0; p < P; ++p) sums[m][p] = fma(weight, value[p], sums[m][p]);
+    }
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < M * P; ++i) store(acc + i / P * dim + column + i % P * LANES, sums[i / P][i % P]);
+}
+
+template <class T, int M>
+INLINE void weigh_rows(const float* scores, const T* const* values, const T* const* ahead, i64 keys, i64 dim,
+                       const float* factor, float* acc) {
+  i64 column = 0;
+  for (; column + TILE_PANELS * LANES <= dim; column += TILE_PANELS * LANES)
+    weigh_columns<T, M, TILE_PANELS>(scores, values, ahead, keys, dim, column, factor, acc);
+  if constexpr (TILE_PANELS > 1)
+    for (; column < dim; column += LANES) weigh_columns<T, M, 1>(scores, values, ahead, keys, dim, column, factor, acc);
+}
+
+template <class T>
+INLINE void weigh_tile(const float* scores, const T* const* values, const T* const* ahead, i64 keys, i64 rows, i64 dim,
+                       const float* factor, float* acc) {
+  row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
+#define ROWS(M) \
+  case M: return weigh_rows<T, M>(scores + row * KEY_TILE, values, ahead, keys, dim, factor + row, acc + row * dim);
+    if constexpr (TILE_ROWS == 6) {
+      switch (height) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
+    } else {
+      switch (height) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) }
+    }
+#undef ROWS
+  });
+}
+
+// One split of 512 keys for the rows of a piece: state starts empty.
+template <class T>
+void attend_split(const Attention<T>& a, const Piece& piece, i64 split, State state) {
+  i64 group = a.group(), dim = a.cache.dim, rows = (piece.end - piece.begin) * group, size = a.cache.block_size;
+  i64 start = a.query_start_loc[piece.seq], first_new = a.seq_lens[piece.seq] - (a.query_start_loc[piece.seq + 1] - start);
+  auto row_of = [&](i64 r) { return a.q[start + piece.begin + r / group] + (piece.head * group + r % group) * dim; };
+  i64 key_end = first_new + piece.end, key_begin = a.first_key(first_new + piece.begin);
+  const i32* blocks = a.block_table + piece.seq * a.max_blocks;
+  alignas(64) float scores[QUERY_ROWS * KEY_TILE], factor[QUERY_ROWS];
+  for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF, state.total[r] = 0.0f;
+  memset(state.acc, 0, rows * dim * sizeof(float));
+  for (i64 key = split * KEY_SPLIT; key < (split + 1) * KEY_SPLIT && key < key_end; key += KEY_TILE) {
+    if (key + KEY_TILE <= key_begin) continue;
+    const T *keys[4], *values[4], *next_keys[4];
+    for (i64 p = 0; p < 4; ++p) {
+      i64 token = key + p * 16 < key_end ? key + p * 16 : key;  // past the end: any panel, masked below
+      i64 later = token + KEY_TILE < key_end ? token + KEY_TILE : token;
+      keys[p] = a.cache.keys(blocks[token / size], piece.head, token % size);
+      values[p] = a.cache.values(blocks[token / size], piece.head, token % size);
+      next_keys[p] = a.cache.keys(blocks[later / size], piece.head, later % size);
+    }
+    score_tile(a, keys, values, rows, row_of, scores);
+    for (i64 r = 0; r < rows; ++r) {
+      i64 position = first_new + piece.begin + r / group;
+      factor[r] = softmax_row(scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale, a.softcap,
+                              state.high[r], state.total[r]);
+    }
+    i64 seen = key_end - key < KEY_TILE ? key_end - key : KEY_TILE;
+    weigh_tile(scores, values, next_keys, seen, rows, dim, factor, state.acc);
+  }
+}
+
+// into = into merged with one more split.
+INLINE void merge_row(float& high, float& total, float* acc, float split_high, float split_total, const float* split_acc,
+                      i64 dim) {
+  float top = fmaxf(high, split_high);
+  if (top == MINUS_INF) return;
+  float old_factor = exp(high - top), new_factor = exp(split_high - top);
+  for (i64 d = 0; d < dim; d += LANES)
+    store(acc + d, fma(load(split_acc + d), set1(new_factor), mul(load(acc + d), set1(old_factor))));
+  total = total * old_factor + split_total * new_factor;
+  high = top;
+}
+
+// The sinks' share and the division; writes the rows of out.
+template <class T>
+INLINE void finish_row(const Attention<T>& a, i64 token, i64 head, float high, float total, const float* acc) {
+  i64 dim = a.cache.dim;
+  float factor = 1.0f;
+  if (a.sinks) {
+    float sink = to_float(a.sinks[head]), top = fmaxf(high, sink);
+    factor = exp(high - top);
+    total = total * factor + exp(sink - top);
+  }
+  Vec scale = set1(factor / total);
+  for (i64 d = 0; d < dim; d += LANES) store(a.out[token] + head * dim + d, mul(load(acc + d), scale));
+}
+
+// The splits that any row of the piece sees: [first, last).
+template <class T>
+INLINE void split_range(const Attention<T>& a, const Piece& piece, i64& begin, i64& end) {
+  i64 new_tokens = a.query_start_loc[piece.seq + 1] - a.query_start_loc[piece.seq];
+  i64 first_new = a.seq_lens[piece.seq] - new_tokens;
+  begin = a.first_key(first_new + piece.begin) / KEY_SPLIT;
+  end = (first_new + piece.end + KEY_SPLIT - 1) / KEY_SPLIT;
+}
+
+template <class T>
+void attend_piece(const Attention<T>& a, const Piece& piece) {
+  i64 group = a.group(), dim = a.cache.dim, rows = (piece.end - piece.begin) * group, begin, end;
+  alignas(64) float acc[QUERY_ROWS * MAX_HEAD_DIM], split_acc[QUERY_ROWS * MAX_HEAD_DIM];
+  float high[QUERY_ROWS], total[QUERY_ROWS], split_high[QUERY_ROWS], split_total[QUERY_ROWS];
+  for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF, total[r] = 0.0f;
+  memset(acc, 0, rows * dim * sizeof(float));
+  split_range(a, piece, begin, end);
+  for (i64 split = begin; split < end; ++split) {
+    attend_split(a, piece, split, State{split_high, split_total, split_acc});
+    for (i64 r = 0; r < rows; ++r)
+      merge_row(high[r], total[r], acc + r * dim, split_high[r], split_total[r], split_acc + r * dim, dim);
+  }
+  i64 token = a.query_start_loc[piece.seq] + piece.begin;
+  for (i64 r = 0; r < rows; ++r)
+    finish_row(a, token + r / group, piece.head * group + r % group, high[r], total[r], acc + r * dim);
+}
+
+// Decode of few sequences: every split of every (sequence, kv head) is a piece of its own, merged after a barrier.
+template <class T>
+void attend_by_splits(Team& team, const Attention<T>& a, i64 max_splits) {
+  i64 group = a.group(), dim = a.cache.dim, heads = a.cache.heads, row_size = dim + 2;
+  auto partial = [&](i64 pair, i64 split) { return a.partials + (pair * max_splits + split) * group * row_size; };
+  auto state = [&](float* data) { return State{data, data + group, data + 2 * group}; };
+  team.each(a.num_seqs * heads * max_splits, 1, [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      Piece piece{i / max_splits / heads, i / max_splits % heads, 0, 1};
+      i64 first, last, split = i % max_splits;
+      split_range(a, piece, first, last);
+      if (split >= first && split < last) attend_split(a, piece, split, state(partial(i / max_splits, split)));
+    }
+  });
+  team.barrier();
+  team.each(a.num_seqs * heads, 1, [&](i64 begin, i64 end) {
+    for (i64 pair = begin; pair < end; ++pair) {
+      Piece piece{pair / heads, pair % heads, 0, 1};
+      i64 first, last;
+      split_range(a, piece, first, last);
+      for (i64 r = 0; r < group; ++r) {
+        alignas(64) float acc[MAX_HEAD_DIM] = {};
+        float high = MINUS_INF, total = 0.0f;
+        for (i64 split = first; split < last; ++split) {
+          State one = state(partial(pair, split));
+          merge_row(high, total, acc, one.high[r], one.total[r], one.acc + r * dim, dim);
+        }
+        finish_row(a, a.query_start_loc[piece.seq], piece.head * group + r, high, total, acc);
+      }
+    }
+  });
+}
+
+template <class T>
+void paged_attention(Team& team, const Attention<T>& a) {
+  i64 group = a.group(), heads = a.cache.heads, tile = group < QUERY_ROWS ? QUERY_ROWS / group : 1;
+  i64 pieces = 0, longest = 0, new_tokens = a.query_start_loc[a.num_seqs];
+  for (i64 seq = 0; seq < a.num_seqs; ++seq) {
+    i64 count = a.query_start_loc[seq + 1] - a.query_start_loc[seq];
+    pieces += (count + tile - 1) / tile * heads;
+    longest = a.seq_lens[seq] > longest ? a.seq_lens[seq] : longest;
+  }
+  i64 max_splits = (longest + KEY_SPLIT - 1) / KEY_SPLIT;
+  i64 needed = a.num_seqs * heads * max_splits * group * (a.cache.dim + 2);
+  bool few = pieces < 2 * team.count && new_tokens == a.num_seqs && max_splits > 1;
+  if (few && a.partials && needed <= a.max_partials) return attend_by_splits(team, a, max_splits);
+  auto tiles = [&](i64 seq) { return (a.query_start_loc[seq + 1] - a.query_start_loc[seq] + tile - 1) / tile; };
+  // Backwards, so that the longest pieces of a prompt (its last tokens) start first.
+  i64 seq = a.num_seqs, base = pieces;
+  team.each(pieces, 1, [&](i64 begin, i64) {
+    i64 piece = pieces - 1 - begin;
+    while (piece < base) base -= tiles(--seq) * heads;
+    i64 count = a.query_start_loc[seq + 1] - a.query_start_loc[seq];
+    i64 head = (piece - base) % heads, token = (piece - base) / heads * tile;
+    attend_piece(a, Piece{seq, head, token, token + tile < count ? token + tile : count});
+  });
+}
+
+}  // namespace inferc

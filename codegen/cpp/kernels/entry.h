@@ -1,0 +1,102 @@
+// The entry points of a compiled program, around the step_thread, head_thread and with_cache that precede this line.
+#pragma once
+#include "step.h"
+
+namespace inferc {
+
+inline int check_step(const StepArgs* a, const void* arena) {
+  INFERC_CHECK(a && a->abi == INFERC_ABI);
+  INFERC_CHECK(arena && reinterpret_cast<uintptr_t>(arena) % 64 == 0);
+  INFERC_CHECK(a->threads);
+  INFERC_CHECK(a->num_tokens > 0 && a->num_tokens <= a->max_tokens && a->max_tokens % 64 == 0);
+  INFERC_CHECK(a->num_seqs > 0 && a->num_seqs <= a->max_seqs && a->max_seqs % 64 == 0);
+  INFERC_CHECK(a->num_rows >= 0 && a->num_rows <= a->max_rows && a->max_rows % 64 == 0);
+  return 0;
+}
+
+// consume(team, first row, rows, logits) on every chunk of rows, in one parallel region.
+template <class F>
+void on_logits(const Step& step, F consume) {
+  auto region = [&](Team& team) {
+    for (i64 first = 0; first < step.rows; first += INFERC_SAMPLE_ROWS) {
+      i64 rows = step.rows - first < INFERC_SAMPLE_ROWS ? step.rows - first : INFERC_SAMPLE_ROWS;
+      Rows<const float> logits = head_thread(team, step, first, rows);
+      consume(team, first, rows, logits);
+      team.barrier();
+    }
+  };
+  parallel(step.a.threads, region);
+}
+
+}  // namespace inferc
+
+extern "C" {
+
+__attribute__((visibility("default"))) int inferc_abi(void) { return INFERC_ABI; }
+
+__attribute__((visibility("default"))) void* inferc_threads_open(int count) {
+  return count > 0 ? inferc::open_pool(count) : nullptr;
+}
+
+__attribute__((visibility("default"))) void inferc_threads_close(void* threads) {
+  if (threads) inferc::close_pool(static_cast<inferc::Pool*>(threads));
+}
+
+__attribute__((visibility("default"))) int inferc_step(const InfercHost* host, const StepArgs* args, void* arena) {
+  if (int line = inferc::check_step(args, arena)) return line;
+  inferc::Step step(host, *args, arena, inferc::ARENA);
+  auto region = [&](inferc::Team& team) { inferc::step_thread(team, step); };
+  inferc::parallel(args->threads, region);
+  return 0;
+}
+
+__attribute__((visibility("default"))) int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena) {
+  if (int line = inferc::check_step(args->step, arena)) return line;
+  INFERC_CHECK(args->max_top >= 0 && args->max_top <= INFERC_MAX_TOP_LOGPROBS);
+  inferc::Step step(host, *args->step, arena, inferc::ARENA);
+  std::atomic<int> failures{0};
+  inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {
+    inferc::sample_rows(team, *args, first, rows, logits, step.own_scratch(team), failures);
+  });
+  INFERC_CHECK(failures == 0);
+  return 0;
+}
+
+__attribute__((visibility("default"))) int inferc_score(const InfercHost* host, const ScoreArgs* args, void* arena) {
+  if (int line = inferc::check_step(args->step, arena)) return line;
+  inferc::Step step(host, *args->step, arena, inferc::ARENA);
+  inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {
+    inferc::score_rows(team, *args, first, rows, logits);
+  });
+  return 0;
+}
+
+__attribute__((visibility("default"))) int inferc_copy_slots(int32_t group, void* kv_cache, const int64_t* source,
+                                                             const int64_t* target, int64_t count) {
+  return inferc::with_cache(group, [&](auto cache) {
+    cache.data = static_cast<decltype(cache.data)>(kv_cache);
+    inferc::copy_slots(cache, source, target, count);
+    return 0;
+  });
+}
+
+__attribute__((visibility("default"))) int inferc_pack_blocks(int32_t group, const void* kv_cache, const int32_t* blocks,
+                                                              int64_t count, void* canonical) {
+  return inferc::with_cache(group, [&](auto cache) {
+    using T = std::remove_pointer_t<decltype(cache.data)>;
+    cache.data = const_cast<T*>(static_cast<const T*>(kv_cache));
+    inferc::move_blocks<T, true>(cache, blocks, count, static_cast<T*>(canonical));
+    return 0;
+  });
+}
+
+__attribute__((visibility("default"))) int inferc_unpack_blocks(int32_t group, void* kv_cache, const int32_t* blocks,
+                                                                int64_t count, const void* canonical) {
+  return inferc::with_cache(group, [&](auto cache) {
+    using T = std::remove_pointer_t<decltype(cache.data)>;
+    cache.data = static_cast<T*>(kv_cache);
+    inferc::move_blocks<T, false>(cache, blocks, count, const_cast<T*>(static_cast<const T*>(canonical)));
+    return 0;
+  });
+}
+}

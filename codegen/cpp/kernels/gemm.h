@@ -1,0 +1,167 @@
+// out = x @ weight.T (+ bias) with the weight in panels of 16 output rows, [n / 16][k / unit][16][unit].
+// One accumulator per output, k ascending: a row's bits do not depend on how many rows there are.
+#pragma once
+#include "team.h"
+
+namespace inferc {
+
+#ifdef __AVX512F__
+constexpr int TILE_ROWS = 6, TILE_PANELS = 4;  // 24 accumulators of 32 registers
+constexpr int TALL_ROWS = 12;                  // by 2 panels: a small batch reads the weight once, from memory
+#else
+constexpr int TILE_ROWS = 4, TILE_PANELS = 1;  // 8 of 16
+constexpr int TALL_ROWS = 0;
+#endif
+constexpr i64 PREFETCH_BYTES = 2048;
+constexpr i64 BLOCK_ROWS = 192;              // rows that share one pass over a group of panels
+constexpr i64 BLOCK_K_BYTES = 8192;          // of one output row: a group of panels then takes half of a 1 MB L2
+
+// M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
+// a and b point at the first elements; ahead, unless null, at what to fetch meanwhile: as many bytes as each panel has.
+// Not inlined: the few sizes are shared by every matrix product of a program.
+template <class T, int M, int P>
+__attribute__((noinline)) void tile(const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums,
+                                    i64 stride, bool fresh) {
+  using D = Dot<T>;
+  constexpr i64 line = 16 * D::unit;
+  const T *rows[M], *panels[P];
+  Vec acc[M][P];
+#pragma GCC unroll 16
+  for (int p = 0; p < P; ++p) panels[p] = b[p];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    rows[m] = a[m];
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) acc[m][p] = fresh ? zero() : load(sums + m * stride + p * LANES);
+  }
+  i64 steps = k / D::unit;
+  for (i64 i = 0; i < steps; ++i) {
+    typename D::B right[P];
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) {
+      right[p] = D::right(panels[p] + i * line);
+      if (ahead) _mm_prefetch(reinterpret_cast<const char*>(ahead[p] + i * line), _MM_HINT_T0);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      typename D::A left = D::left(rows[m] + i * D::unit);
+#pragma GCC unroll 16
+      for (int p = 0; p < P; ++p) acc[m][p] = D::step(acc[m][p], left, right[p]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    if (steps * D::unit < k) {
+      typename D::A left = D::left_tail(rows[m] + steps * D::unit);
+#pragma GCC unroll 16
+      for (int p = 0; p < P; ++p) acc[m][p] = D::step(acc[m][p], left, D::right(panels[p] + steps * line));
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) store(sums + m * stride + p * LANES, acc[m][p]);
+  }
+}
+
+// The same for any number of rows up to TILE_ROWS, or with two panels for those from there to TALL_ROWS.
+template <class T, int P>
+INLINE void multiply(i64 rows, const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums, i64 stride,
+                     bool fresh) {
+#define ROWS(M) \
+  case M: return tile<T, M, P>(a, b, ahead, k, sums, stride, fresh);
+  if constexpr (P == 2) {
+    switch (rows) { ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) }
+  } else if constexpr (TILE_ROWS == 6) {
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
+  } else {
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) }
+  }
+#undef ROWS
+}
+
+// Splits `rows` into tiles of nearly equal height, at most `most`, and calls f(first, height).
+template <class F>
+INLINE void row_tiles(i64 rows, i64 most, F f) {
+  i64 tiles = (rows + most - 1) / most;
+  for (i64 i = 0; i < tiles; ++i) f(rows * i / tiles, rows * (i + 1) / tiles - rows * i / tiles);
+}
+
+// A [rows, width] value: row i starts at data + i * stride.
+template <class T>
+struct Rows {
+  T* data;
+  i64 stride;
+  INLINE T* operator[](i64 row) const { return data + row * stride; }
+  INLINE operator Rows<const T>() const { return {data, stride}; }
+};
+
+// A view of packed weights: n output rows over k.
+template <class T>
+struct Panels {
+  const T* data;
+  i64 n, k;
+  INLINE const T* panel(i64 p) const { return data + p * 16 * ((k + Dot<T>::unit - 1) / Dot<T>::unit * Dot<T>::unit); }
+  INLINE i64 count() const { return (n + 15) / 16; }
+};
+
+// Rows [0, rows) times P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16 outputs.
+// row_of(i) is the address of row i. Long k goes in blocks, continued in float32, which rounds nothing.
+template <class T, int P, class R, class E>
+INLINE void gemm_block(const Panels<T>& w, i64 panel, i64 rows, R row_of, E emit) {
+  constexpr i64 block = BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
+  alignas(64) float sums[BLOCK_ROWS * width];
+  for (i64 k0 = 0; k0 < w.k; k0 += block) {
+    bool is_last = k0 + block >= w.k;
+    const T *panels[P], *ahead[P], *a[P == 2 ? 12 : TILE_ROWS];
+    for (int p = 0; p < P; ++p) {
+      panels[p] = w.panel(panel + p) + k0 * 16;
+      ahead[p] = panels[p] + PREFETCH_BYTES / i64(sizeof(T));
+    }
+    // With more rows the arithmetic hides the stream, and the processor's own prefetching is enough.
+    const bool streams = rows <= 2 || P == 2;
+    row_tiles(rows, P == 2 ? TALL_ROWS : TILE_ROWS, [&](i64 row, i64 height) {
+      for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m) + k0;
+      float* part = sums + (w.k > block ? row * width : 0);
+      multiply<T, P>(height, a, panels, streams ? ahead : nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0);
+      if (!is_last) return;
+      for (i64 m = 0; m < height; ++m)
+        for (int p = 0; p < P; ++p) emit(row + m, panel + p, load(part + m * width + p * LANES));
+    });
+  }
+}
+
+// The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight.
+template <class T, class R, class E>
+INLINE void gemm_panels(const Panels<T>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+  i64 panel = begin;
+  if constexpr (TALL_ROWS > 0)
+    if (rows > TILE_ROWS && rows <= TALL_ROWS)
+      for (; panel + 2 <= end; panel += 2) gemm_block<T, 2>(w, panel, rows, row_of, emit);
+  for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) gemm_block<T, TILE_PANELS>(w, panel, rows, row_of, emit);
+  if constexpr (TILE_PANELS > 1)
+    for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, row_of, emit);
+}
+
+// x [rows, k]; out [rows, n] in O; bias [n] or null.
+template <class T, class O>
+void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
+  i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  i64 grain = groups * blocks / (team.count * 8);
+  team.each(groups * blocks, grain < 1 ? 1 : grain, [&](i64 begin, i64 end) {
+    // Items in the order (row block, panel group): neighbours share rows of x and stream the weight.
+    while (begin < end) {
+      i64 block = begin / groups, group = begin % groups;
+      i64 stop = end - begin < groups - group ? group + end - begin : groups;
+      i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;
+      i64 last = stop * 4 < w.count() ? stop * 4 : w.count();
+      gemm_panels<T>(
+          w, group * 4, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
+          [&](i64 row, i64 panel, Vec acc) {
+            i64 width = w.n - panel * 16;
+            if (bias) acc = add(acc, load(bias + panel * 16, width));
+            store(out[row0 + row] + panel * 16, acc, width);
+          });
+      begin += stop - group;
+    }
+  });
+}
+
+}  // namespace inferc

@@ -1,0 +1,95 @@
+// What a compiled step and the process that loads it agree on. Plain C structs, filled by ctypes.
+// The layout changes only together with INFERC_ABI.
+#pragma once
+#include <stdint.h>
+
+#define INFERC_ABI 1
+#define INFERC_SAMPLE_ROWS 64  // logits rows that exist at a time
+#define INFERC_MAX_TOP_LOGPROBS 64
+
+extern "C" {
+
+// Calls out of a step, made by thread 0 while the others wait; a null function costs a branch.
+struct InfercHost {
+  uint64_t abi;
+  void* context;
+  // After each observable node (program.json "observable"): rows of `row_bytes` bytes at `data`, `stride` bytes apart.
+  void (*observe)(void* context, int32_t node, int32_t layer, const void* data, int64_t rows, int64_t stride);
+  void (*collective)(void* context, int32_t op, int32_t group, void* data, int64_t count);
+};
+
+struct StepArgs {
+  uint64_t abi;
+  // This step's sizes, then the maxima the arena was sized for, each a multiple of 64: addresses depend on these alone.
+  int64_t num_tokens, num_seqs, num_rows;
+  int64_t max_tokens, max_seqs, max_rows;
+  const int32_t* token_ids;        // [num_tokens]
+  const int64_t* positions;        // [num_tokens]
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int32_t* seq_lens;         // [num_seqs]
+  const int32_t* seq_slots;        // [num_seqs]
+  const int32_t* logits_rows;      // [num_rows]
+  // One entry per KV group:
+  const int64_t* const* slot_mapping;  // [num_tokens]
+  const int32_t* const* block_table;   // [num_seqs, max_blocks]
+  const int64_t* max_blocks;
+  void* const* kv_cache;
+  const void* const* weights;  // in the order of program.json "weights"
+  void* threads;               // from inferc_threads_open
+};
+
+struct SampleArgs {
+  const StepArgs* step;  // of the step whose rows are sampled
+  int64_t vocab_size;
+  const int32_t* seq_slots;  // per row [num_rows], as everything up to num_logprobs
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const float* repetition_penalty;
+  const float* presence_penalty;
+  const float* frequency_penalty;
+  const uint64_t* seeds;
+  const uint64_t* counters;
+  const int32_t* num_logprobs;
+  // Token lists (CSR over the rows); a null starts means no list.
+  const int32_t* bias_starts;
+  const int32_t* bias_ids;
+  const float* bias_values;
+  const int32_t* banned_starts;
+  const int32_t* banned_ids;
+  const int32_t* allowed_starts;
+  const int32_t* allowed_ids;
+  // State per slot: counts[slot] is null or [vocab_size], bit 31: in the prompt, the rest: times in the output.
+  uint32_t* const* counts;
+  int32_t* last_ids;  // [slots]
+  // Results, per row.
+  int32_t* token_ids;
+  float* logprobs;
+  int32_t* ranks;
+  int32_t* top_ids;  // [num_rows, max_top]
+  float* top_logprobs;
+  int64_t max_top;
+};
+
+struct ScoreArgs {
+  const StepArgs* step;
+  int64_t vocab_size;
+  const int32_t* target_ids;  // [num_rows]
+  float* logprobs;            // [num_rows] log-softmax of the raw logits at target_ids
+  int32_t* argmax;            // [num_rows]
+};
+
+// Every function returns 0, or the line of the first check that failed.
+int inferc_abi(void);
+void* inferc_threads_open(int count);
+void inferc_threads_close(void* threads);
+int inferc_step(const InfercHost* host, const StepArgs* args, void* arena);
+int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena);
+int inferc_score(const InfercHost* host, const ScoreArgs* args, void* arena);
+// Copies the K and V of slots source[i] to slots target[i], in order, in every layer of a group.
+int inferc_copy_slots(int32_t group, void* kv_cache, const int64_t* source, const int64_t* target, int64_t count);
+// Between blocks of a pool and the canonical form [count, layers, 2, block_size, num_kv_heads, head_dim].
+int inferc_pack_blocks(int32_t group, const void* kv_cache, const int32_t* blocks, int64_t count, void* canonical);
+int inferc_unpack_blocks(int32_t group, void* kv_cache, const int32_t* blocks, int64_t count, const void* canonical);
+}

@@ -1,0 +1,145 @@
+// Rope and the paged K,V pool.
+// A block holds every layer of its group; in a layer first K, then V. K lies in panels like a weight, so that q @ K.T is
+// the same multiplication: [kv_head][block_size / 16][head_dim / unit][16 tokens][unit]. V: [kv_head][block_size][head_dim].
+#pragma once
+#include "rows.h"
+
+namespace inferc {
+
+// One layer of a group's pool.
+template <class T>
+struct Cache {
+  T* data;
+  i64 layers, layer, block_size, heads, dim;
+
+  INLINE i64 part_size() const { return heads * block_size * dim; }
+  INLINE T* part(i64 block, int which) const { return data + ((block * layers + layer) * 2 + which) * part_size(); }
+  // The 16 tokens from `offset` (a multiple of 16) on, as a panel over head_dim.
+  INLINE T* keys(i64 block, i64 head, i64 offset) const { return part(block, 0) + (head * block_size + offset) * dim; }
+  INLINE T* values(i64 block, i64 head, i64 offset) const { return part(block, 1) + (head * block_size + offset) * dim; }
+  INLINE T* key_element(i64 block, i64 head, i64 offset, i64 d) const {
+    constexpr i64 unit = Dot<T>::unit;
+    return keys(block, head, offset / 16 * 16) + d / unit * 16 * unit + offset % 16 * unit + d % unit;
+  }
+};
+
+// positions [rows] -> cosines then sines, [rows, 2 * half], times `scaling`.
+inline void rope_table(Team& team, const i64* positions, const float* inv_freq, float scaling, i64 rows, i64 half,
+                       Rows<float> out) {
+  team.each(rows, 8, [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row)
+      for (i64 i = 0; i < half; ++i) {
+        float angle = float(positions[row]) * inv_freq[i];
+        out[row][i] = cosf(angle) * scaling;
+        out[row][half + i] = sinf(angle) * scaling;
+      }
+  });
+}
+
+// One head: out may not be x.
+template <class T>
+INLINE void rope_head(const T* x, const float* table, i64 half, bool interleaved, i64 dim, T* out) {
+  if (interleaved) {
+    for (i64 i = 0; i < half; ++i) {
+      float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]), c = table[i], s = table[half + i];
+      from_float(out[2 * i], a * c - b * s);
+      from_float(out[2 * i + 1], b * c + a * s);
+    }
+  } else {
+    for (i64 i = 0; i < half; i += LANES) {
+      i64 n = half - i;
+      Vec a = load(x + i, n), b = load(x + half + i, n), c = load(table + i, n), s = load(table + half + i, n);
+      store(out + i, sub(mul(a, c), mul(b, s)), n);
+      store(out + half + i, add(mul(b, c), mul(a, s)), n);
+    }
+  }
+  if (dim > 2 * half) memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
+}
+
+template <class T>
+INLINE void write_key(const Cache<T>& cache, i64 slot, i64 head, const T* k) {
+  constexpr i64 unit = Dot<T>::unit;
+  T* to = cache.key_element(slot / cache.block_size, head, slot % cache.block_size, 0);
+  for (i64 d = 0; d < cache.dim; d += unit) memcpy(to + d * 16, k + d, sizeof(T) * unit);
+}
+template <class T>
+INLINE void write_value(const Cache<T>& cache, i64 slot, i64 head, const T* v) {
+  memcpy(cache.values(slot / cache.block_size, head, slot % cache.block_size), v, sizeof(T) * cache.dim);
+}
+
+// x, out [rows, heads * dim].
+template <class T>
+void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, bool interleaved, i64 rows, i64 heads, i64 dim,
+          Rows<T> out) {
+  team.each(rows * heads, row_grain(dim), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      i64 row = i / heads, column = i % heads * dim;
+      rope_head(x[row] + column, table[row], half, interleaved, dim, out[row] + column);
+    }
+  });
+}
+
+template <class T>
+void kv_write(Team& team, Cache<T> cache, Rows<const T> k, Rows<const T> v, const i64* slots, i64 rows) {
+  team.each(rows * cache.heads, row_grain(cache.dim), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      i64 row = i / cache.heads, head = i % cache.heads;
+      write_key(cache, slots[row], head, k[row] + head * cache.dim);
+      write_value(cache, slots[row], head, v[row] + head * cache.dim);
+    }
+  });
+}
+
+constexpr i64 MAX_HEAD_DIM = 512;
+
+// rope on q [rows, heads * dim] into out, and on k on its way into the cache.
+template <class T>
+void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table, i64 half,
+                   bool interleaved, Cache<T> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+  i64 dim = cache.dim, all = heads + cache.heads;
+  team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      i64 row = i / all, head = i % all;
+      if (head < heads) {
+        rope_head(q[row] + head * dim, table[row], half, interleaved, dim, out[row] + head * dim);
+      } else {
+        head -= heads;
+        T rotated[MAX_HEAD_DIM];
+        rope_head(k[row] + head * dim, table[row], half, interleaved, dim, rotated);
+        write_key(cache, slots[row], head, rotated);
+        write_value(cache, slots[row], head, v[row] + head * dim);
+      }
+    }
+  });
+}
+
+// Slot source[i] to slot target[i], in order, in every layer.
+template <class T>
+void copy_slots(Cache<T> cache, const i64* source, const i64* target, i64 count) {
+  for (i64 i = 0; i < count; ++i)
+    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
+      for (i64 head = 0; head < cache.heads; ++head) {
+        i64 from = source[i] / cache.block_size, to = target[i] / cache.block_size;
+        i64 offset = source[i] % cache.block_size, landing = target[i] % cache.block_size;
+        for (i64 d = 0; d < cache.dim; ++d)
+          *cache.key_element(to, head, landing, d) = *cache.key_element(from, head, offset, d);
+        memmove(cache.values(to, head, landing), cache.values(from, head, offset), sizeof(T) * cache.dim);
+      }
+}
+
+// canonical [count, layers, 2, block_size, heads, dim], from the pool's blocks or into them.
+template <class T, bool PACK>
+void move_blocks(Cache<T> cache, const i32* blocks, i64 count, T* canonical) {
+  for (i64 i = 0; i < count; ++i)
+    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
+      for (int which = 0; which < 2; ++which)
+        for (i64 offset = 0; offset < cache.block_size; ++offset)
+          for (i64 head = 0; head < cache.heads; ++head)
+            for (i64 d = 0; d < cache.dim; ++d, ++canonical) {
+              T* cell = which ? cache.values(blocks[i], head, offset) + d : cache.key_element(blocks[i], head, offset, d);
+              if (PACK) *canonical = *cell;
+              else *cell = *canonical;
+            }
+}
+
+}  // namespace inferc

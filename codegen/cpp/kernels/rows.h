@@ -1,0 +1,113 @@
+// What works on one row at a time: lookups, norms, activations, elementwise arithmetic.
+#pragma once
+#include "gemm.h"
+
+namespace inferc {
+
+// Rows per ticket so that a piece is worth taking (a few thousand elements).
+INLINE i64 row_grain(i64 width) { return width >= 4096 ? 1 : 4096 / width; }
+
+template <class T>
+void embedding(Team& team, const T* table, const i32* ids, i64 rows, i64 width, Rows<T> out) {
+  team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) memcpy(out[row], table + i64(ids[row]) * width, width * sizeof(T));
+  });
+}
+
+// The same out of the panels that the tied LM head multiplies by.
+template <class T>
+void embedding_panel(Team& team, Panels<T> table, const i32* ids, i64 rows, Rows<T> out) {
+  constexpr i64 unit = Dot<T>::unit;
+  team.each(rows, 1, [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) {
+      const T* from = table.panel(ids[row] / 16) + ids[row] % 16 * unit;
+      T* to = out[row];
+      for (i64 k = 0; k < table.k; ++k) to[k] = from[k / unit * 16 * unit + k % unit];
+    }
+  });
+}
+
+template <class T>
+void index_select(Team& team, Rows<const T> x, const i32* index, i64 rows, i64 width, Rows<T> out) {
+  team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) memcpy(out[row], x[index[row]], width * sizeof(T));
+  });
+}
+
+// f(a, b) in float32, rounded once.
+template <class T, class F>
+INLINE void zip(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out, F f) {
+  team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row)
+      for (i64 i = 0; i < width; i += LANES)
+        store(out[row] + i, f(load(a[row] + i, width - i), load(b[row] + i, width - i)), width - i);
+  });
+}
+template <class T>
+void add(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out) {
+  zip<T>(team, a, b, rows, width, out, [](Vec x, Vec y) { return add(x, y); });
+}
+template <class T>
+void mul(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out) {
+  zip<T>(team, a, b, rows, width, out, [](Vec x, Vec y) { return mul(x, y); });
+}
+template <class T>
+void silu_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
+  zip<T>(team, gate, up, rows, width, out, [](Vec x, Vec y) { return mul(silu(x), y); });
+}
+template <class T>
+void add_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
+  zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return add(x, set1(b)); });
+}
+template <class T>
+void mul_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
+  zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return mul(x, set1(b)); });
+}
+
+// How a norm ends: see ops.py. `early`: round the normalised x before it is scaled.
+struct Norm {
+  float eps, offset;
+  bool early;
+};
+
+template <class T>
+INLINE void norm_row(const T* x, const T* weight, const Norm& norm, i64 width, T* out) {
+  Vec squares = zero();
+  for (i64 i = 0; i < width; i += LANES) {
+    Vec v = load(x + i, width - i);
+    squares = fma(v, v, squares);
+  }
+  Vec scale = set1(1.0f / sqrtf(sum(squares) / float(width) + norm.eps));
+  for (i64 i = 0; i < width; i += LANES) {
+    Vec v = mul(load(x + i, width - i), scale), w = load(weight + i, width - i);
+    if (norm.offset != 0.0f) w = add(w, set1(norm.offset));
+    if (norm.early) v = rounded<T>(v), w = rounded<T>(w);
+    store(out + i, mul(v, w), width - i);
+  }
+}
+
+// Each of `parts` consecutive pieces of `width` elements of a row is normalised on its own (heads, or the whole row).
+template <class T>
+void rms_norm(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows, i64 parts, i64 width, Rows<T> out) {
+  team.each(rows * parts, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      i64 row = i / parts, part = i % parts * width;
+      norm_row(x[row] + part, weight, norm, width, out[row] + part);
+    }
+  });
+}
+
+// total = x + residual, rounded, and its norm. total may be where residual or x is.
+template <class T>
+void rms_norm_add(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows, i64 width,
+                  Rows<T> out, Rows<T> total) {
+  team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) {
+      for (i64 i = 0; i < width; i += LANES)
+        store(total[row] + i, add(load(x[row] + i, width - i), load(residual[row] + i, width - i)), width - i);
+      norm_row<T>(total[row], weight, norm, width, out[row]);
+    }
+  });
+}
+
+}  // namespace inferc

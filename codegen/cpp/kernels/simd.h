@@ -1,0 +1,279 @@
+// Sixteen float32 lanes, the same functions on AVX-512 and AVX2, and the dot-product step of each storage type.
+// Everything is an explicit instruction in a fixed order: a lane's result never depends on the other lanes.
+#pragma once
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace inferc {
+
+using i32 = int32_t;
+using i64 = int64_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+
+struct bf16 {
+  uint16_t bits;
+};
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) {
+  u32 bits = u32(x.bits) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+INLINE void from_float(float& out, float x) { out = x; }
+INLINE void from_float(bf16& out, float x) {  // to nearest, ties to even; NaN stays NaN
+  u32 bits;
+  memcpy(&bits, &x, 4);
+  out.bits = x != x ? uint16_t((bits >> 16) | 0x40) : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+template <class T>
+INLINE float rounded(float x) {
+  T out;
+  from_float(out, x);
+  return to_float(out);
+}
+
+constexpr int LANES = 16;
+
+#ifdef __AVX512F__
+
+struct Vec {
+  __m512 v;
+};
+INLINE Vec zero() { return {_mm512_setzero_ps()}; }
+INLINE Vec set1(float x) { return {_mm512_set1_ps(x)}; }
+INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE Vec load(const bf16* p) {
+  __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
+INLINE void store(bf16* p, Vec x) {
+  // By integer arithmetic and not vcvtneps2bf16, which flushes denormals; both variants then round alike.
+  __m512i bits = _mm512_castps_si512(x.v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+  __m512i out = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(out));
+}
+INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+INLINE Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+INLINE Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+INLINE Vec nearest(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// x * 2^n for whole n; too small becomes 0.
+INLINE Vec scale2(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// Lanes [low, high) of x, `other` elsewhere.
+INLINE Vec keep(Vec x, int low, int high, Vec other) {
+  u32 mask = (high >= 16 ? 0xffffu : (1u << (high < 0 ? 0 : high)) - 1) & ~(low >= 16 ? 0xffffu : (1u << (low < 0 ? 0 : low)) - 1);
+  return {_mm512_mask_mov_ps(other.v, __mmask16(mask), x.v)};
+}
+// a < b ? x : y, lane by lane.
+INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
+  return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), x.v)};
+}
+INLINE __m256 low_half(Vec x) { return _mm512_castps512_ps256(x.v); }
+INLINE __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x.v, 1); }
+
+#else
+
+struct Vec {
+  __m256 l, h;
+};
+INLINE Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+INLINE Vec set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+INLINE Vec load(const bf16* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {widen(_mm_loadu_si128(q)), widen(_mm_loadu_si128(q + 1))};
+}
+INLINE void store(float* p, Vec x) {
+  _mm256_storeu_ps(p, x.l);
+  _mm256_storeu_ps(p + 8, x.h);
+}
+INLINE __m256i narrow(__m256 x) {
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i near = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+  return _mm256_blendv_epi8(near, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+INLINE void store(bf16* p, Vec x) {
+  __m256i packed = _mm256_packus_epi32(narrow(x.l), narrow(x.h));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.l, b.l), _mm256_add_ps(a.h, b.h)}; }
+INLINE Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.l, b.l), _mm256_sub_ps(a.h, b.h)}; }
+INLINE Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.l, b.l), _mm256_mul_ps(a.h, b.h)}; }
+INLINE Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.l, b.l), _mm256_div_ps(a.h, b.h)}; }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.l, b.l, c.l), _mm256_fmadd_ps(a.h, b.h, c.h)}; }
+INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.l, b.l), _mm256_max_ps(a.h, b.h)}; }
+INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.l, b.l), _mm256_min_ps(a.h, b.h)}; }
+INLINE Vec nearest(Vec a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.l, mode), _mm256_round_ps(a.h, mode)};
+}
+INLINE __m256 power2(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+// x * 2^n in two steps, so that n = 128 and denormal results work.
+INLINE __m256 scale2(__m256 x, __m256 n) {
+  __m256 half = _mm256_round_ps(_mm256_mul_ps(n, _mm256_set1_ps(0.5f)), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return _mm256_mul_ps(_mm256_mul_ps(x, power2(half)), power2(_mm256_sub_ps(n, half)));
+}
+INLINE Vec scale2(Vec x, Vec n) { return {scale2(x.l, n.l), scale2(x.h, n.h)}; }
+INLINE __m256 lanes_below(int n, int first) {
+  __m256i index = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), index));
+}
+INLINE Vec keep(Vec x, int low, int high, Vec other) {
+  __m256 l = _mm256_andnot_ps(lanes_below(low, 0), lanes_below(high, 0));
+  __m256 h = _mm256_andnot_ps(lanes_below(low, 8), lanes_below(high, 8));
+  return {_mm256_blendv_ps(other.l, x.l, l), _mm256_blendv_ps(other.h, x.h, h)};
+}
+INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
+  return {_mm256_blendv_ps(y.l, x.l, _mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ)),
+          _mm256_blendv_ps(y.h, x.h, _mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ))};
+}
+INLINE __m256 low_half(Vec x) { return x.l; }
+INLINE __m256 high_half(Vec x) { return x.h; }
+
+#endif
+
+// Sum and maximum over the lanes, always as ((0+8)+(4+12)) + … by halves.
+INLINE float sum(Vec x) {
+  __m256 a = _mm256_add_ps(low_half(x), high_half(x));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+INLINE float maximum(Vec x) {
+  __m256 a = _mm256_max_ps(low_half(x), high_half(x));
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+INLINE float first(Vec x) { return _mm_cvtss_f32(_mm256_castps256_ps128(low_half(x))); }
+
+// Tails: the first n lanes; the others read as zero and are not written.
+template <class T>
+INLINE Vec load(const T* p, i64 n) {
+  if (n >= LANES) return load(p);
+  T lanes[LANES] = {};
+  memcpy(lanes, p, n * sizeof(T));
+  return load(lanes);
+}
+template <class T>
+INLINE void store(T* p, Vec x, i64 n) {
+  if (n >= LANES) return store(p, x);
+  T lanes[LANES];
+  store(lanes, x);
+  memcpy(p, lanes, n * sizeof(T));
+}
+INLINE Vec rounded_to(const float*, Vec x) { return x; }
+INLINE Vec rounded_to(const bf16*, Vec x) {
+  bf16 lanes[LANES];
+  store(lanes, x);
+  return load(lanes);
+}
+template <class T>
+INLINE Vec rounded(Vec x) {
+  return rounded_to(static_cast<const T*>(nullptr), x);
+}
+
+// e^x within about 1 ulp; 0 below -104, inf above 88.8; NaN stays (min and max return their second operand for it).
+// exp(0) is exactly 1.
+INLINE Vec exp(Vec x) {
+  x = max(set1(-105.0f), min(set1(89.0f), x));
+  Vec n = nearest(mul(x, set1(1.44269504088896341f)));
+  Vec r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  Vec p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(mul(r, r), p, r), set1(1.0f));
+  return scale2(p, n);
+}
+INLINE float exp(float x) { return first(exp(set1(x))); }
+INLINE Vec silu(Vec x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+// tanh for the softcap: absolute error about 1e-7.
+INLINE Vec tanh(Vec x) {
+  return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
+}
+
+// One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
+template <class T>
+struct Dot;
+
+template <>
+struct Dot<float> {
+  static constexpr int unit = 1;
+  using A = Vec;
+  using B = Vec;
+  static INLINE A left(const float* p) { return set1(*p); }
+  static INLINE A left_tail(const float* p) { return left(p); }
+  static INLINE B right(const float* p) { return load(p); }
+  static INLINE Vec step(Vec acc, A a, B b) { return fma(a, b, acc); }
+};
+
+INLINE u32 pair(const bf16* p) {
+  u32 bits;
+  memcpy(&bits, p, 4);
+  return bits;
+}
+
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<bf16> {
+  static constexpr int unit = 2;
+  using A = __m512i;
+  using B = __m512i;
+  static INLINE A left(const bf16* p) { return _mm512_set1_epi32(int(pair(p))); }
+  static INLINE A left_tail(const bf16* p) { return _mm512_set1_epi32(int(p->bits)); }
+  static INLINE B right(const bf16* p) { return _mm512_loadu_si512(p); }
+  static INLINE Vec step(Vec acc, A a, B b) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)b, (__m512bh)a)}; }
+};
+#else
+template <>
+struct Dot<bf16> {
+  static constexpr int unit = 2;
+  struct A {
+    __m256 even, odd;
+  };
+  struct B {
+    __m256i l, h;
+  };
+  static INLINE A split(u32 bits) {
+    return {_mm256_castsi256_ps(_mm256_set1_epi32(int(bits << 16))),
+            _mm256_castsi256_ps(_mm256_set1_epi32(int(bits & 0xffff0000u)))};
+  }
+  static INLINE A left(const bf16* p) { return split(pair(p)); }
+  static INLINE A left_tail(const bf16* p) { return split(p->bits); }
+  static INLINE B right(const bf16* p) {
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+  }
+  static INLINE __m256 half(__m256 acc, const A& a, __m256i b) {
+    __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
+    __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32(int(0xffff0000u))));
+    return _mm256_fmadd_ps(a.odd, odd, _mm256_fmadd_ps(a.even, even, acc));
+  }
+  static INLINE Vec step(Vec acc, const A& a, const B& b) { return {half(acc.l, a, b.l), half(acc.h, a, b.h)}; }
+};
+#endif
+
+}  // namespace inferc

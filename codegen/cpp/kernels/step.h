@@ -1,0 +1,84 @@
+// What generated code is written in: one step's sizes, the arena's pools, weights and the K,V pool by number.
+#pragma once
+#include "attention.h"
+#include "inferc_abi.h"
+#include "moe.h"
+#include "sample.h"
+
+#define INFERC_CHECK(condition) \
+  if (!(condition)) return __LINE__
+
+namespace inferc {
+
+// The arena: values of one row per token, per logits row and per sequence, then those of `sample` (64 rows), then
+// scratch, then the threads' scratch. A pool's value at `offset` bytes a row starts at offset * (the pool's maximum rows).
+struct Arena {
+  i64 per_token, per_row, per_seq, per_sample;
+  i64 scratch, scratch_per_token, scratch_per_row, per_thread;
+};
+
+template <class T>
+INLINE Rows<T> shifted(Rows<T> value, i64 rows) {
+  return {value.data + rows * value.stride, value.stride};
+}
+
+struct Step {
+  const InfercHost* host;
+  const StepArgs& a;
+  char *token_pool, *row_pool, *seq_pool, *sample_pool, *scratch, *thread_scratch;
+  i64 tokens, rows, seqs, per_thread;
+
+  Step(const InfercHost* host_, const StepArgs& args, void* arena, const Arena& layout)
+      : host(host_), a(args), tokens(args.num_tokens), rows(args.num_rows), seqs(args.num_seqs) {
+    token_pool = static_cast<char*>(arena);
+    row_pool = token_pool + layout.per_token * a.max_tokens;
+    seq_pool = row_pool + layout.per_row * a.max_rows;
+    sample_pool = seq_pool + layout.per_seq * a.max_seqs;
+    scratch = sample_pool + layout.per_sample * INFERC_SAMPLE_ROWS;
+    thread_scratch = scratch + layout.scratch + layout.scratch_per_token * a.max_tokens + layout.scratch_per_row * a.max_rows;
+    per_thread = layout.per_thread;
+  }
+  // A value's rows: `offset` in its pool, then `column` bytes into each row; stride in elements.
+  template <class T>
+  INLINE Rows<T> token(i64 offset, i64 column, i64 stride) const {
+    return {reinterpret_cast<T*>(token_pool + offset * a.max_tokens + column), stride};
+  }
+  template <class T>
+  INLINE Rows<T> row(i64 offset, i64 column, i64 stride) const {
+    return {reinterpret_cast<T*>(row_pool + offset * a.max_rows + column), stride};
+  }
+  template <class T>
+  INLINE Rows<T> seq(i64 offset, i64 column, i64 stride) const {
+    return {reinterpret_cast<T*>(seq_pool + offset * a.max_seqs + column), stride};
+  }
+  template <class T>
+  INLINE Rows<T> sample(i64 offset, i64 column, i64 stride) const {
+    return {reinterpret_cast<T*>(sample_pool + offset * INFERC_SAMPLE_ROWS + column), stride};
+  }
+  template <class T>
+  INLINE const T* weight(i64 index) const {
+    return static_cast<const T*>(a.weights[index]);
+  }
+  template <class T>
+  INLINE Cache<T> cache(int group, i64 layers, i64 layer, i64 block_size, i64 heads, i64 dim) const {
+    return {static_cast<T*>(a.kv_cache[group]), layers, layer, block_size, heads, dim};
+  }
+  // Each thread's own part of the threads' scratch, or all of it for work that threads share.
+  INLINE float* own_scratch(const Team& team) const {
+    return reinterpret_cast<float*>(thread_scratch + team.tid * per_thread);
+  }
+  INLINE float* shared_scratch() const { return reinterpret_cast<float*>(thread_scratch); }
+  INLINE i64 shared_floats(const Team& team) const { return team.count * per_thread / 4; }
+
+  // Shows a finished value to the host, if it asked for that.
+  template <class T>
+  INLINE void observe(Team& team, i64 node, i64 layer, Rows<T> value, i64 count) const {
+    if (!host || !host->observe) return;
+    team.barrier();
+    if (team.tid == 0)
+      host->observe(host->context, i32(node), i32(layer), value.data, count, value.stride * i64(sizeof(T)));
+    team.barrier();
+  }
+};
+
+}  // namespace inferc

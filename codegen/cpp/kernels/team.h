@@ -1,0 +1,160 @@
+// The threads of one parallel region: a pool that sleeps between steps, a barrier, and work handed out by tickets.
+// Which thread computes a piece never changes its bits, so pieces may go to whoever is free: a neighbour on one core
+// then costs its share and not the whole step.
+#pragma once
+#include <atomic>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "simd.h"
+
+namespace inferc {
+
+constexpr int SPINS = 4000;      // tens of microseconds, then the futex
+constexpr int MAX_TICKETS = 16;  // `each` calls between two barriers
+
+INLINE void futex_wait(std::atomic<u32>& word, u32 seen) {
+  syscall(SYS_futex, reinterpret_cast<u32*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+INLINE void futex_wake_all(std::atomic<u32>& word) {
+  syscall(SYS_futex, reinterpret_cast<u32*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+
+// A counter that threads wait on to change.
+struct alignas(64) Signal {
+  std::atomic<u32> value{0};
+  std::atomic<u32> sleepers{0};
+
+  void raise() {
+    value.fetch_add(1);
+    if (sleepers.load()) futex_wake_all(value);
+  }
+  void wait_while(u32 seen) {
+    for (int spin = 0; spin < SPINS; ++spin) {
+      if (value.load(std::memory_order_acquire) != seen) return;
+      _mm_pause();
+    }
+    sleepers.fetch_add(1);
+    while (value.load() == seen) futex_wait(value, seen);
+    sleepers.fetch_sub(1);
+  }
+};
+
+struct Pool {
+  struct alignas(64) Counter {
+    std::atomic<i64> next{0};
+  };
+  int count = 1;
+  bool closing = false;
+  void (*work)(void*, int) = nullptr;
+  void* context = nullptr;
+  pthread_t* threads = nullptr;
+  Signal start, phase;
+  alignas(64) std::atomic<int> arrived{0};
+  Counter tickets[MAX_TICKETS];
+
+  void run(void (*function)(void*, int), void* data) {
+    work = function;
+    context = data;
+    if (count > 1) start.raise();
+    function(data, 0);
+  }
+};
+
+struct Start {
+  Pool* pool;
+  int tid;
+};
+
+inline void* thread_main(void* data) {
+  Start start = *static_cast<Start*>(data);
+  delete static_cast<Start*>(data);
+  for (u32 seen = 0;; ++seen) {
+    start.pool->start.wait_while(seen);
+    if (start.pool->closing) return nullptr;
+    start.pool->work(start.pool->context, start.tid);
+  }
+}
+
+inline void close_pool(Pool* pool) {
+  pool->closing = true;
+  pool->start.raise();
+  for (int i = 1; i < pool->count; ++i) pthread_join(pool->threads[i], nullptr);
+  delete[] pool->threads;
+  delete pool;
+}
+
+inline Pool* open_pool(int count) {
+  Pool* pool = new Pool;
+  pool->threads = new pthread_t[count];
+  for (; pool->count < count; ++pool->count) {
+    Start* start = new Start{pool, pool->count};
+    if (pthread_create(&pool->threads[pool->count], nullptr, thread_main, start)) {
+      delete start;
+      close_pool(pool);
+      return nullptr;
+    }
+  }
+  return pool;
+}
+
+// One thread's view of the region. All threads make the same calls in the same order.
+struct Team {
+  Pool& pool;
+  int tid;
+  int count;
+  int ticket = 0;
+
+  void barrier() {
+    ticket = 0;
+    if (count == 1) {
+      for (auto& counter : pool.tickets) counter.next.store(0, std::memory_order_relaxed);
+      return;
+    }
+    u32 seen = pool.phase.value.load(std::memory_order_relaxed);
+    if (pool.arrived.fetch_add(1, std::memory_order_acq_rel) == count - 1) {
+      pool.arrived.store(0, std::memory_order_relaxed);
+      for (auto& counter : pool.tickets) counter.next.store(0, std::memory_order_relaxed);
+      pool.phase.raise();
+    } else {
+      pool.phase.wait_while(seen);
+    }
+  }
+
+  // f(begin, end) over [0, total) in pieces of `grain`; ends without waiting for the others.
+  template <class F>
+  INLINE void each(i64 total, i64 grain, F f) {
+    std::atomic<i64>& next = pool.tickets[ticket++].next;
+    if (ticket > MAX_TICKETS) __builtin_trap();
+    if (count == 1) {
+      for (i64 begin = 0; begin < total; begin += grain) f(begin, begin + grain < total ? begin + grain : total);
+      return;
+    }
+    for (;;) {
+      i64 begin = next.fetch_add(grain, std::memory_order_relaxed);
+      if (begin >= total) return;
+      f(begin, begin + grain < total ? begin + grain : total);
+    }
+  }
+};
+
+// Runs f(team) on every thread of the pool and returns when all are done.
+template <class F>
+void parallel(void* threads, F& f) {
+  struct Region {
+    Pool* pool;
+    F* f;
+  } region{static_cast<Pool*>(threads), &f};
+  region.pool->run(
+      [](void* data, int tid) {
+        Region& here = *static_cast<Region*>(data);
+        Team team{*here.pool, tid, here.pool->count};
+        (*here.f)(team);
+        team.barrier();
+      },
+      &region);
+}
+
+}  // namespace inferc

@@ -1,0 +1,259 @@
+"""Lowered Program → artifact folder: the weights in their final layout, the program, the manifest.
+
+Equal input gives equal bytes: no times, no absolute paths, every list in the program's own order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inferc import program as program_lib
+from inferc import weights as weight_lib
+from inferc.codegen.folder import OutputFolder
+from inferc.config import ResolvedCompileConfig
+from inferc.errors import ConfigError
+from inferc.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    PROGRAM,
+    STORED_DTYPES,
+    ChunkDigests,
+    StoredWeight,
+    align,
+    json_bytes,
+    seal_manifest,
+)
+from inferc.program import Program, dtype_name
+from inferc.weights import TensorReader, Weight
+
+MAX_FILE_BYTES = 4 << 30
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+DETERMINISM = {
+    "contract": "a row's bits depend on its own sequence only: not on threads, batch, chunking or preemption",
+    "scope": "one instruction set; another may differ in rounding",
+}
+
+
+@dataclass
+class PlacedTensor:
+    """A stored tensor and its place: `offset` counts from the first data byte of its file."""
+
+    name: str
+    weight: Weight
+    offset: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return weight_lib.physical_shape(self.weight)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.weight.dtype.itemsize
+
+
+@dataclass
+class WeightFile:
+    """One safetensors file: tensors in the order of the step, filled up to 64 bytes in between."""
+
+    name: str = ""
+    tensors: list[PlacedTensor] = field(default_factory=list)
+    data_bytes: int = 0
+
+    def header(self) -> bytes:
+        """The file up to its first data byte. The format allows no holes, so each filler is a tensor of its own."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "inferc"}}
+        for tensor in self.tensors:
+            end = tensor.offset + tensor.num_bytes
+            dtype = STORED_DTYPES[dtype_name(tensor.weight.dtype)][0]
+            entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [tensor.offset, end]}
+            if end != align(end):
+                filler = {"dtype": "U8", "shape": [align(end) - end], "data_offsets": [end, align(end)]}
+                entries[f"filler.{tensor.name}"] = filler
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True)
+        text += " " * (align(8 + len(text)) - 8 - len(text))
+        return len(text).to_bytes(8, "little") + text.encode()
+
+
+def plan_weight_files(
+    weights: Mapping[str, Weight], max_bytes: int = MAX_FILE_BYTES
+) -> tuple[list[WeightFile], dict[str, str]]:
+    """Place every weight once; also returns, for each name, the name under which its tensor is stored."""
+    files = [WeightFile()]
+    stored: dict[Weight, str] = {}
+    names = {}
+    for name, weight in weights.items():
+        names[name] = stored.setdefault(weight, name)
+        if names[name] != name:
+            continue
+        tensor = PlacedTensor(name, weight, files[-1].data_bytes)
+        if files[-1].tensors and align(tensor.offset + tensor.num_bytes) > max_bytes:
+            files.append(WeightFile())
+            tensor.offset = 0
+        files[-1].tensors.append(tensor)
+        files[-1].data_bytes = align(tensor.offset + tensor.num_bytes)
+    for index, file in enumerate(files):
+        file.name = f"weights-{index + 1:05d}-of-{len(files):05d}.safetensors"
+    return files, names
+
+
+@dataclass
+class ArtifactWriter:
+    """Writes the parts of one artifact into `folder` and keeps the books for its manifest."""
+
+    folder: OutputFolder
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weights: list[StoredWeight] = field(default_factory=list)
+
+    def add(self, name: str, data: bytes) -> None:
+        """A file that is checked whole before use."""
+        try:
+            self.folder.write(name, data)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.folder.out / name}: {error.strerror}") from None
+        self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def add_weights(self, weights: Mapping[str, Weight], reader: TensorReader, progress: Progress) -> None:
+        """Materialise `weights` into files, a chunk of rows at a time."""
+        files, names = plan_weight_files(weights)
+        total = sum(file.data_bytes for file in files)
+        free = shutil.disk_usage(self.folder.path).free
+        if free < total:
+            raise ConfigError(
+                f"cannot write {self.folder.out}: the weights take {total} bytes, the disk has {free} free"
+            )
+        places = {}
+        done = 0
+        for file in files:
+            header = file.header()
+            for tensor in file.tensors:
+                places[tensor.name] = (file.name, len(header) + tensor.offset, tensor.num_bytes)
+            try:
+                self._write_file(file, header, reader, lambda count, base=done: progress(base + count, total))  # type: ignore[misc]
+            except OSError as error:
+                raise ConfigError(f"cannot write {self.folder.out / file.name}: {error.strerror}") from None
+            done += file.data_bytes
+        self.weights = [_stored(name, weight, *places[names[name]]) for name, weight in weights.items()]
+        lines = [f"{name}: {dtype_name(w.dtype)}{list(w.shape)} = {w}\n" for name, w in weights.items()]
+        self.add("graph/weights.txt", "".join(lines).encode())
+
+    def _write_file(
+        self, file: WeightFile, header: bytes, reader: TensorReader, progress: Callable[[int], None]
+    ) -> None:
+        digests = ChunkDigests()
+        with (self.folder.path / file.name).open("wb") as out:
+
+            def put(data: memoryview) -> None:
+                digests.update(data)
+                out.write(data)
+
+            put(memoryview(header))
+            for tensor in file.tensors:
+                end = len(header) + tensor.offset + tensor.num_bytes
+                for chunk in weight_lib.materialize(tensor.weight, reader):
+                    put(chunk.reshape(-1).view(torch.uint8).numpy().data)
+                    progress(digests.num_bytes - len(header))
+                assert digests.num_bytes == end, f"{tensor.name}: wrote up to byte {digests.num_bytes}, planned {end}"
+                put(memoryview(bytes(align(end) - end)))
+        self.files[file.name] = {"bytes": digests.num_bytes, "xxh3_128": digests.finish()}
+
+    def add_program(self, program: Program, memory_plan: Mapping[str, Any], target_fields: Mapping[str, Any]) -> None:
+        """program.json: the step struct, the weight table, the lowered graph, and where its values lie.
+
+        target_fields: what the target's runner must know besides, at the top level.
+        """
+        step = {
+            "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
+            "outputs": ["hidden", "logits"],
+        }
+        graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
+        weights = [dataclasses.asdict(weight) for weight in self.weights]
+        data = {**target_fields, "step": step, "weights": weights, "memory_plan": dict(memory_plan), "program": graph}
+        self.add(PROGRAM, json_bytes(data))
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """engine.json, last of all: every file by name, and its own digest."""
+        self.folder.write(MANIFEST, seal_manifest({**manifest, "files": dict(sorted(self.files.items()))}))
+
+
+def make_manifest(
+    program: Program,
+    config: ResolvedCompileConfig,
+    *,
+    producer: str,
+    host: str | None,
+    model: Mapping[str, Any],
+    passes: Sequence[Mapping[str, Any]],
+    kernels: Sequence[Mapping[str, Any]],
+    libraries: Mapping[str, str],
+    arena: Mapping[str, int],
+    kv_layout: Mapping[str, Any],
+) -> dict[str, Any]:
+    """engine.json but for the files: what the runtime must know before it opens anything else.
+
+    host: the kind of machine the libraries run on ("linux-x86_64"), None if there are none; libraries: ISA to file,
+    best first; arena: the keys of `MemoryFormula`.
+    """
+    groups = program_lib.to_json(program)["kv_groups"]
+    entry = {
+        "name": program.name,
+        "file": PROGRAM,
+        "tp_rank": 0,
+        "pp_stage": 0,
+        "ep_rank": 0,
+        "inputs": [node.name for node in program.inputs()],
+        "outputs": ["hidden", "logits"],
+        "kv_groups": [
+            {**group, "bytes_per_token": of.bytes_per_token}
+            for group, of in zip(groups, program.kv_groups, strict=True)
+        ],
+        "num_weights": len(program.weights),
+    }
+    layout = dict(kv_layout)
+    digest = hashlib.sha256(json.dumps([layout, groups, program.block_size], sort_keys=True).encode()).hexdigest()
+    return {
+        "format_version": FORMAT_VERSION,
+        "producer": producer,
+        "targets": [config.target],
+        "host": host,
+        "model": dict(model),
+        "programs": [entry],
+        "config": dataclasses.asdict(config),
+        "passes": [dict(row) for row in passes],
+        "kernels": [dict(row) for row in kernels],
+        "libraries": dict(libraries),
+        "memory": {
+            "arena": dict(arena),
+            "kv_bytes_per_token": sum(group.bytes_per_token for group in program.kv_groups),
+        },
+        "kv_layout": {**layout, "hash": digest},
+        "determinism": DETERMINISM,
+    }
+
+
+def _stored(name: str, weight: Weight, file: str, offset: int, num_bytes: int) -> StoredWeight:
+    layout = weight.layout if weight.op == "pack" else ""
+    physical = weight_lib.physical_shape(weight)
+    return StoredWeight(name, file, offset, num_bytes, dtype_name(weight.dtype), weight.shape, physical, layout)
+
+
+def _stored_weights(program: Program) -> dict[str, Weight]:
+    """The weights as the artifact's reader finds them: tensors of its own files, no longer expressions."""
+    stored = {}
+    for name, weight in program.weights.items():
+        leaf = weight_lib.source(name, weight.shape, weight.dtype)
+        stored[name] = weight_lib.pack(leaf, weight.layout) if weight.op == "pack" else leaf
+    return stored
+
+
+def _type_json(value: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": dtype_name(value.dtype), "shape": [str(size) for size in value.shape]}

@@ -1,0 +1,276 @@
+"""Which kernel runs which op on which target: an explicit table, best first.
+
+Selection happens at compile time and reads dtypes, shapes and the target only; the chosen kernel's name is stored in
+the node and in the artifact. A new backend is new rows and files here, not edits to passes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from inferc.errors import ConfigError, UnsupportedError
+from inferc.program import dtype_name, target_name
+
+DEVICES = ("cpu", "cuda", "reference")
+
+# Views: they have no kernel, only another address or row stride of what they read.
+ALIAS_OPS = ("aten.slice.Tensor", "aten.view", "getitem")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an artifact is compiled for: `cpu`, `reference`, or `cuda` with an architecture (`sm_90`)."""
+
+    device: Literal["cpu", "cuda", "reference"]
+    arch: str = ""
+
+    @staticmethod
+    def parse(spec: str) -> Target:
+        """From the command line's form: `cpu`, `reference`, `cuda:sm_90`. Raises ConfigError."""
+        device, _, arch = spec.partition(":")
+        if device not in DEVICES:
+            raise ConfigError(f"unknown target {spec!r}; expected one of {', '.join(DEVICES)} (cuda as cuda:sm_90)")
+        if (device == "cuda") != arch.startswith("sm_"):
+            raise ConfigError(f"target {spec!r}: write cpu, reference or cuda:sm_NN")
+        return Target(device, arch)  # type: ignore[arg-type]
+
+    @property
+    def spec(self) -> str:
+        return f"{self.device}:{self.arch}" if self.arch else self.device
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of one op. `emit` is "module:function", imported only when code is made.
+
+    weight_layouts: for each argument that reads a weight, the physical layout (inferc.weights.LAYOUTS) in which the
+    kernel wants it, or None for row-major.
+    """
+
+    backend: str
+    op: str  # as target_name prints it
+    name: str
+    supports: Callable[[fx.Node, Target], bool]
+    emit: str = ""
+    weight_layouts: Mapping[str, str | None] = field(default_factory=dict)
+
+    def load_emit(self) -> Callable[..., Any]:
+        """The function that makes this kernel's source (cpp) or launch record (triton)."""
+        module, _, name = self.emit.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The node's argument by its schema name (positional, keyword or default)."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    schema = node.target._schema  # type: ignore[union-attr]
+    for index, parameter in enumerate(schema.arguments):
+        if parameter.name == name:
+            return node.args[index] if index < len(node.args) else parameter.default_value
+    raise AssertionError(f"{schema.name} has no argument {name}")
+
+
+def _dtype(node: fx.Node, name: str) -> torch.dtype | None:
+    value = argument(node, name)
+    value = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _shape(node: fx.Node, name: str) -> tuple[Any, ...]:
+    return tuple(argument(node, name).meta["val"].shape)
+
+
+def is_tied(node: fx.Node, name: str = "weight") -> bool:
+    """Whether another node multiplies by this node's weight, which is then stored packed and only once."""
+    weight = argument(node, name)
+    readers = (
+        user
+        for other in node.graph.nodes
+        if other.op == "get_attr" and other.target == weight.target
+        for user in other.users
+    )
+    return any(target_name(user.target) in ("aten.linear", "inferc.lm_head") for user in readers)
+
+
+# ------------------------------------------------------------------------------------------------ conditions
+
+
+def _same_shapes(node: fx.Node) -> bool:
+    other = argument(node, "other")
+    return isinstance(other, (int, float)) or _shape(node, "self") == _shape(node, "other")
+
+
+def _first_axis(node: fx.Node) -> bool:
+    return bool(argument(node, "dim") == 0)
+
+
+def _heads_fit(node: fx.Node) -> bool:
+    """attention.h: heads of at most 512 elements in steps of 16, at most 48 query heads of one KV head."""
+    num_heads, dim = _shape(node, "q")[1:]
+    block_size, num_kv_heads, cached_dim = _shape(node, "kv_cache")[3:]
+    grouped = num_heads % num_kv_heads == 0 and num_heads // num_kv_heads <= 48
+    return bool(grouped and dim == cached_dim and dim % 16 == 0 and dim <= 512 and block_size % 16 == 0)
+
+
+def _experts_fit(node: fx.Node) -> bool:
+    """moe.h: at most 1024 experts, their inner rows in whole panels."""
+    num_experts, _, inter = _shape(node, "down")
+    return bool(num_experts <= 1024 and inter % 16 == 0)
+
+
+def _routing_fits(node: fx.Node) -> bool:
+    num_experts = _shape(node, "router_logits")[1]
+    return bool(argument(node, "top_k") <= num_experts <= 1024)
+
+
+def _rope_fits(node: fx.Node) -> bool:
+    name = "q" if target_name(node.target) == "inferc.rope_kv_write" else "x"
+    return bool(_shape(node, "table")[-1] <= _shape(node, name)[-1])
+
+
+def _cache_dtype(node: fx.Node) -> bool:
+    return _dtype(node, "kv_cache") == _dtype(node, "k")
+
+
+def _plain_lookup(node: fx.Node) -> bool:
+    return argument(node, "scale_grad_by_freq") is False and argument(node, "sparse") is False
+
+
+@dataclass(frozen=True)
+class _Cpp:
+    """The cpp kernel's condition: the target is the CPU, `argument` has `dtype`, and `check` holds."""
+
+    argument: str
+    dtype: torch.dtype
+    check: Callable[[fx.Node], bool] | None = None
+
+    def __call__(self, node: fx.Node, target: Target) -> bool:
+        return (
+            target.device == "cpu"
+            and _dtype(node, self.argument) == self.dtype
+            and (self.check is None or self.check(node))
+        )
+
+
+def _reference(node: fx.Node, target: Target) -> bool:
+    return target.device == "reference"
+
+
+def _triton_silu_mul(node: fx.Node, target: Target) -> bool:
+    return target.device == "cuda" and _dtype(node, "gate") in (torch.float32, torch.bfloat16, torch.float16)
+
+
+# ----------------------------------------------------------------------------------------------------- table
+
+PANELS = {torch.float32: "panel16_k1", torch.bfloat16: "panel16_k2"}
+
+# op, name, argument whose dtype decides, weights that are packed, weights that are not, further condition
+_CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], bool] | None], ...] = (
+    ("aten.embedding", "embedding_panel", "weight", ("weight",), (), is_tied),
+    ("aten.embedding", "embedding", "weight", (), ("weight",), _plain_lookup),
+    ("aten.linear", "linear", "input", ("weight",), ("bias",), None),
+    ("aten.add.Tensor", "add", "self", (), (), _same_shapes),
+    ("aten.mul.Tensor", "mul", "self", (), (), _same_shapes),
+    ("aten.index_select", "index_select", "self", (), (), _first_axis),
+    ("inferc.rms_norm", "rms_norm", "x", (), ("weight",), None),
+    ("inferc.rms_norm_add", "rms_norm_add", "x", (), ("weight",), None),
+    ("inferc.rope", "rope", "x", (), (), _rope_fits),
+    ("inferc.kv_write", "kv_write", "k", (), (), _cache_dtype),
+    ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), lambda node: _rope_fits(node) and _cache_dtype(node)),
+    ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
+    ("inferc.silu_mul", "silu_mul", "gate", (), (), None),
+    ("inferc.moe_routing", "moe_routing", "router_logits", (), (), _routing_fits),
+    ("inferc.moe_experts", "moe_experts", "x", ("gate_up", "down"), (), _experts_fit),
+    ("inferc.lm_head", "lm_head", "weight", ("weight",), ("bias",), None),
+)
+
+
+def _cpp_kernels() -> tuple[Kernel, ...]:
+    kernels = [
+        Kernel(
+            "cpp",
+            op,
+            f"cpp.{name}.{dtype_name(dtype)}",
+            _Cpp(deciding, dtype, check),
+            f"inferc.codegen.cpp.calls:{name}",
+            {**dict.fromkeys(packed, PANELS[dtype]), **dict.fromkeys(plain, None)},
+        )
+        for op, name, deciding, packed, plain, check in _CPP_ROWS
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    table = _Cpp("inv_freq", torch.float32)
+    kernels.append(
+        Kernel(
+            "cpp",
+            "inferc.rope_table",
+            "cpp.rope_table",
+            table,
+            "inferc.codegen.cpp.calls:rope_table",
+            {"inv_freq": None},
+        )
+    )
+    return tuple(kernels)
+
+
+_REFERENCE_OPS = sorted({row[0] for row in _CPP_ROWS} | {"inferc.rope_table", "inferc.attention"})
+
+KERNELS: tuple[Kernel, ...] = (
+    *_cpp_kernels(),
+    Kernel("triton", "inferc.silu_mul", "triton.silu_mul", _triton_silu_mul, "inferc.codegen.triton.silu_mul:emit"),
+    *(Kernel("reference", op, f"reference.{op}", _reference) for op in _REFERENCE_OPS),
+)
+
+
+def needs_kernel(node: fx.Node) -> bool:
+    """Whether the node computes something (aliases, inputs, weights and the output do not)."""
+    return node.op == "call_function" and target_name(node.target) not in ALIAS_OPS
+
+
+def select(node: fx.Node, target: Target) -> Kernel:
+    """The first kernel of the table that runs `node` on `target`.
+
+    Raises UnsupportedError naming the node, the target and every kernel of the op that was rejected.
+    """
+    op = target_name(node.target)
+    rejected = []
+    for kernel in KERNELS:
+        if kernel.op == op:
+            if kernel.supports(node, target):
+                return kernel
+            rejected.append(kernel.name)
+    where = node.meta.get("name", node.name)
+    if not rejected:
+        raise UnsupportedError(f"{where}: no kernel implements {op}, on any target; rewrite it in a pass")
+    value = node.meta.get("val")
+    kinds = ", ".join(_describe(arg) for arg in node.args)
+    raise UnsupportedError(
+        f"{where}: no kernel runs {op}({kinds}) -> {_type(value)} on {target.spec}; rejected {', '.join(rejected)}"
+    )
+
+
+def kernel_named(name: str) -> Kernel:
+    """The row that a node's `meta["kernel"]` names."""
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    raise UnsupportedError(f"unknown kernel {name!r}; this program was lowered by another version of inferc")
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(_type(item) for item in value) + ")"
+    return "?"
+
+
+def _describe(arg: Any) -> str:
+    return _type(arg.meta.get("val")) if isinstance(arg, fx.Node) else repr(arg)

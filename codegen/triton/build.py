@@ -1,0 +1,125 @@
+"""Compile a Triton kernel ahead of time, for GPUs that this machine does not have.
+
+The result is a cubin, what it takes to launch it without Triton, and what it costs a GPU (registers, shared memory,
+spills). Triton is imported here, at compile time, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inferc.codegen.triton.launch import Argument, LaunchRecord, check_launch_record
+from inferc.errors import UnsupportedError
+
+KINDS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+ARGUMENT_BYTES = {"i32": 4, "i64": 8, "u64": 8, "pointer": 8}
+# Triton's entry points end with these two; a kernel that needs no scratch memory takes null.
+SCRATCH = (Argument("global_scratch", "u64", 8), Argument("profile_scratch", "u64", 8))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel and the choices under which it is compiled.
+
+    signature: argument name to "*bf16", "i32", …, in order, the constants left out. divisible_by_16: arguments that
+    the caller promises to be multiples of 16 (addresses in bytes, the others in elements).
+    grid: one expression per axis over `num_tokens` and the arguments, see `LaunchRecord.grid_for`.
+    """
+
+    function: Any  # a triton.jit function
+    signature: dict[str, str]
+    constants: dict[str, int]
+    divisible_by_16: tuple[str, ...]
+    grid: tuple[str, str, str]
+    num_warps: int
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel, and its launch record."""
+
+    data: bytes
+    record: LaunchRecord
+
+
+def available() -> bool:
+    """Whether this machine can compile Triton kernels."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def build(source: Source, name: str, op: str, arch: str) -> Cubin:
+    """Compile `source` for `arch` ("sm_90") and check the result against its launch record."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if not re.fullmatch(r"sm_\d+", arch):
+        raise UnsupportedError(f"{name}: arch {arch!r} is not an NVIDIA one; expected for example sm_90")
+    signature = {**source.signature, **dict.fromkeys(source.constants, "constexpr")}
+    order = list(source.signature)
+    attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.divisible_by_16}
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True  # it holds the compiling machine's paths
+        compiled = triton.compile(
+            ASTSource(source.function, signature, dict(source.constants), attributes),
+            target=GPUTarget("cuda", int(arch.removeprefix("sm_")), 32),
+            options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+        )
+    data: bytes = compiled.asm["cubin"]
+    metadata = compiled.metadata
+    arguments = [
+        Argument(argument, _kind(kind), ARGUMENT_BYTES[_kind(kind)], 16 if argument in source.divisible_by_16 else 1)
+        for argument, kind in source.signature.items()
+    ]
+    record = LaunchRecord(
+        name=name,
+        op=op,
+        arch=arch,
+        entry=metadata.name,
+        grid=source.grid,
+        num_warps=metadata.num_warps,
+        shared_bytes=metadata.shared,
+        global_scratch_bytes=metadata.global_scratch_size,
+        arguments=(*arguments, *SCRATCH),
+        constants=dict(source.constants),
+        resources=read_resources(data, metadata.name),
+        compiler=f"triton {triton.__version__}",
+    )
+    check_launch_record(record, data)
+    return Cubin(data, record)
+
+
+def read_resources(cubin: bytes, entry: str) -> dict[str, int]:
+    """Registers per thread, and bytes of stack, static shared and local memory, as the driver will see them.
+
+    Local memory and stack are what registers spilled to: slow, and zero in every kernel of ours.
+    """
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    match = re.search(rf"Function {re.escape(entry)}:\s*\n(.*)", text)
+    if match is None:
+        raise UnsupportedError(f"cuobjdump reports no resources of {entry}; it printed: {' '.join(text.split())}")
+    found = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", match[1])}
+    return {
+        "registers": found["REG"],
+        "stack_bytes": found["STACK"],
+        "static_shared_bytes": found["SHARED"],
+        "local_bytes": found["LOCAL"],
+    }
+
+
+def _kind(triton_type: str) -> str:
+    return "pointer" if triton_type.startswith("*") else triton_type

@@ -1,0 +1,160 @@
+"""What it takes to launch a compiled kernel without the compiler: a record, and its check against the cubin.
+
+A cubin is an ELF file. Its `.nv.info.<entry>` section lists each parameter's ordinal, offset and size, and the
+threads per block that the kernel was compiled for; the record must agree, since the driver checks neither.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import operator
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from inferc.errors import VerifyError
+
+EIATTR_REQNTID = 0x10
+EIATTR_KPARAM_INFO = 0x17
+EIFMT_SVAL = 4  # the attribute's value follows, of the size given
+EM_CUDA = 190
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of the entry, in order. `kind` is pointer, i32, i64 or u64."""
+
+    name: str
+    kind: str
+    num_bytes: int
+    divisible_by: int = 1  # what the caller promises of its value
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """A cubin's entry point: how to call it, and what one block of it takes of a GPU."""
+
+    name: str  # of the kernel, as in the manifest's kernel table
+    op: str
+    arch: str
+    entry: str
+    grid: tuple[str, str, str]
+    num_warps: int
+    shared_bytes: int
+    global_scratch_bytes: int
+    arguments: tuple[Argument, ...]
+    constants: dict[str, int]
+    resources: dict[str, int]
+    compiler: str
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+    def grid_for(self, **values: int) -> tuple[int, int, int]:
+        """The grid of a launch: `grid` evaluated over the arguments, `num_tokens` and the constants."""
+        x, y, z = (_evaluate(ast.parse(axis, mode="eval").body, {**self.constants, **values}) for axis in self.grid)
+        return x, y, z
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def record_from_json(data: Mapping[str, Any]) -> LaunchRecord:
+    x, y, z = data["grid"]
+    arguments = tuple(Argument(**argument) for argument in data["arguments"])
+    return LaunchRecord(**{**data, "grid": (x, y, z), "arguments": arguments})
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """What a cubin says of one of its entries."""
+
+    parameters: tuple[tuple[int, int], ...]  # (offset, size in bytes), by ordinal
+    threads: int
+    arch: str
+
+
+def check_launch_record(record: LaunchRecord, cubin: bytes) -> None:
+    """Raise VerifyError unless the record describes this cubin."""
+    info = read_entry(cubin, record.entry, record.name)
+    if info.arch != record.arch:
+        raise VerifyError(f"{record.name}: the cubin is for {info.arch}, its record says {record.arch}")
+    if info.threads != record.threads:
+        raise VerifyError(f"{record.name}: the cubin wants {info.threads} threads, its record says {record.threads}")
+    sizes = [size for _, size in info.parameters]
+    expected = [argument.num_bytes for argument in record.arguments]
+    if sizes != expected:
+        raise VerifyError(f"{record.name}: the entry takes parameters of {sizes} bytes, its record lists {expected}")
+    offset = 0
+    for argument, (found, size) in zip(record.arguments, info.parameters, strict=True):
+        offset = -(-offset // size) * size
+        if found != offset:
+            raise VerifyError(f"{record.name}: parameter {argument.name} lies at {found}, expected {offset}")
+        offset += size
+
+
+def read_entry(cubin: bytes, entry: str, name: str) -> EntryInfo:
+    """Parameters and block size of `entry`, from the cubin's ELF sections; `name` is for the messages."""
+    try:
+        sections, arch = _sections(cubin)
+    except (struct.error, IndexError, ValueError):
+        raise VerifyError(f"{name}: the cubin is not a CUDA ELF file; compile the kernel again") from None
+    if f".text.{entry}" not in sections or f".nv.info.{entry}" not in sections:
+        entries = [section.removeprefix(".text.") for section in sections if section.startswith(".text.")]
+        raise VerifyError(f"{name}: the cubin has no entry {entry}; it has {', '.join(entries) or 'none'}")
+    parameters: dict[int, tuple[int, int]] = {}
+    threads = 0
+    for attribute, value in _attributes(sections[f".nv.info.{entry}"]):
+        if attribute == EIATTR_KPARAM_INFO:
+            _, ordinal, offset, bits = struct.unpack("<IHHI", value)
+            parameters[ordinal] = (offset, bits >> 18)
+        elif attribute == EIATTR_REQNTID:
+            x, y, z = struct.unpack("<III", value)
+            threads = x * y * z
+    return EntryInfo(tuple(parameters[ordinal] for ordinal in sorted(parameters)), threads, arch)
+
+
+def _sections(cubin: bytes) -> tuple[dict[str, bytes], str]:
+    """The sections of a 64-bit ELF file by name, and the chip that its flags name."""
+    if cubin[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", cubin, 18)[0] != EM_CUDA:
+        raise ValueError("not a CUDA ELF file")
+    table, flags = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<I", cubin, 48)[0]
+    size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
+    names = cubin[headers[names_index][4] :]
+    sections = {
+        names[header[0] : names.index(b"\0", header[0])].decode(): cubin[header[4] : header[4] + header[5]]
+        for header in headers
+    }
+    return sections, f"sm_{flags & 0xFF}"
+
+
+def _attributes(data: bytes) -> list[tuple[int, bytes]]:
+    """The (attribute, value) entries of an .nv.info section."""
+    found = []
+    at = 0
+    while at < len(data):
+        form, attribute, size = struct.unpack_from("<BBH", data, at)
+        at += 4
+        if form == EIFMT_SVAL:
+            found.append((attribute, data[at : at + size]))
+            at += size
+    return found
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
+    """A grid expression: names, integers, + - * //, and ceil_div(a, b)."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.Name):
+        return values[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return int(OPERATORS[type(node.op)](_evaluate(node.left, values), _evaluate(node.right, values)))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ceil_div":
+        a, b = (_evaluate(arg, values) for arg in node.args)
+        return -(-a // b)
+    raise VerifyError(f"a grid may hold names, integers, + - * // and ceil_div, not {ast.unparse(node)}")

@@ -1,0 +1,189 @@
+// The kernels as plain C functions for the tests: dtype 0 is float32, 1 is bfloat16.
+#include "attention.h"
+#include "inferc_abi.h"
+#include "moe.h"
+#include "sample.h"
+
+using namespace inferc;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+template <class F>
+void on(void* threads, F f) {
+  parallel(threads, f);
+}
+template <class T>
+Rows<T> rows_of(const void* data, i64 stride) {
+  return {const_cast<T*>(static_cast<const T*>(data)), stride};
+}
+template <class T>
+const T* as(const void* data) {
+  return static_cast<const T*>(data);
+}
+// Runs a block with T as float or bf16.
+#define FOR_DTYPE(dtype, ...) \
+  if (dtype == 1) {           \
+    using T = bf16;           \
+    __VA_ARGS__               \
+  } else {                    \
+    using T = float;          \
+    __VA_ARGS__               \
+  }
+
+}  // namespace
+
+EXPORT void* threads_open(int count) { return open_pool(count); }
+EXPORT void threads_close(void* pool) { close_pool(static_cast<Pool*>(pool)); }
+
+EXPORT void test_linear(void* pool, i64 dtype, const void* x, i64 ldx, i64 rows, const void* w, i64 n, i64 k,
+                        const void* bias, void* out, i64 ldo, i64 wide) {
+  FOR_DTYPE(dtype, {
+    Panels<T> panels{as<T>(w), n, k};
+    on(pool, [&](Team& t) {
+      if (wide) linear<T, float>(t, rows_of<const T>(x, ldx), rows, panels, as<T>(bias), rows_of<float>(out, ldo));
+      else linear<T, T>(t, rows_of<const T>(x, ldx), rows, panels, as<T>(bias), rows_of<T>(out, ldo));
+    });
+  })
+}
+
+EXPORT void test_rms_norm(void* pool, i64 dtype, const void* x, i64 ldx, const void* residual, const void* weight, float eps,
+                          float offset, i64 early, i64 rows, i64 parts, i64 width, void* out, void* total) {
+  Norm norm{eps, offset, early != 0};
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) {
+      if (residual)
+        rms_norm_add<T>(t, rows_of<const T>(x, ldx), rows_of<const T>(residual, width), as<T>(weight), norm, rows, width,
+                        rows_of<T>(out, width), rows_of<T>(total, width));
+      else
+        rms_norm<T>(t, rows_of<const T>(x, ldx), as<T>(weight), norm, rows, parts, width, rows_of<T>(out, parts * width));
+    });
+  })
+}
+
+EXPORT void test_zip(void* pool, i64 dtype, i64 op, const void* a, i64 lda, const void* b, i64 ldb, i64 rows, i64 width,
+                     void* out) {
+  FOR_DTYPE(dtype, {
+    auto x = rows_of<const T>(a, lda), y = rows_of<const T>(b, ldb);
+    auto z = rows_of<T>(out, width);
+    on(pool, [&](Team& t) {
+      if (op == 0) add<T>(t, x, y, rows, width, z);
+      if (op == 1) mul<T>(t, x, y, rows, width, z);
+      if (op == 2) silu_mul<T>(t, x, y, rows, width, z);
+      if (op == 3) add_scalar<T>(t, x, 0.3f, rows, width, z);
+      if (op == 4) mul_scalar<T>(t, x, 0.3f, rows, width, z);
+    });
+  })
+}
+
+EXPORT void test_embedding(void* pool, i64 dtype, i64 packed, const void* table, i64 n, i64 width, const i32* ids, i64 rows,
+                           void* out) {
+  FOR_DTYPE(dtype, {
+    auto z = rows_of<T>(out, width);
+    on(pool, [&](Team& t) {
+      if (packed) embedding_panel<T>(t, Panels<T>{as<T>(table), n, width}, ids, rows, z);
+      else embedding<T>(t, as<T>(table), ids, rows, width, z);
+    });
+  })
+}
+
+EXPORT void test_index_select(void* pool, i64 dtype, const void* x, i64 ldx, const i32* index, i64 rows, i64 width, void* out) {
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) { index_select<T>(t, rows_of<const T>(x, ldx), index, rows, width, rows_of<T>(out, width)); });
+  })
+}
+
+EXPORT void test_rope(void* pool, i64 dtype, const void* x, i64 ldx, const i64* positions, const float* inv_freq,
+                      float scaling, i64 half, i64 interleaved, i64 rows, i64 heads, i64 dim, float* table, void* out) {
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) {
+      auto angles = rows_of<float>(table, 2 * half);
+      rope_table(t, positions, inv_freq, scaling, rows, half, angles);
+      t.barrier();
+      rope<T>(t, rows_of<const T>(x, ldx), angles, half, interleaved != 0, rows, heads, dim, rows_of<T>(out, heads * dim));
+    });
+  })
+}
+
+// fused: rope on q and k on the way; else plain kv_write.
+EXPORT void test_kv_write(void* pool, i64 dtype, i64 fused, const void* q, const void* k, const void* v, i64 ld,
+                          const float* table, i64 half, void* cache, i64 layers, i64 layer, i64 block_size, i64 kv_heads,
+                          i64 dim, const i64* slots, i64 rows, i64 heads, void* out) {
+  FOR_DTYPE(dtype, {
+    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
+    auto key = rows_of<const T>(k, ld), value = rows_of<const T>(v, ld);
+    on(pool, [&](Team& t) {
+      if (fused)
+        rope_kv_write<T>(t, rows_of<const T>(q, ld), key, value, rows_of<const float>(table, 2 * half), half, false, c, slots,
+                         rows, heads, rows_of<T>(out, heads * dim));
+      else kv_write<T>(t, c, key, value, slots, rows);
+    });
+  })
+}
+
+EXPORT void test_move_blocks(i64 dtype, i64 pack, void* cache, i64 layers, i64 block_size, i64 kv_heads, i64 dim,
+                             const i32* blocks, i64 count, void* canonical) {
+  FOR_DTYPE(dtype, {
+    Cache<T> c{static_cast<T*>(cache), layers, 0, block_size, kv_heads, dim};
+    if (pack) move_blocks<T, true>(c, blocks, count, static_cast<T*>(canonical));
+    else move_blocks<T, false>(c, blocks, count, static_cast<T*>(canonical));
+  })
+}
+
+EXPORT void test_attention(void* pool, i64 dtype, const void* q, void* out, void* cache, i64 layers, i64 layer, i64 block_size,
+                           i64 kv_heads, i64 dim, const i32* table, i64 max_blocks, const i32* starts, const i32* lengths,
+                           const void* sinks, i64 seqs, i64 heads, float scale, float softcap, i64 mask, i64 window,
+                           float* partials, i64 max_partials) {
+  FOR_DTYPE(dtype, {
+    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
+    Attention<T> a{rows_of<const T>(q, heads * dim), rows_of<T>(out, heads * dim), c, table, max_blocks, starts, lengths,
+                   as<T>(sinks), seqs, heads, scale, softcap, Mask(mask), window, partials, max_partials};
+    on(pool, [&](Team& t) { paged_attention<T>(t, a); });
+  })
+}
+
+EXPORT void test_moe(void* pool, i64 dtype, const void* logits, const void* x, const void* gate_up, const void* down, i64 rows,
+                     i64 top_k, i64 renormalize, i64 experts, i64 hidden, i64 inter, i32* ids, float* weights, void* out,
+                     char* work) {
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) {
+      auto chosen = rows_of<i32>(ids, top_k);
+      auto shares = rows_of<float>(weights, top_k);
+      moe_routing<T>(t, rows_of<const T>(logits, experts), rows, experts, top_k, renormalize != 0, chosen, shares);
+      t.barrier();
+      moe_experts<T>(t, Experts<T>{rows_of<const T>(x, hidden), chosen, shares, as<T>(gate_up), as<T>(down), rows, top_k,
+                                   experts, hidden, inter, rows_of<T>(out, hidden), work});
+    });
+  })
+}
+
+EXPORT void test_exp(const float* x, i64 n, float* out) {
+  for (i64 i = 0; i < n; i += LANES) store(out + i, exp(load(x + i, n - i)), n - i);
+}
+EXPORT void test_round(const float* x, i64 n, uint16_t* out) {
+  for (i64 i = 0; i < n; i += LANES) store(reinterpret_cast<bf16*>(out) + i, load(x + i, n - i), n - i);
+}
+
+EXPORT double test_uniform(u64 seed, u64 counter) { return uniform(seed, counter); }
+EXPORT void test_philox(u64 key, u64 counter, u32* out) {
+  u32 words[4];
+  philox(key, counter, words);
+  memcpy(out, words, sizeof words);
+}
+EXPORT int test_sample(const SampleArgs* a, i64 row, const float* logits, float* work) {
+  return sample_row(*a, row, logits, work);
+}
+
+EXPORT i64 test_barriers(void* pool, i64 rounds) {  // every thread must see every other's last round
+  std::atomic<i64> arrived{0}, wrong{0};
+  on(pool, [&](Team& t) {
+    for (i64 round = 1; round <= rounds; ++round) {
+      ++arrived;
+      t.barrier();
+      if (arrived.load() != round * t.count) ++wrong;
+      t.barrier();
+    }
+  });
+  return wrong.load();
+}

@@ -1,0 +1,157 @@
+"""A whole generated step against the references, and the determinism that the artifact promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cpp_kernels import ISAS, assert_near
+from lowered import Compiled, Shape, as_torch, make_plan, places, toy
+from numpy.typing import NDArray
+
+from inferc.codegen.cpp.emit import emit
+from inferc.config import EngineConfig
+from inferc.errors import UnsupportedError
+from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.step import StepPlan
+
+SHAPES = {
+    "float32": Shape(),
+    "bfloat16": Shape(torch.bfloat16, tied=True, qk_norm=True, bias=True, mask="sliding", window=40),
+    "bfloat16-moe": Shape(torch.bfloat16, experts=4),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    return Compiled(SHAPES[request.param], ISAS)
+
+
+def runner_of(compiled: Compiled, isa: str = "auto", num_threads: int = 2) -> ModelRunner:
+    config = EngineConfig(
+        num_threads=num_threads,
+        isa=isa,  # type: ignore[arg-type]
+        max_num_seqs=4,
+        max_num_batched_tokens=160,
+        kv_memory_bytes=64 * compiled.block_size * compiled.kv_bytes_per_token,
+    )
+    return ModelRunner(compiled, config, poison=True)
+
+
+@pytest.fixture
+def runner(compiled: Compiled) -> Iterator[ModelRunner]:
+    made = runner_of(compiled)
+    yield made
+    made.close()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 90, count)]
+
+
+def logits_of(runner: ModelRunner, plan: StepPlan) -> NDArray[Any]:
+    """The step's float32 logits, [rows, vocab_size]."""
+    seen: list[NDArray[Any]] = []
+    runner.set_observer(lambda entry, layer, value: seen.append(value) if entry["name"] == "logits" else None)
+    runner.submit(plan)
+    assert runner.wait().error is None
+    runner.set_observer(None)
+    return np.concatenate(seen)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_step_equals_the_references(compiled: Compiled, isa: str) -> None:
+    runner, shape = runner_of(compiled, isa), compiled.shape
+    try:
+        plan = make_plan([(0, tokens(61), 0), (2, tokens(5, 1), 0), (1, tokens(1, 2), 0)], all_rows=True)
+        found = as_torch(logits_of(runner, plan))
+    finally:
+        runner.close()
+    sizes = (64, shape.layers, 2, shape.block_size, shape.kv_heads, shape.dim)
+    _, expected = compiled.reference(plan, torch.zeros(sizes, dtype=shape.dtype))
+    # A routing choice may tip on a rounding, which moves that row's logits by more than any tolerance.
+    if not shape.experts:
+        assert_near(found.to(shape.dtype), expected.to(shape.dtype), factor=6.0)
+    assert (found - expected).abs().median() < 0.02 * expected.abs().max()
+
+
+def test_a_row_has_the_same_bits_alone_batched_chunked_and_on_one_thread(compiled: Compiled) -> None:
+    prompts = [tokens(70, 3), tokens(33, 4), tokens(19, 5)]
+    two, one = runner_of(compiled), runner_of(compiled, num_threads=1)
+    try:
+        together = logits_of(two, make_plan([(slot, ids, 0) for slot, ids in enumerate(prompts)], all_rows=True))
+        first = 0
+        for ids in prompts:
+            whole = together[first : first + len(ids)]
+            first += len(ids)
+            np.testing.assert_array_equal(logits_of(one, make_plan([(3, ids, 0)], all_rows=True)), whole)
+            np.testing.assert_array_equal(logits_of(two, make_plan([(3, ids, 0)])), whole[-1:])
+            for chunk in (1, 7, 32):
+                parts = [
+                    logits_of(two, make_plan([(3, ids[at : at + chunk], at)], all_rows=True))
+                    for at in range(0, len(ids), chunk)
+                ]
+                np.testing.assert_array_equal(np.concatenate(parts), whole)
+    finally:
+        two.close()
+        one.close()
+
+
+def test_decode_beside_a_prefill_has_the_same_bits(runner: ModelRunner) -> None:
+    ids = tokens(40, 6)
+    alone = logits_of(runner, make_plan([(0, ids, 0)], all_rows=True))[-1]
+    logits_of(runner, make_plan([(1, ids[:-1], 0)]))
+    mixed = logits_of(runner, make_plan([(2, tokens(50, 7), 0), (1, ids[-1:], 39)]))
+    np.testing.assert_array_equal(mixed[1], alone)
+
+
+def test_more_rows_than_sampled_at_a_time(runner: ModelRunner) -> None:
+    ids = tokens(100, 8)
+    rows = logits_of(runner, make_plan([(0, ids, 0)], all_rows=True))
+    targets = np.array(ids[1:] + ids[:1], np.int32)
+    logprobs, best = runner.score(make_plan([(0, ids, 0)], all_rows=True), targets)
+    expected = torch.from_numpy(rows).double().log_softmax(-1)
+    np.testing.assert_array_equal(best, rows.argmax(-1))
+    picked = expected[torch.arange(100), torch.from_numpy(targets).long()]
+    np.testing.assert_allclose(logprobs, picked.numpy(), atol=2e-6)
+
+
+def test_every_value_is_observable(compiled: Compiled, runner: ModelRunner) -> None:
+    seen: dict[int, tuple[int, tuple[int, ...]]] = {}
+    runner.set_observer(lambda entry, layer, value: seen.__setitem__(entry["id"], (layer, value.shape)))
+    runner.submit(make_plan([(0, tokens(9), 0)]))
+    runner.wait()
+    table = compiled.program["observable"]
+    assert sorted(seen) == [entry["id"] for entry in table]
+    for entry in table:
+        layer, shape = seen[entry["id"]]
+        assert layer == (-1 if entry["layer"] is None else entry["layer"])
+        assert shape[1:] == tuple(entry["shape"])
+
+
+def test_equal_programs_give_equal_source() -> None:
+    units = [emit(program, *places(program)) for program in (toy(SHAPES["float32"])[0], toy(SHAPES["float32"])[0])]
+    assert units[0] == units[1]
+
+
+def test_equal_layers_become_one_loop() -> None:
+    units = [emit(*with_places(Shape(layers=layers))) for layers in (4, 9)]
+    lengths = [unit.source.count("linear<") for unit in units]
+    assert lengths[0] == lengths[1]
+    assert "for (i64 i = 0; i < 7; ++i) {  // layers 1 to 7" in units[1].source
+
+
+def with_places(shape: Shape) -> tuple[Any, Any, Any]:
+    program = toy(shape)[0]
+    return program, *places(program)
+
+
+def test_a_node_without_a_kernel_is_refused_by_name() -> None:
+    program, where, pools = with_places(Shape())
+    node = next(node for node in program.graph.nodes if node.meta.get("name") == "layers.1.attention")
+    del node.meta["kernel"]
+    with pytest.raises(UnsupportedError, match="layers.1.attention: inferc.paged_attention has no kernel"):
+        emit(program, where, pools)

@@ -1,0 +1,191 @@
+"""Every header kernel against its op's reference, over odd shapes, on each instruction set and storage type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cpp_kernels import DTYPES, ISAS, Kernels, assert_near, packed
+from torch import Tensor
+
+ops = torch.ops.inferc
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    made = Kernels(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    torch.manual_seed(0)
+    kind: torch.dtype = request.param
+    return kind
+
+
+def nan(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(sizes, float("nan"), dtype=dtype)
+
+
+def test_linear(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n, k in (
+        (1, 1, 1),
+        (1, 16, 64),
+        (3, 90, 33),
+        (7, 65, 130),
+        (12, 100, 34),
+        (13, 128, 31),
+        (200, 70, 48),
+        (193, 17, 96),
+    ):
+        wide_x = torch.randn(rows, k + 5).to(dtype)
+        x, weight, bias = wide_x[:, 2 : 2 + k], (torch.randn(n, k) / k**0.5).to(dtype), torch.randn(n).to(dtype)
+        for with_bias, wide in ((False, False), (True, False), (False, True)):
+            out = nan(rows, n, dtype=torch.float32 if wide else dtype)
+            args = (x, k + 5, rows, packed(weight), n, k, bias if with_bias else None, out, n, wide)
+            kernels.run("test_linear", dtype, *args)
+            expected = x.float() @ weight.float().T + (bias.float() if with_bias else 0.0)
+            assert_near(out, expected.to(out.dtype))
+
+
+def test_linear_of_long_rows_is_cut_along_k(kernels: Kernels, dtype: torch.dtype) -> None:
+    k = 8192 // dtype.itemsize + 70
+    x, weight = torch.randn(9, k).to(dtype), (torch.randn(20, k) / k**0.5).to(dtype)
+    out = nan(9, 20, dtype=torch.float32)
+    kernels.run("test_linear", dtype, x, k, 9, packed(weight), 20, k, None, out, 20, True)
+    assert_near(out, x.float() @ weight.float().T)
+
+
+def test_a_row_of_linear_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
+    rows, n, k = 211, 150, 97
+    x, weight = torch.randn(rows, k).to(dtype), packed(torch.randn(n, k).to(dtype))
+    alone = nan(rows, n, dtype=dtype)
+    for row in range(rows):
+        kernels.run("test_linear", dtype, x[row], k, 1, weight, n, k, None, alone[row], n, False)
+    for count in (*range(2, 15), 100, rows):
+        together = nan(count, n, dtype=dtype)
+        kernels.run("test_linear", dtype, x, k, count, weight, n, k, None, together, n, False)
+        assert torch.equal(together, alone[:count])
+
+
+@pytest.mark.parametrize(("offset", "early"), [(0.0, True), (0.0, False), (1.0, False), (1.0, True)])
+def test_rms_norm(kernels: Kernels, dtype: torch.dtype, offset: float, early: bool) -> None:
+    for rows, parts, width in ((1, 1, 1), (5, 1, 33), (3, 4, 16), (70, 2, 80)):
+        wide = torch.randn(rows, parts * width + 3).to(dtype)
+        weight, out = torch.randn(width).to(dtype), nan(rows, parts * width, dtype=dtype)
+        args = (None, weight, 1e-5, offset, early, rows, parts, width, out, None)
+        kernels.run("test_rms_norm", dtype, wide, wide.shape[1], *args)
+        heads = wide[:, : parts * width].reshape(rows, parts, width)
+        assert_near(out.view(rows, parts, width), ops.rms_norm(heads, weight, 1e-5, offset, early))
+
+
+def test_rms_norm_add(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 7), (9, 64), (33, 130)):
+        x, residual = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
+        weight, out, total = torch.randn(width).to(dtype), nan(rows, width, dtype=dtype), nan(rows, width, dtype=dtype)
+        args = (x, width, residual, weight, 1e-6, 0.0, True, rows, 1, width)
+        kernels.run("test_rms_norm", dtype, *args, out, total)
+        normed, added = ops.rms_norm_add(x, residual, weight, 1e-6)
+        assert torch.equal(total, added)
+        assert_near(out, normed)
+        kernels.run("test_rms_norm", dtype, *args, total, total)  # nobody wants the sum
+        assert torch.equal(total, out)
+
+
+def test_elementwise(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 1), (3, 47), (130, 64)):
+        both = torch.randn(rows, 2 * width + 1).to(dtype) * 3
+        a, b = both[:, :width], both[:, width : 2 * width]
+        for op, expected in enumerate((a + b, a * b, ops.silu_mul(a, b), a + 0.3, a * 0.3)):
+            out = nan(rows, width, dtype=dtype)
+            args: tuple[Any, ...] = (a, both.shape[1], b, both.shape[1], rows, width, out)
+            kernels("test_zip", kernels.threads, DTYPES.index(dtype), op, *args)
+            assert_near(out, expected)
+
+
+def test_lookups(kernels: Kernels, dtype: torch.dtype) -> None:
+    for n, width, rows in ((1, 1, 1), (50, 33, 7), (90, 64, 40)):
+        table, ids = torch.randn(n, width).to(dtype), torch.randint(0, n, (rows,), dtype=torch.int32)
+        for stored in (table, packed(table)):
+            out = nan(rows, width, dtype=dtype)
+            kernels.run("test_embedding", dtype, stored is not table, stored, n, width, ids, rows, out)
+            assert torch.equal(out, table[ids.long()])
+        out = nan(rows, width, dtype=dtype)
+        kernels.run("test_index_select", dtype, table, width, ids, rows, width, out)
+        assert torch.equal(out, table[ids.long()])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(kernels: Kernels, dtype: torch.dtype, interleaved: bool) -> None:
+    for rows, heads, dim, half in ((1, 1, 16, 8), (5, 3, 64, 32), (9, 2, 32, 10)):
+        x, positions = torch.randn(rows, heads, dim).to(dtype), torch.randint(0, 40000, (rows,))
+        inv_freq = 10000.0 ** (-torch.arange(half).float() / half)
+        out, table = nan(rows, heads, dim, dtype=dtype), nan(rows, 2 * half, dtype=torch.float32)
+        args = (positions, inv_freq, 1.5, half, interleaved, rows, heads, dim, table, out)
+        kernels.run("test_rope", dtype, x, heads * dim, *args)
+        expected = ops.rope_table(positions, inv_freq, 1.5)
+        assert_near(table, expected)
+        assert_near(out, ops.rope(x, expected, interleaved))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_moe(kernels: Kernels, dtype: torch.dtype, renormalize: bool) -> None:
+    for rows, experts, top_k, hidden, inter in (
+        (1, 4, 2, 32, 16),
+        (7, 8, 2, 50, 80),
+        (230, 4, 3, 33, 48),
+        (40, 40, 8, 64, 32),
+    ):
+        x, logits = torch.randn(rows, hidden).to(dtype), torch.randn(rows, experts).to(dtype)
+        logits[0, :] = 0.5  # a tie: the lower ids win
+        gate_up = (torch.randn(experts, 2 * inter, hidden) / hidden**0.5).to(dtype)
+        down = (torch.randn(experts, hidden, inter) / inter**0.5).to(dtype)
+        ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), nan(rows, top_k, dtype=torch.float32)
+        out, work = (
+            nan(rows, hidden, dtype=dtype),
+            torch.full((rows * (top_k * (inter + 1) * 4 + hidden * 4) + 8192,), 255),
+        )
+        stored = (packed(gate_up), packed(down))
+        args = (rows, top_k, renormalize, experts, hidden, inter, ids, weights, out, work.to(torch.uint8))
+        kernels.run("test_moe", dtype, logits, x, *stored, *args)
+        expected_ids, expected_weights = ops.moe_routing(logits, top_k, renormalize)
+        assert torch.equal(ids, expected_ids)
+        assert_near(weights, expected_weights)
+        assert_near(out, ops.moe_experts(x, expected_ids, expected_weights, gate_up, down), factor=2.0)
+        alone = nan(rows, hidden, dtype=dtype)
+        for row in range(0, rows, 9):
+            args = (1, top_k, renormalize, experts, hidden, inter, ids, weights, alone[row], work.to(torch.uint8))
+            kernels.run("test_moe", dtype, logits[row], x[row], *stored, *args)
+            assert torch.equal(alone[row], out[row])
+
+
+def test_exp_is_within_an_ulp_and_exact_at_zero(kernels: Kernels) -> None:
+    x = torch.cat((torch.linspace(-87.0, 88.5, 200_001), torch.tensor([0.0, -0.0])))
+    out = torch.empty_like(x)
+    kernels("test_exp", x, len(x), out)
+    expected = x.double().exp()
+    ulp = torch.pow(2.0, (torch.frexp(expected).exponent - 24).double())
+    assert float(((out.double() - expected).abs() / ulp).max()) < 1.3
+    assert out[-2:].tolist() == [1.0, 1.0]
+    ends = torch.tensor([-float("inf"), -200.0, 100.0, float("inf"), float("nan")])
+    out = torch.empty_like(ends)
+    kernels("test_exp", ends, len(ends), out)
+    assert out[:4].tolist() == [0.0, 0.0, float("inf"), float("inf")] and out[4].isnan()
+
+
+def test_rounding_to_bfloat16_is_torchs(kernels: Kernels) -> None:
+    bits = torch.randint(-(2**31), 2**31, (100_003,)).to(torch.int32)
+    x = torch.cat((bits.view(torch.float32), torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])))
+    out = torch.empty(len(x), dtype=torch.bfloat16)
+    kernels("test_round", x, len(x), out)
+    expected = x.to(torch.bfloat16)
+    same = (out.view(torch.int16) == expected.view(torch.int16)) | (out.isnan() & expected.isnan())
+    assert same.all()
+
+
+def test_threads_meet_at_every_barrier(kernels: Kernels) -> None:
+    assert kernels("test_barriers", kernels.threads, 2000) == 0
