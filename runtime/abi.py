@@ -1,0 +1,156 @@
+"""The C structs of codegen/cpp/kernels/inferc_abi.h for ctypes, and the compiled library's functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.errors import ArtifactError, ConfigError
+
+ABI = 1
+MAX_TOP_LOGPROBS = 64
+
+# Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
+ISA_FEATURES: dict[str, frozenset[str]] = {
+    "avx512": frozenset(
+        ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16")
+    ),
+    "avx2": frozenset(("avx2", "fma", "f16c")),
+}
+
+OBSERVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64)
+COLLECTIVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int64)
+
+
+class InfercHost(Structure):
+    _fields_ = [("abi", c_uint64), ("context", c_void_p), ("observe", OBSERVE), ("collective", COLLECTIVE)]
+
+
+class StepArgs(Structure):
+    _fields_ = [
+        ("abi", c_uint64),
+        *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_rows", "max_tokens", "max_seqs", "max_rows")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots")),
+        *((name, c_void_p) for name in ("logits_rows", "slot_mapping", "block_table", "max_blocks", "kv_cache")),
+        *((name, c_void_p) for name in ("weights", "threads")),
+    ]
+
+
+SAMPLE_ROW_FIELDS = (
+    *("seq_slots", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seeds", "counters", "num_logprobs"),
+)
+
+
+class SampleArgs(Structure):
+    _fields_ = [
+        ("step", POINTER(StepArgs)),
+        ("vocab_size", c_int64),
+        *((name, c_void_p) for name in SAMPLE_ROW_FIELDS),
+        *((name, c_void_p) for name in ("bias_starts", "bias_ids", "bias_values", "banned_starts", "banned_ids")),
+        *((name, c_void_p) for name in ("allowed_starts", "allowed_ids", "counts", "last_ids")),
+        *((name, c_void_p) for name in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")),
+        ("max_top", c_int64),
+    ]
+
+
+class ScoreArgs(Structure):
+    _fields_ = [
+        ("step", POINTER(StepArgs)),
+        ("vocab_size", c_int64),
+        *((name, c_void_p) for name in ("target_ids", "logprobs", "argmax")),
+    ]
+
+
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "inferc_abi": (c_int, []),
+    "inferc_threads_open": (c_void_p, [c_int]),
+    "inferc_threads_close": (None, [c_void_p]),
+    "inferc_step": (c_int, [POINTER(InfercHost), POINTER(StepArgs), c_void_p]),
+    "inferc_sample": (c_int, [POINTER(InfercHost), POINTER(SampleArgs), c_void_p]),
+    "inferc_score": (c_int, [POINTER(InfercHost), POINTER(ScoreArgs), c_void_p]),
+    "inferc_copy_slots": (c_int, [c_int32, c_void_p, c_void_p, c_void_p, c_int64]),
+    "inferc_pack_blocks": (c_int, [c_int32, c_void_p, c_void_p, c_int64, c_void_p]),
+    "inferc_unpack_blocks": (c_int, [c_int32, c_void_p, c_void_p, c_int64, c_void_p]),
+}
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Open a compiled step and type its functions. Raises ArtifactError if it is not one, or of another ABI."""
+    try:
+        library = ctypes.CDLL(_name_to_load(path))
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise ArtifactError(f"cannot load {path}: {error}; compile the model again") from None
+    found = library.inferc_abi()
+    if found != ABI:
+        raise ArtifactError(f"{path} has step ABI {found}, this runtime has {ABI}; compile the model again")
+    return library
+
+
+# The file that each name was first loaded from, as (device, inode).
+_LOADED: dict[str, tuple[int, int]] = {}
+
+
+def _name_to_load(path: Path) -> str:
+    """A name under which the dynamic loader finds this file: by the path alone it would take the one it has loaded,
+    even when an artifact compiled since then lies there."""
+    status = path.stat()
+    identity = (status.st_dev, status.st_ino)
+    if _LOADED.setdefault(str(path), identity) == identity:
+        return str(path)
+    return f"/proc/self/fd/{os.open(path, os.O_RDONLY)}"  # stays open, so that the number is not given out again
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The features this machine's processors have, by the kernel's names."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
+    return frozenset.intersection(*flags) if flags else frozenset()
+
+
+def detect_isa(features: frozenset[str] | None = None) -> tuple[str, ...]:
+    """The instruction sets that this machine runs, best first."""
+    have = cpu_features() if features is None else features
+    return tuple(isa for isa, needed in ISA_FEATURES.items() if needed <= have)
+
+
+def choose_isa(wanted: str, built: tuple[str, ...], features: frozenset[str] | None = None) -> str:
+    """The library to load: `wanted`, or with "auto" the best that is built and that this machine runs.
+
+    Raises ConfigError saying what is missing.
+    """
+    have = cpu_features() if features is None else features
+    usable = [isa for isa in detect_isa(have) if isa in built]
+    if wanted == "auto":
+        if usable:
+            return usable[0]
+        needed = ", ".join(sorted(ISA_FEATURES["avx2"] - have)) or "a library for it"
+        raise ConfigError(
+            f"this processor cannot run the artifact's {', '.join(built) or 'cpu'} code: it lacks {needed}"
+        )
+    if wanted in usable:
+        return wanted
+    if wanted not in built:
+        raise ConfigError(f"isa {wanted}: the artifact has no such library; it has {', '.join(built) or 'none'}")
+    missing = ", ".join(sorted(ISA_FEATURES[wanted] - have))
+    raise ConfigError(f"isa {wanted}: this processor lacks {missing}; use --isa {usable[0] if usable else 'auto'}")
+
+
+def pointer(array: NDArray[Any] | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def contiguous(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.ascontiguousarray(array, dtype)

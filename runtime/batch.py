@@ -1,0 +1,211 @@
+"""The running sequences as a structure of arrays, by slot, and the step plan made of it.
+
+A decode-only step is a handful of numpy calls over all slots; Python touches a sequence when it joins or leaves.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.runtime.kv_cache import KVCacheManager
+from inferc.runtime.sequence import Sequence
+from inferc.runtime.step import F32, I32, I64, U64, SampleRows, StepPlan, TokenLists
+
+Bool = NDArray[np.bool_]
+
+
+@dataclass
+class _Shape:
+    """What of a plan follows from which sequences compute how many tokens, and stays while they only decode."""
+
+    seq_slots: I32
+    query_start_loc: I32
+    row_slots: I64  # slot of each row
+    logits_rows: I32
+    sample: SampleRows  # but for counters and lists
+    has_lists: bool
+
+
+class Batch:
+    """State per slot that steps read and advance.
+
+    num_tokens    length, tokens counted that a step in flight is sampling
+    num_known     length that has reached the host: `len(seq.token_ids)`
+    num_computed  tokens whose K,V are in the cache once the steps in flight are done
+    late          the last token is still being sampled: only the runner knows it
+    last_step     number of the last step the slot took part in
+    order         slots of the running sequences, by arrival
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        def counts() -> I64:
+            return np.zeros(num_slots, np.int64)
+
+        def floats() -> F32:
+            return np.zeros(num_slots, np.float32)
+
+        self.seqs: list[Sequence | None] = [None] * num_slots
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.order: I64 = np.zeros(0, np.int64)
+        self.num_tokens, self.num_known, self.num_computed = counts(), counts(), counts()
+        self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
+        self.late: Bool = np.zeros(num_slots, np.bool_)
+        self.last_id: I32 = np.zeros(num_slots, np.int32)
+        self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
+        self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
+        self.repetition, self.presence, self.frequency = floats(), floats(), floats()
+        self.top_k: I32 = np.zeros(num_slots, np.int32)
+        self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
+        self.seeds: U64 = np.zeros(num_slots, np.uint64)
+        self.has_lists: Bool = np.zeros(num_slots, np.bool_)
+        self._decode_shape: _Shape | None = None  # of all in `order`; None after one joined or left
+
+    def join(self, seq: Sequence) -> int:
+        """Give a waiting sequence a slot, its place in `order` the last."""
+        slot = seq.slot = self.free_slots.pop()
+        self.seqs[slot] = seq
+        self.order = np.append(self.order, slot)
+        self._decode_shape = None
+        length = len(seq.token_ids)
+        self.num_tokens[slot] = self.num_known[slot] = length
+        self.num_computed[slot] = 0
+        self.prompt_len[slot], self.max_total[slot] = seq.prompt_len, seq.max_total
+        self.late[slot], self.last_id[slot] = False, seq.token_ids[-1]
+        self._set_stop_ids(slot, seq)
+        self._set_params(slot, seq)
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Take a sequence out of the running ones. Its slot stays its own until `free`."""
+        self.order = self.order[self.order != slot]
+        self._decode_shape = None
+
+    def free(self, slot: int) -> None:
+        self.seqs[slot] = None
+        self.free_slots.append(slot)
+
+    def _set_stop_ids(self, slot: int, seq: Sequence) -> None:
+        missing = len(seq.stop_ids) - len(self.stop_ids)
+        if missing > 0:
+            self.stop_ids = np.concatenate((self.stop_ids, np.full((missing, len(self.seqs)), -1, np.int32)))
+        self.stop_ids[:, slot] = -1
+        self.stop_ids[: len(seq.stop_ids), slot] = sorted(seq.stop_ids)
+
+    def _set_params(self, slot: int, seq: Sequence) -> None:
+        params = seq.params
+        self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
+        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
+        self.seeds[slot] = seq.seed
+        # The runner counts 0 as "none", so the chosen token's log probability alone costs one more.
+        self.num_logprobs[slot] = 0 if params.logprobs is None else max(params.logprobs, 1)
+        self.min_output[slot] = params.min_tokens
+        self.has_lists[slot] = bool(params.logit_bias or params.allowed_token_ids or params.min_tokens)
+
+    def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int) -> StepPlan:
+        """The plan that computes the next `num_new` tokens of each of `slots`, and what follows from it.
+
+        A sequence whose last token is among them samples one more, which counts from now on.
+        """
+        start = self.num_computed[slots]
+        end = start + num_new
+        complete = end == self.num_tokens[slots]
+        all_decode = np.count_nonzero(num_new == 1) == np.count_nonzero(complete) == len(slots)
+        if all_decode and slots is self.order:
+            shape = self._decode_shape = self._decode_shape or self._shape(slots, num_new, complete)
+        else:
+            shape = self._shape(slots, num_new, complete)
+        positions = start
+        if not all_decode:
+            positions = np.arange(len(shape.row_slots)) + np.repeat(start - shape.query_start_loc[:-1], num_new)
+        block = positions // cache.block_size
+        max_blocks = cache.blocks_for(int(end.max()))
+        late_rows, late_slots = self._late(slots, shape)
+        plan = StepPlan(
+            token_ids=self.last_id[slots] if all_decode else self._token_ids(slots, start, end, shape.query_start_loc),
+            positions=positions,
+            query_start_loc=shape.query_start_loc,
+            seq_lens=end.astype(np.int32),
+            seq_slots=shape.seq_slots,
+            logits_rows=shape.logits_rows,
+            slot_mapping=tuple(
+                positions + (table[shape.row_slots, block] - block) * cache.block_size for table in cache.tables
+            ),
+            block_tables=tuple(table[:, :max_blocks][slots] for table in cache.tables),
+            sample=self._sample_rows(slots if all_decode else slots[complete], shape),
+            late_rows=late_rows,
+            late_slots=late_slots,
+        )
+        self.num_computed[slots] = end
+        self.num_tokens[slots] += complete
+        self.late[slots] = complete
+        self.last_step[slots] = step
+        return plan
+
+    def _shape(self, slots: I64, num_new: I64, complete: Bool) -> _Shape:
+        query_start_loc = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(num_new, out=query_start_loc[1:])
+        sampled = slots[complete]
+        return _Shape(
+            seq_slots=slots.astype(np.int32),
+            query_start_loc=query_start_loc,
+            row_slots=np.repeat(slots, num_new),
+            logits_rows=query_start_loc[1:][complete] - 1,
+            sample=self._gather(sampled),
+            has_lists=bool(self.has_lists[sampled].any()),
+        )
+
+    def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
+        """Rows whose id is still being sampled, and their slots."""
+        is_late = self.late[slots]
+        count = np.count_nonzero(is_late)
+        if count == len(slots) == len(shape.row_slots):
+            return shape.logits_rows, shape.seq_slots
+        return shape.query_start_loc[1:][is_late] - 1, shape.seq_slots[is_late]
+
+    def _token_ids(self, slots: I64, start: I64, end: I64, query_start_loc: I32) -> I32:
+        ids = np.zeros(query_start_loc[-1], np.int32)
+        to_the_end = end >= self.num_known[slots]
+        ids[query_start_loc[1:][to_the_end] - 1] = self.last_id[slots[to_the_end]]
+        for i in np.flatnonzero((end - start > 1) | ~to_the_end).tolist():
+            seq = self.seqs[slots[i]]
+            assert seq is not None
+            ids[query_start_loc[i] : query_start_loc[i + 1]] = seq.token_ids[start[i] : end[i]]
+        return ids
+
+    def _sample_rows(self, slots: I64, shape: _Shape) -> SampleRows:
+        rows = copy(shape.sample)
+        counters = self.num_tokens[slots] - self.prompt_len[slots]
+        rows.counters = counters.astype(np.uint64)
+        if shape.has_lists:
+            rows.logit_bias, rows.banned, rows.allowed = self._token_lists(slots, counters)
+        return rows
+
+    def _gather(self, slots: I64) -> SampleRows:
+        return SampleRows(
+            seq_slots=slots.astype(np.int32),
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            min_p=self.min_p[slots],
+            repetition_penalty=self.repetition[slots],
+            presence_penalty=self.presence[slots],
+            frequency_penalty=self.frequency[slots],
+            seeds=self.seeds[slots],
+            counters=np.zeros(len(slots), np.uint64),
+            num_logprobs=self.num_logprobs[slots],
+        )
+
+    def _token_lists(self, slots: I64, counters: I64) -> tuple[TokenLists, TokenLists, TokenLists]:
+        """logit_bias, banned and allowed ids; end tokens are banned until `min_tokens` are out."""
+        seqs = [self.seqs[slot] for slot in slots.tolist()]
+        early = (counters < self.min_output[slots]).tolist()
+        bias = [dict(seq.params.logit_bias) if seq else {} for seq in seqs]
+        banned = [sorted(seq.stop_ids) if seq and is_early else [] for seq, is_early in zip(seqs, early, strict=True)]
+        allowed = [sorted(set(seq.params.allowed_token_ids)) if seq else [] for seq in seqs]
+        return TokenLists.of(bias), TokenLists.of(banned), TokenLists.of(allowed)

@@ -1,0 +1,226 @@
+"""Chat templates: the model's own Jinja template, rendered in a sandbox.
+
+A template comes with the model, so it is hostile input: it can call nothing but what is handed in, change nothing,
+and must end soon and stay small. Every error is the request's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from inferc.errors import RequestError
+
+MAX_CHARS = 16 << 20  # of the prompt, and of any string made on the way
+MAX_SECONDS = 5.0
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Filters and methods of text that can make a huge one of a small text and a number.
+GROWING_FILTERS = ("center", "format", "indent", "join", "replace", "wordwrap")
+PADDING = ("center", "expandtabs", "indent", "ljust", "rjust", "wordwrap", "zfill")
+
+
+class ChatTemplate:
+    """A compiled template. `facts` has the special tokens' texts (tokenizer_config.json)."""
+
+    def __init__(self, source: str, facts: Mapping[str, Any]) -> None:
+        self._environment = _Environment()
+        self._tokens = {name: facts[name] for name in SPECIAL_TOKENS if isinstance(facts.get(name), str)}
+        try:
+            self._template = self._environment.from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise RequestError(f"the model's chat template cannot be read: {error}; send a plain prompt") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation.
+
+        messages: dicts with a `role`, and `content` (text, or a list of text parts) as in the OpenAI API.
+        Raises RequestError for messages or a template that cannot be rendered.
+        """
+        values = {
+            **self._tokens,
+            **variables,
+            "messages": [_message(i, message) for i, message in enumerate(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+        }
+        if not messages:
+            raise RequestError("messages: expected at least one message")
+        self._environment.deadline = time.monotonic() + MAX_SECONDS
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate(values):
+                pieces.append(piece)
+                length += len(piece)
+                self._environment.check(length)
+        except RequestError:
+            raise
+        except Exception as error:  # a template can raise whatever Python's operators raise
+            raise RequestError(f"the model's chat template failed on these messages: {error}") from error
+        return "".join(pieces)
+
+
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: text parts joined."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{index}]: expected an object with a role and a content, found {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                found = part.get("type") if isinstance(part, Mapping) else part
+                raise RequestError(f"messages[{index}].content: this model takes text parts only, found {found!r:.80}")
+        content = "".join(part["text"] for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(f"messages[{index}].content: expected text, found {content!r:.80}")
+    return {**message, "content": content}
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the answer for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _CodeGenerator(CodeGenerator):
+    """`a ~ b` by a method of the environment, which can refuse."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat_checked((")
+        for arg in node.nodes:
+            self.visit(arg, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with what Hugging Face's templates use, and bounds on time and size."""
+
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
+    code_generator_class = _CodeGenerator
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        self.deadline = 0.0
+        self.filters["tojson"] = self._tojson
+        self.filters["string"] = self.text
+        self.finalize = self._finalize
+        del self.globals["lipsum"]
+        for name in GROWING_FILTERS:
+            self.filters[name] = self._bounded(name, self.filters[name])
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+
+    def check(self, length: int = 0) -> None:
+        if length > MAX_CHARS:
+            raise SecurityError(f"it makes a text of more than {MAX_CHARS} characters")
+        if time.monotonic() > self.deadline:
+            raise SecurityError(f"it takes more than {MAX_SECONDS:g} s")
+
+    def call(__self, __context: Any, __obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        __self.check()
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            __self.check(_grown(method.__name__, owner, (*args, *kwargs.values())))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (isinstance(right, int) and abs(right) < 64 and abs(left) < 2**32):
+            raise SecurityError("such a power is not allowed here")
+        if operator == "%" and isinstance(left, str):
+            self.check(_grown("format", left, right if isinstance(right, tuple) else (right,)))
+        elif operator == "*":
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, (str, list, tuple)) and isinstance(times, int):
+                    self.check(len(text) * times)
+        elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+            self.check(len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+    def concat_checked(self, parts: tuple[Any, ...]) -> str:
+        texts = [self.text(part) for part in parts]
+        self.check(sum(map(len, texts)))
+        return "".join(texts)
+
+    def text(self, value: Any) -> str:
+        """`str(value)`, refused where it would be too long: a few lists in lists can hold one text a billion times."""
+        self.check(_printed_length(value, MAX_CHARS))
+        return str(value)
+
+    def _finalize(self, value: Any) -> Any:
+        return value if isinstance(value, str) else self.text(value)
+
+    def _tojson(self, value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+        """As Hugging Face has it: no HTML escapes."""
+        self.check(_printed_length(value, MAX_CHARS // 64))
+        known = {name: options[name] for name in ("separators", "sort_keys") if name in options}
+        return json.dumps(value, indent=min(indent, 16) if indent else indent, ensure_ascii=ensure_ascii, **known)
+
+    def _bounded(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Filter `run`, refused where it would make a text that is too long."""
+
+        @wraps(run)  # keeps jinja2's mark that the first argument is its context
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            plain = args[1:] if hasattr(run, "jinja_pass_arg") else args
+            self.check(_grown(name, plain[0] if plain else "", (*plain[1:], *kwargs.values())))
+            return run(*args, **kwargs)
+
+        return bounded
+
+
+def _grown(name: str, text: Any, args: tuple[Any, ...]) -> int:
+    """An upper bound of the length of what the text method or filter `name` makes; 0 where it cannot grow much."""
+    if name == "join":
+        items, glue = (args[0] if args and isinstance(text, str) and not isinstance(args[0], str) else text), str(args)
+        return sum(_printed_length(item, MAX_CHARS) + len(glue) for item in items) if isinstance(items, Sequence) else 0
+    if name == "replace":
+        return len(str(text)) * (len(str(args[1])) + 1) if len(args) > 1 else 0
+    if name in ("format", "format_map"):  # a width of six digits, or one that an argument gives
+        return MAX_CHARS + 1 if re.search(r"\d{6}|\*|:[^}]*{", str(text)) else 0
+    if name in PADDING:
+        return (len(str(text)) + 1) * (1 + max((abs(arg) for arg in args if isinstance(arg, int)), default=8))
+    return 0
+
+
+def _printed_length(value: Any, limit: int) -> int:
+    """About the length of `str(value)`; past `limit` it stops counting and returns more than MAX_CHARS."""
+    length, todo = 0, [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Mapping):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo += item
+        length += len(item) if isinstance(item, str) else 8
+        if length + 8 * len(todo) > limit:
+            return MAX_CHARS + 1
+    return length
+
+
+def _raise_exception(message: str) -> str:
+    raise RequestError(f"the model's chat template refuses these messages: {message}")
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(str(pattern)[:200])

@@ -1,0 +1,274 @@
+"""The engine: schedule, run, update; knows token ids only.
+
+One step is in flight while the next is scheduled (depth-one pipeline), so the device does not wait for the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from inferc.errors import InfercError, RequestError
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scheduler import Scheduler, SchedulerConfig
+from inferc.runtime.scoring import Score, Scorer
+from inferc.runtime.sequence import Output, Sequence, sequence_seed
+from inferc.runtime.step import F32, I32, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What runs steps: the compiled model, its reference, or a test's fake.
+
+    Steps run in the order of `submit`. A slot is reset when no step in flight has it.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def wait(self) -> StepResult:
+        """The result of the oldest step that was submitted and not yet waited for."""
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        """Log probability of a target id per logits row, and the most likely id. No step is in flight."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the engine must know of the model."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start, and gauges of now. Seconds are of the engine's thread."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_usage: float = 0.0
+    num_blocks: int = 0
+    block_size: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    scheduled_tokens: int = 0
+    generation_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "abort"
+    schedule_seconds: float = 0.0
+    submit_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+
+class Engine:
+    """Requests in, tokens out. Not thread-safe: one thread calls it (see engine_loop.py).
+
+    pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
+    (the weights' check).
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: ModelLimits,
+        config: SchedulerConfig,
+        pipeline: bool = True,
+        before_first_output: Callable[[], None] | None = None,
+    ) -> None:
+        self.runner = runner
+        self._before_first_output = before_first_output
+        self.model = model
+        self.scheduler = Scheduler(config)
+        self._depth = 1 if pipeline else 0
+        self._in_flight: deque[StepPlan] = deque()
+        self._requests: dict[str, list[Sequence]] = {}
+        self._scorer = Scorer(self.scheduler)
+        self._arrival = 0
+        self._stats = EngineStats(num_blocks=config.num_blocks, block_size=config.block_size)
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def add_request(self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
+        """Queue a request: `params.n` sequences of one prompt.
+
+        Raises RequestError for a prompt or a parameter that this model cannot take.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use; give every request its own")
+        prompt = list(prompt_token_ids)
+        self._check_prompt(prompt, 1)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        # The last token's K and V are never read, hence the one more than the cache holds.
+        longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
+        wanted = longest if params.max_tokens is None else len(prompt) + params.max_tokens
+        eos = () if params.ignore_eos else self.model.eos_token_ids
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seqs = []
+        for index in range(params.n):
+            seq = Sequence(
+                request_id,
+                index,
+                self._arrival,
+                len(prompt),
+                prompt.copy(),
+                params,
+                sequence_seed(seed, index),
+                min(longest, wanted),
+                frozenset((*eos, *params.stop_token_ids)),
+            )
+            self._arrival += 1
+            seqs.append(seq)
+            self.scheduler.add(seq)
+        self._requests[request_id] = seqs
+        self._stats.prompt_tokens += len(prompt)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored."""
+        for seq in self._requests.get(request_id, [])[:]:
+            if index is None or seq.index == index:
+                self.scheduler.abort(seq)
+                self._forget(seq, "abort")
+        self._scorer.abort(request_id)
+
+    def score(self, request_id: str, token_ids: Ids[int]) -> None:
+        """Queue the scoring of a text; `take_scores` has it when it is done. Raises RequestError as `add_request`."""
+        ids = list(token_ids)
+        self._check_prompt(ids, 0)
+        if len(ids) < 2:
+            raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
+        self._scorer.add(request_id, ids)
+
+    def take_scores(self) -> list[tuple[str, Score]]:
+        """The scores that are done since the last call, with their request ids."""
+        return self._scorer.take()
+
+    def _check_prompt(self, prompt: list[int], room: int) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        self._check_ids("prompt", prompt)
+        limit = self.model.max_model_len
+        if len(prompt) + room > limit:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and the model takes {limit - room} of its {limit}"
+                + (" (one is left for the answer)" if room else "")
+                + "; shorten it, or compile with a larger --max-model-len if the model allows one"
+            )
+        if len(prompt) > self.scheduler.cache.max_tokens:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and the whole KV cache holds {self.scheduler.cache.max_tokens};"
+                " shorten it, or raise --kv-memory"
+            )
+
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
+        low, high = min(ids, default=0), max(ids, default=0)
+        if low < 0 or high >= self.model.vocab_size:
+            wrong = low if low < 0 else high
+            raise RequestError(f"{what}: token id {wrong} is outside of the vocabulary [0, {self.model.vocab_size})")
+
+    def _forget(self, seq: Sequence, reason: str) -> None:
+        seqs = self._requests[seq.request_id]
+        seqs.remove(seq)
+        if not seqs:
+            del self._requests[seq.request_id]
+        self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+
+    # ------------------------------------------------------------------------------------------------ step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight or self._scorer.has_work or self.scheduler.has_work)
+
+    def step(self) -> list[Output]:
+        """Schedule and submit one step, and land the one before it; returns what that one brought.
+
+        Raises InfercError if the runner failed; the engine cannot go on then.
+        """
+        outputs: list[Output] = []
+        if self._scorer.has_work:  # between two steps
+            while self._in_flight:
+                outputs += self._land()
+            self._open_gate()
+            self._scorer.step(self.runner)
+        return outputs + self._step()
+
+    def _step(self) -> list[Output]:
+        stats, started = self._stats, time.perf_counter()
+        plan = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        stats.schedule_seconds += scheduled - started
+        if plan is not None:
+            for seq in self.scheduler.joined:
+                self._reset_slot(seq)
+            self.runner.submit(plan)
+            self._in_flight.append(plan)
+            stats.num_steps += 1
+            stats.scheduled_tokens += plan.num_tokens
+            stats.submit_seconds += time.perf_counter() - scheduled
+        if self._in_flight and (len(self._in_flight) > self._depth or plan is None):
+            return self._land()
+        return []
+
+    def _reset_slot(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        params = seq.params
+        if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
+            self.runner.reset_slot(seq.slot, None)
+        else:
+            ids = np.array(seq.token_ids, np.int32)
+            self.runner.reset_slot(seq.slot, ids[: seq.prompt_len], ids[seq.prompt_len :])
+
+    def _land(self) -> list[Output]:
+        stats, started = self._stats, time.perf_counter()
+        plan = self._in_flight.popleft()
+        result = self.runner.wait()
+        self._open_gate()
+        landed = time.perf_counter()
+        stats.wait_seconds += landed - started
+        if result.error is not None:
+            raise InfercError(f"the step failed: {result.error}")
+        outputs = self.scheduler.update(plan, result)
+        for output in outputs:
+            if output.finish_reason is not None:
+                seqs = self._requests[output.request_id]
+                self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason)
+        stats.generation_tokens += len(outputs)
+        stats.update_seconds += time.perf_counter() - landed
+        return outputs
+
+    def _open_gate(self) -> None:
+        if self._before_first_output is not None:
+            self._before_first_output()
+            self._before_first_output = None
+
+    # ------------------------------------------------------------------------------------------------ others
+
+    def stats(self) -> EngineStats:
+        """The counters and gauges of now."""
+        scheduler = self.scheduler
+        self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
+        self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
+        return replace(self._stats, finished=self._stats.finished.copy())
+
+    def close(self) -> None:
+        self.runner.close()

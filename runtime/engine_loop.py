@@ -1,0 +1,278 @@
+"""An engine at work on its own thread, and the client's side of it.
+
+`run_engine` is the loop: commands in, events out. `EngineClient` is what a caller holds, whether the engine runs in a
+thread (`EngineThread`) or in a process (engine_process.py): a request has a sink, which is called with each of its
+events, on a thread of the client's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from inferc import errors
+from inferc.errors import InfercError, RequestError
+from inferc.runtime.engine import Engine, EngineStats
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
+from inferc.runtime.sequence import Output
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Add:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+    index: int | None = None  # None: all sequences of the request
+
+
+@dataclass(frozen=True)
+class ScoreText:
+    request_id: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class GetStats:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    drain: bool  # finish what is open first
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request cannot be served (its own fault if `is_request_error`); without an id: the engine has stopped."""
+
+    request_id: str | None
+    reason: str
+    is_request_error: bool = False
+    kind: str = "InfercError"  # the name of the error in inferc.errors
+
+    @property
+    def error(self) -> InfercError:
+        """What to raise for it."""
+        kind = RequestError if self.is_request_error else getattr(errors, self.kind, InfercError)
+        return kind(self.reason)
+
+
+@dataclass(frozen=True)
+class Scored:
+    request_id: str
+    score: Score
+
+
+@dataclass(frozen=True)
+class Stats:
+    request_id: str
+    stats: EngineStats
+
+
+Command: TypeAlias = Add | Abort | ScoreText | GetStats | Shutdown
+Event: TypeAlias = Output | Failed | Scored | Stats
+Sink: TypeAlias = Callable[[Event], None]
+
+
+def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable[[list[Event]], None]) -> None:
+    """Step while there is work, take commands between steps, until `Shutdown` or a failure of the engine."""
+    stopping = False
+    try:
+        while True:
+            idle = not engine.has_work
+            if idle and stopping:
+                return
+            while not inbox.empty() or (idle and not stopping):
+                command = inbox.get()
+                idle = False
+                if isinstance(command, Shutdown):
+                    stopping = True
+                    if not command.drain:
+                        return
+                else:
+                    _obey(engine, command, emit)
+            events: list[Event] = [*engine.step()] if engine.has_work else []
+            events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
+            if events:
+                emit(events)
+    except InfercError as error:  # a damaged weight file, for example: the line says it all
+        emit([Failed(None, f"the engine has stopped: {error}", kind=type(error).__name__)])
+    except Exception as error:
+        log.exception("the engine has stopped")
+        emit([Failed(None, f"the engine has stopped: {error}")])
+    finally:
+        engine.close()
+
+
+def _obey(engine: Engine, command: Command, emit: Callable[[list[Event]], None]) -> None:
+    try:
+        if isinstance(command, Add):
+            engine.add_request(command.request_id, command.prompt_token_ids, command.params)
+        elif isinstance(command, Abort):
+            engine.abort(command.request_id, command.index)
+        elif isinstance(command, ScoreText):
+            engine.score(command.request_id, command.token_ids)
+        elif isinstance(command, GetStats):
+            emit([Stats(command.request_id, engine.stats())])
+    except RequestError as error:
+        emit([Failed(getattr(command, "request_id", None), str(error), is_request_error=True)])
+
+
+@dataclass
+class _Open:
+    sink: Sink
+    left: set[int]  # indices of its sequences that have not ended
+
+
+class EngineClient:
+    """The caller's side: open requests and their sinks. Thread-safe. Subclasses carry commands and events.
+
+    Every request gets its outputs until its last sequence has ended, or one `Failed`; after `abort` of all of it,
+    nothing more.
+    """
+
+    def __init__(self, on_stop: Callable[[str], None] | None = None) -> None:
+        """on_stop is called once, with the reason, when the engine has stopped for whatever reason."""
+        self._on_stop = on_stop
+        self._open: dict[str, _Open] = {}
+        self._lock = threading.Lock()
+        self._stopped: str | None = None  # why no request can be taken any more
+        self._is_draining = False
+        self._stats_count = itertools.count()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the engine is not running any more, or None."""
+        return self._stopped
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> None:
+        """Start a request. Its events come to `sink`; raises InfercError if the engine has stopped or is draining."""
+        self._begin(request_id, sink, params.n)
+        self._send(Add(request_id, list(prompt_token_ids), params))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences; its blocks are free before the next step."""
+        self._end(request_id, index)
+        if self._stopped is None:
+            self._send(Abort(request_id, index))
+
+    def score(self, request_id: str, token_ids: Sequence[int], sink: Sink) -> None:
+        """Start scoring a text; `sink` gets one `Scored` or `Failed`."""
+        self._begin(request_id, sink, 1)
+        self._send(ScoreText(request_id, list(token_ids)))
+
+    def stats(self, timeout: float = 10.0) -> EngineStats:
+        """The engine's counters of now. Raises InfercError if it does not answer."""
+        answer: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request_id = f"stats-{next(self._stats_count)}"
+        self._begin(request_id, answer.put, 1, even_draining=True)
+        self._send(GetStats(request_id))
+        try:
+            event = answer.get(timeout=timeout)
+        except queue.Empty:
+            self._end(request_id, None)
+            raise InfercError(f"the engine did not answer within {timeout:g} s; a step may be running") from None
+        if isinstance(event, Stats):
+            return event.stats
+        raise InfercError(event.reason if isinstance(event, Failed) else f"unexpected answer {event}")
+
+    def drain(self) -> None:
+        """Take no more requests, finish the open ones, then stop. Returns at once; `join` waits."""
+        if not self._is_draining and self._stopped is None:
+            self._is_draining = True
+            self._send(Shutdown(drain=True))
+
+    def close(self) -> None:
+        """Stop now; open requests fail."""
+        if self._stopped is None:
+            self._send(Shutdown(drain=False))
+        self.join()
+        self._fail_all("the engine was closed")
+
+    def join(self, timeout: float | None = None) -> None:
+        raise NotImplementedError
+
+    def _send(self, command: Command) -> None:
+        raise NotImplementedError
+
+    def _begin(self, request_id: str, sink: Sink, num_sequences: int, even_draining: bool = False) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                raise InfercError(self._stopped)
+            if self._is_draining and not even_draining:
+                raise InfercError("the engine is draining and takes no more requests")
+            if request_id in self._open:
+                raise RequestError(f"request id {request_id!r} is in use; give every request its own")
+            self._open[request_id] = _Open(sink, set(range(num_sequences)))
+
+    def _end(self, request_id: str, index: int | None) -> None:
+        """A sequence of a request has ended, or all of them (None)."""
+        with self._lock:
+            entry = self._open.get(request_id)
+            if entry is not None:
+                entry.left = set() if index is None else entry.left - {index}
+                if not entry.left:
+                    del self._open[request_id]
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.request_id is None:
+                self._fail_all(event.reason, event.kind)
+                continue
+            entry = self._open.get(event.request_id)
+            if entry is None or (isinstance(event, Output) and event.index not in entry.left):
+                continue  # aborted, while the event was on its way
+            if not isinstance(event, Output):
+                self._end(event.request_id, None)
+            elif event.finish_reason is not None:
+                self._end(event.request_id, event.index)
+            entry.sink(event)
+
+    def _fail_all(self, reason: str, kind: str = "InfercError") -> None:
+        """The engine is gone: say so to every open request, and to all that come."""
+        with self._lock:
+            is_first = self._stopped is None
+            self._stopped = self._stopped or reason
+            open_requests, self._open = self._open, {}
+        if is_first and self._on_stop is not None:
+            self._on_stop(reason)
+        for request_id, entry in open_requests.items():
+            entry.sink(Failed(request_id, reason, kind=kind))
+
+
+class EngineThread(EngineClient):
+    """An engine in a thread of this process. `make` builds it, before this returns."""
+
+    def __init__(self, make: Callable[[], Engine], on_stop: Callable[[str], None] | None = None) -> None:
+        super().__init__(on_stop)
+        self._engine = make()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="inferc-engine", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def _send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def _run(self) -> None:
+        run_engine(self._engine, self._inbox, self._dispatch)
+        self._fail_all("the engine was closed")

@@ -1,0 +1,239 @@
+"""The engine in a process of its own, behind a pipe.
+
+The child is `python -m inferc.runtime.engine_process FD`; FD is its end of a socket pair. Messages are JSON, framed by
+`multiprocessing.connection` (its bytes form: nothing is pickled), so neither side can run code on the other. Each side
+has a thread that only reads: the parent's notices at once that the child has died and fails every open request with
+the reason; the child's ends the process when the parent is gone. Text stays with the parent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from inferc import errors
+from inferc.errors import InfercError
+from inferc.runtime.engine import Engine, EngineStats
+from inferc.runtime.engine_loop import (
+    Abort,
+    Add,
+    Command,
+    EngineClient,
+    Event,
+    Failed,
+    GetStats,
+    Scored,
+    ScoreText,
+    Shutdown,
+    Stats,
+    run_engine,
+)
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
+from inferc.runtime.sequence import Output
+from inferc.runtime.step import Logprobs
+
+log = logging.getLogger(__name__)
+
+LOAD_ENGINE = "inferc.runtime.load:load_engine"
+COMMANDS = {kind.__name__: kind for kind in (Add, Abort, ScoreText, GetStats, Shutdown)}
+KILL_AFTER_SECONDS = 10.0
+
+
+class EngineProcess(EngineClient):
+    """An engine in a child process. Returns when it is ready; raises what made it fail to start.
+
+    factory "module:function" makes the Engine in the child from `options` (JSON-able).
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        factory: str = LOAD_ENGINE,
+        on_stop: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(on_stop)
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "inferc.runtime.engine_process", str(theirs.fileno())]
+        # The child imports from where this process does, and from nowhere else (not the current folder).
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL
+            )
+        self._pipe = Connection(ours.detach())
+        self._write_lock = threading.Lock()
+        self._closing = False
+        self._write({"factory": factory, "options": dict(options), "log_level": logging.getLogger().level})
+        self._wait_until_ready()
+        self._reader = threading.Thread(target=self._read, name="inferc-engine-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the process and of the events it sent."""
+        self._reader.join(timeout)
+
+    def close(self) -> None:
+        """Stop now; open requests fail. A child that does not stop within some seconds is killed."""
+        self._closing = True
+        if self._stopped is None:
+            self._send(Shutdown(drain=False))
+        self._reader.join(KILL_AFTER_SECONDS)
+        if self._reader.is_alive():
+            self._process.kill()
+            self._reader.join()
+
+    def _send(self, command: Command) -> None:
+        self._write(encode_command(command))
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        try:
+            with self._write_lock:
+                self._pipe.send_bytes(json.dumps(message).encode())
+        except OSError:  # the child is gone: its reader says why
+            log.debug("the engine process does not read any more")
+
+    def _wait_until_ready(self) -> None:
+        try:
+            message = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._pipe.close()
+            raise InfercError(f"the engine process ended before it was ready: {self._describe_end()}") from None
+        if "error" in message:
+            self._process.wait()
+            self._pipe.close()
+            kind = getattr(errors, message["kind"], InfercError)
+            raise kind(message["error"])
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._dispatch(decode_events(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            pass
+        is_expected = self._process.wait() == 0 or self._closing
+        reason = "the engine was closed" if is_expected else self._describe_end()
+        self._pipe.close()
+        if not is_expected:
+            log.error("%s", reason)
+        self._fail_all(reason)
+
+    def _describe_end(self) -> str:
+        code = self._process.wait()
+        if code >= 0:
+            return f"the engine process exited with code {code}; its log says why"
+        name = signal.Signals(-code).name
+        hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+        return f"the engine process was killed by {name}{hint}"
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def encode_command(command: Command) -> dict[str, Any]:
+    return {"command": type(command).__name__, **dataclasses.asdict(command)}
+
+
+def decode_command(data: bytes) -> Command:
+    message = json.loads(data)
+    kind = COMMANDS[message.pop("command")]
+    if kind is Add:
+        params = message["params"]
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        message["params"] = SamplingParams(**params)
+    command: Command = kind(**message)
+    return command
+
+
+def encode_events(events: list[Event]) -> bytes:
+    """Outputs as one list of rows, since there is one for every running sequence in every step."""
+    outputs, others = [], []
+    for event in events:
+        if isinstance(event, Output):
+            rows = event.logprobs
+            logprobs = None if rows is None else [(row.token_id, row.logprob, row.rank, row.top) for row in rows]
+            outputs.append((event.request_id, event.index, event.token_ids, event.finish_reason, logprobs))
+        else:
+            others.append({"event": type(event).__name__, **dataclasses.asdict(event)})
+    return json.dumps({"outputs": outputs, "others": others}, separators=(",", ":")).encode()
+
+
+def decode_events(data: bytes) -> list[Event]:
+    message = json.loads(data)
+    events: list[Event] = []
+    for request_id, index, token_ids, finish_reason, rows in message["outputs"]:
+        logprobs = None if rows is None else [_decode_logprobs(*row) for row in rows]
+        events.append(Output(request_id, index, token_ids, finish_reason, logprobs))
+    for entry in message["others"]:
+        kind = entry.pop("event")
+        if kind == "Scored":
+            events.append(Scored(entry["request_id"], Score(**entry["score"])))
+        elif kind == "Stats":
+            events.append(Stats(entry["request_id"], EngineStats(**entry["stats"])))
+        else:
+            events.append(Failed(**entry))
+    return events
+
+
+def _decode_logprobs(token_id: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Logprobs:
+    return Logprobs(token_id, logprob, rank, tuple((token, value) for token, value in top))
+
+
+# --------------------------------------------------------------------------------------------------- child
+
+
+def main(fd: int) -> int:
+    """The child: make the engine, say so, obey until told to stop or left alone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # ^C and systemd reach the whole group; the parent decides
+    pipe = Connection(fd)
+    request = json.loads(pipe.recv_bytes())
+    logging.basicConfig(level=request["log_level"], format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    try:
+        module, function = request["factory"].split(":")
+        engine: Engine = getattr(importlib.import_module(module), function)(**request["options"])
+    except Exception as error:
+        if not isinstance(error, InfercError):
+            log.exception("the engine cannot start")
+        pipe.send_bytes(json.dumps({"error": str(error), "kind": type(error).__name__}).encode())
+        return 1
+    pipe.send_bytes(b'{"ready": true}')
+    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    failures: list[Event] = []
+
+    def emit(events: list[Event]) -> None:
+        failures.extend(event for event in events if event.request_id is None)
+        pipe.send_bytes(encode_events(events))
+
+    threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
+    run_engine(engine, inbox, emit)
+    return 1 if failures else 0
+
+
+def _read_commands(pipe: Connection[Any, Any], inbox: queue.SimpleQueue[Command]) -> None:
+    try:
+        while True:
+            inbox.put(decode_command(pipe.recv_bytes()))
+    except (EOFError, OSError):
+        os._exit(0)  # the parent is gone, and a running step would keep us for nobody
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

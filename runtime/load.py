@@ -1,0 +1,63 @@
+"""From an artifact on disk to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from inferc.config import EngineConfig, from_dict
+from inferc.runtime.artifact import Artifact, load_artifact
+from inferc.runtime.engine import Engine, ModelLimits, Runner
+from inferc.runtime.sampling_params import generation_defaults
+from inferc.runtime.scheduler import SchedulerConfig
+
+
+def load_engine(
+    path: str | Path | Artifact,
+    *,
+    target: str | None = None,
+    chunked_prefill: bool = True,
+    pipeline: bool = True,
+    **options: Any,
+) -> Engine:
+    """An engine for the artifact at `path`; `options` are the fields of EngineConfig.
+
+    Without `target` it runs on the artifact's first. The weights are checked in the background, and the check is over
+    before the first token leaves. Raises ConfigError or ArtifactError.
+    """
+    artifact = path if isinstance(path, Artifact) else load_artifact(path, target=target)
+    config = from_dict(EngineConfig, options)
+    check = artifact.verify_weights()
+    runner = _make_runner(artifact, target or str(artifact.manifest["targets"][0]), config)
+    sizes = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=artifact.max_model_len,
+        num_blocks=runner.num_blocks,
+        block_size=artifact.block_size,
+        num_groups=len(artifact.kv_groups),
+        chunked_prefill=chunked_prefill,
+    )
+    return Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
+
+
+def model_limits(artifact: Artifact) -> ModelLimits:
+    """What the engine must know of the model."""
+    eos = tuple(int(token) for token in artifact.model["eos_token_ids"])
+    return ModelLimits(int(artifact.model["vocab_size"]), artifact.max_model_len, eos)
+
+
+def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
+    """The sampling parameters the model's makers want where a request says nothing."""
+    return generation_defaults(artifact.model.get("generation") or {})
+
+
+def _make_runner(artifact: Artifact, target: str, config: EngineConfig) -> Runner:
+    if target == "reference":
+        from inferc.runtime.reference_runner import ReferenceRunner
+
+        return ReferenceRunner(artifact, config)
+    from inferc.runtime.model_runner import ModelRunner
+
+    return ModelRunner(artifact, config)

@@ -1,0 +1,410 @@
+"""Runs steps of a compiled program: its memory, its threads, and the thread that calls it.
+
+Steps, slot resets and copies run in the order in which they were asked for, in one worker thread; while compiled code
+runs, the interpreter lock is free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.config import EngineConfig, ResolvedEngineConfig
+from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
+from inferc.runtime import abi
+from inferc.runtime.step import F32, I32, I64, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
+
+log = logging.getLogger(__name__)
+
+Observer = Callable[[dict[str, Any], int, NDArray[Any]], None]
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+}
+
+
+class Compiled(Protocol):
+    """What the runner needs of an artifact."""
+
+    @property
+    def program(self) -> dict[str, Any]: ...
+    @property
+    def model(self) -> dict[str, Any]: ...
+    @property
+    def weights(self) -> Sequence[Any]: ...
+    @property
+    def kv_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def isas(self) -> tuple[str, ...]: ...
+    @property
+    def memory(self) -> Any: ...
+    def library(self, isa: str) -> Path: ...
+    def view(self, weight: Any) -> NDArray[Any]: ...
+
+
+@dataclass
+class _StepInputs:
+    """A step's struct and everything it points to, which must outlive the call."""
+
+    args: abi.StepArgs
+    keep: list[Any]
+
+
+class ModelRunner:
+    """Steps of one artifact on this machine's CPU.
+
+    poison fills the arena and the KV pool with NaN first, so that tests see a read of what was never written.
+    Raises ConfigError for an ISA this machine lacks, UnsupportedError for step inputs that it cannot fill.
+    """
+
+    def __init__(
+        self, artifact: Compiled, config: EngineConfig | ResolvedEngineConfig, *, poison: bool = False
+    ) -> None:
+        if isinstance(config, EngineConfig):
+            config = config.resolve(artifact.max_model_len, artifact.block_size, artifact.kv_bytes_per_token)
+        _check_inputs(artifact)
+        self.isa = abi.choose_isa(config.isa, artifact.isas)
+        self._library = abi.load_library(artifact.library(self.isa))
+        self.block_size = artifact.block_size
+        self.vocab_size = int(artifact.model["vocab_size"])
+        self.num_blocks = config.kv_memory_bytes // (artifact.block_size * artifact.kv_bytes_per_token)
+        self.kv_bytes = self.num_blocks * artifact.block_size * artifact.kv_bytes_per_token
+        self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self._groups = artifact.kv_groups
+        self._artifact = artifact  # its weights stay mapped
+        # Scoring asks for a row per token; pages of the arena that no step touches take no memory.
+        self._maxima = [_align(self.max_num_tokens), _align(self.max_num_seqs), _align(self.max_num_tokens)]
+        tokens, seqs, rows = self._maxima
+        self.arena_bytes: int = artifact.memory.arena_bytes(tokens, rows, seqs, config.num_threads)
+        self._arena = _allocate(self.arena_bytes, poison)
+        pools = [self.num_blocks * self.block_size * int(group["bytes_per_token"]) for group in self._groups]
+        self._pools = [_allocate(size, poison) for size in pools]
+        self._pool_table = np.array([pool.ctypes.data for pool in self._pools], np.uintp)
+        self._weights = np.array([artifact.view(weight).ctypes.data for weight in artifact.weights], np.uintp)
+        self._counts: list[NDArray[np.uint32] | None] = [None] * self.max_num_seqs
+        self._count_table = np.zeros(self.max_num_seqs, np.uintp)
+        self._last_ids = np.zeros(self.max_num_seqs, np.int32)
+        self._host: abi.InfercHost | None = None
+        self._threads = self._library.inferc_threads_open(config.num_threads)
+        if not self._threads:
+            raise ConfigError(f"cannot start {config.num_threads} threads; lower --threads")
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="inferc-step", daemon=True)
+        self._worker.start()
+        log.info(
+            "model runner: isa %s, %d threads, arena %.1f MB, %d KV blocks of %d tokens (%.1f MB)",
+            *(self.isa, config.num_threads, self.arena_bytes / 1e6, self.num_blocks, self.block_size),
+            self.kv_bytes / 1e6,
+        )
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds."""
+        self._check(plan)
+        self._jobs.put(lambda: self._results.put(self._run(plan)))
+
+    def wait(self) -> StepResult:
+        """The result of the oldest step that was submitted and not yet waited for."""
+        return self._results.get()
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
+        self._check(plan)
+        targets = abi.contiguous(target_ids, np.int32)
+        if len(targets) != len(plan.logits_rows) or _outside(targets, self.vocab_size):
+            raise RequestError(
+                f"score: {len(targets)} target ids for {len(plan.logits_rows)} rows, or one out of range"
+            )
+        scored: tuple[F32, I32] = self._call(lambda: self._score(plan, targets))
+        return scored
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+        self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
+
+    def _check(self, plan: StepPlan) -> None:
+        """Bounds that keep compiled code inside its memory."""
+        blocks = self.num_blocks
+        limits = {
+            f"num_tokens {plan.num_tokens}": not 0 < plan.num_tokens <= self.max_num_tokens,
+            f"num_seqs {plan.num_seqs}": not 0 < plan.num_seqs <= self.max_num_seqs,
+            f"num_rows {len(plan.logits_rows)}": len(plan.logits_rows) > self._maxima[2],
+            "a token id": _outside(plan.token_ids, self.vocab_size),
+            "a logits row": _outside(plan.logits_rows, plan.num_tokens),
+            "a slot": any(_outside(slots, blocks * self.block_size) for slots in plan.slot_mapping),
+            "a block": any(_outside(table, blocks) for table in plan.block_tables),
+            "a sequence slot": _outside(plan.seq_slots, self.max_num_seqs),
+            "a sampled slot": _outside(plan.sample.seq_slots, self.max_num_seqs),
+            "a late slot": _outside(plan.late_slots, self.max_num_seqs),
+            "num_logprobs": _outside(plan.sample.num_logprobs, abi.MAX_TOP_LOGPROBS + 1),
+            "a listed token id": any(
+                _outside(lists.token_ids, self.vocab_size)
+                for lists in (plan.sample.logit_bias, plan.sample.banned, plan.sample.allowed)
+            ),
+        }
+        for what, bad in limits.items():
+            if bad:
+                raise RequestError(f"step plan: {what} is out of range")
+        assert len(plan.slot_mapping) == len(plan.block_tables) == len(self._groups), "one table per KV group"
+        assert len(plan.positions) == plan.num_tokens == plan.query_start_loc[-1], "rows of the plan disagree"
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        inputs = self._inputs(plan)
+        self._done(self._library.inferc_step(self._host, inputs.args, self._arena.ctypes.data), "step")
+        if not len(plan.logits_rows):
+            return StepResult(np.zeros(0, np.int32))
+        return self._sample(plan.sample, inputs)
+
+    def _inputs(self, plan: StepPlan) -> _StepInputs:
+        token_ids = abi.contiguous(plan.token_ids, np.int32)
+        if len(plan.late_rows):
+            token_ids = token_ids.copy()
+            token_ids[plan.late_rows] = self._last_ids[plan.late_slots]
+        slots = [abi.contiguous(slots, np.int64) for slots in plan.slot_mapping]
+        tables = [abi.contiguous(table, np.int32) for table in plan.block_tables]
+        arrays: dict[str, NDArray[Any]] = {
+            "token_ids": token_ids,
+            "positions": abi.contiguous(plan.positions, np.int64),
+            **{
+                name: abi.contiguous(getattr(plan, name), np.int32)
+                for name in ("query_start_loc", "seq_lens", "seq_slots", "logits_rows")
+            },
+            "slot_mapping": np.array([array.ctypes.data for array in slots], np.uintp),
+            "block_table": np.array([array.ctypes.data for array in tables], np.uintp),
+            "max_blocks": np.array([table.shape[1] for table in tables], np.int64),
+            "kv_cache": self._pool_table,
+            "weights": self._weights,
+        }
+        sizes = (plan.num_tokens, plan.num_seqs, len(plan.logits_rows), *self._maxima)
+        args = abi.StepArgs(abi.ABI, *sizes)
+        for name, array in arrays.items():
+            setattr(args, name, array.ctypes.data)
+        args.threads = self._threads
+        return _StepInputs(args, [arrays, slots, tables])
+
+    def _sample(self, rows: SampleRows, inputs: _StepInputs) -> StepResult:
+        count, top = len(rows), int(rows.num_logprobs.max(initial=0))
+        out: dict[str, NDArray[Any]] = {
+            "token_ids": np.zeros(count, np.int32),
+            "logprobs": np.zeros(count, np.float32),
+            "ranks": np.zeros(count, np.int32),
+            "top_ids": np.zeros((count, top), np.int32),
+            "top_logprobs": np.zeros((count, top), np.float32),
+        }
+        kept = {name: abi.contiguous(getattr(rows, name), kind) for name, kind in _ROW_DTYPES.items()}
+        lists = {**_list_args("bias", rows.logit_bias), **_list_args("banned", rows.banned)}
+        lists.update(_list_args("allowed", _sorted(rows.allowed)))
+        args = abi.SampleArgs(ctypes.pointer(inputs.args), self.vocab_size)
+        for name, array in {**kept, **lists, **out}.items():
+            setattr(args, name, abi.pointer(array))
+        args.counts, args.last_ids, args.max_top = self._count_table.ctypes.data, self._last_ids.ctypes.data, top
+        code = self._library.inferc_sample(self._host, args, self._arena.ctypes.data)
+        if code:
+            return StepResult(
+                out["token_ids"], None, "the step's logits are not finite: the weights or the input are broken"
+            )
+        if not top:
+            return StepResult(out["token_ids"])
+        return StepResult(out["token_ids"], [_logprobs(rows, out, row) for row in range(count)])
+
+    def _score(self, plan: StepPlan, targets: I32) -> tuple[F32, I32]:
+        inputs = self._inputs(plan)
+        logprobs, argmax = np.zeros(len(targets), np.float32), np.zeros(len(targets), np.int32)
+        pointers = (targets.ctypes.data, logprobs.ctypes.data, argmax.ctypes.data)
+        args = abi.ScoreArgs(ctypes.pointer(inputs.args), self.vocab_size, *pointers)
+        self._done(self._library.inferc_step(self._host, inputs.args, self._arena.ctypes.data), "step")
+        self._done(self._library.inferc_score(self._host, args, self._arena.ctypes.data), "score")
+        return logprobs, argmax
+
+    def _reset(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None) -> None:
+        if prompt_ids is None:
+            self._count_table[slot] = 0
+            return
+        counts = self._counts[slot]
+        if counts is None:
+            counts = self._counts[slot] = np.zeros(self.vocab_size, np.uint32)
+        counts[:] = 0
+        if output_ids is not None:
+            np.add.at(counts, output_ids, 1)
+        counts[prompt_ids] |= np.uint32(1 << 31)
+        self._count_table[slot] = counts.ctypes.data
+
+    # ---------------------------------------------------------------------------------------- K and V
+
+    def copy_slots(self, group: int, source: I64, target: I64) -> None:
+        """Copy K and V of slots, in order, in every layer of a KV group."""
+        source, target = abi.contiguous(source, np.int64), abi.contiguous(target, np.int64)
+        pool = self._pools[group].ctypes.data
+
+        def copy() -> None:
+            arguments = (pool, source.ctypes.data, target.ctypes.data, len(source))
+            self._done(self._library.inferc_copy_slots(group, *arguments), "copy_slots")
+
+        self._call(copy)
+
+    def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
+        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim]."""
+        out = np.zeros(self._canonical_shape(group, len(blocks)), NUMPY_DTYPES[self._groups[group]["dtype"]])
+        self._move("inferc_pack_blocks", group, blocks, out)
+        return out
+
+    def unpack_blocks(self, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
+        """Write blocks from their canonical form."""
+        assert canonical.shape == self._canonical_shape(group, len(blocks)), canonical.shape
+        self._move("inferc_unpack_blocks", group, blocks, np.ascontiguousarray(canonical))
+
+    def _canonical_shape(self, group: int, count: int) -> tuple[int, ...]:
+        of = self._groups[group]
+        return (count, len(of["layers"]), 2, self.block_size, int(of["num_kv_heads"]), int(of["head_dim"]))
+
+    def _move(self, function: str, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
+        ids, pool = abi.contiguous(blocks, np.int32), self._pools[group].ctypes.data
+        arguments = (group, pool, ids.ctypes.data, len(ids), canonical.ctypes.data)
+        self._call(lambda: self._done(getattr(self._library, function)(*arguments), function))
+
+    # --------------------------------------------------------------------------------------- plumbing
+
+    def set_observer(self, observer: Observer | None) -> None:
+        """Call `observer(entry of program.json "observable", layer, rows)` after every node; bfloat16 as its bits."""
+        if observer is None:
+            self._host = None
+            return
+        table = {int(entry["id"]): entry for entry in self._artifact.program["observable"]}
+
+        def observe(_: int, node: int, layer: int, data: int, rows: int, stride: int) -> None:
+            entry = table[node]
+            dtype = NUMPY_DTYPES[entry["dtype"]]
+            width = int(np.prod(entry["shape"], dtype=np.int64))
+            size = stride * (rows - 1) + width * dtype.itemsize if rows else 0
+            flat = memoryview((ctypes.c_char * size).from_address(data))
+            value: NDArray[Any] = np.ndarray((rows, width), dtype, flat, strides=(stride, dtype.itemsize))
+            observer(entry, layer, value.reshape(rows, *entry["shape"]).copy())
+
+        self._host = abi.InfercHost(abi.ABI, None, abi.OBSERVE(observe), abi.COLLECTIVE())
+
+    def set_tap(self, tap: Callable[[int], None] | None) -> None:
+        """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""
+        if tap is None:
+            self._host = None
+            return
+        self._host = abi.InfercHost(abi.ABI, None, abi.OBSERVE(lambda _, node, *value: tap(node)), abi.COLLECTIVE())
+
+    def close(self) -> None:
+        """Finish what is queued, then stop the threads and give the memory back."""
+        if self._worker.is_alive():
+            self._jobs.put(None)
+            self._worker.join()
+            self._library.inferc_threads_close(self._threads)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # a step must answer: whoever waits for it would wait forever
+                log.exception("step failed")
+                self._results.put(StepResult(np.zeros(0, np.int32), None, str(error)))
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Run in the worker, after what is queued, and return its result here."""
+        done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def job() -> None:
+            try:
+                done.put((function(), None))
+            except Exception as error:  # noqa: BLE001  (raised again in the caller's thread)
+                done.put((None, error))
+
+        self._jobs.put(job)
+        result, error = done.get()
+        if error is not None:
+            raise error
+        return result
+
+    def _done(self, code: int, what: str) -> None:
+        if code:
+            raise InfercError(f"{what} refused its arguments (check at line {code} of the compiled unit)")
+
+
+_ROW_DTYPES: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("seq_slots", "top_k", "num_logprobs"), np.int32),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
+    **dict.fromkeys(("seeds", "counters"), np.uint64),
+}
+
+
+def _check_inputs(artifact: Compiled) -> None:
+    """Refuse a program whose step asks for more than this runner fills."""
+    known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows"}
+    for group in range(len(artifact.kv_groups)):
+        known |= {f"slot_mapping_{group}", f"block_table_{group}", f"kv_cache_{group}"}
+    names = [entry["name"] if isinstance(entry, dict) else entry for entry in artifact.program["step"]["inputs"]]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UnsupportedError(f"the artifact's step takes {', '.join(unknown)}, which this runtime does not fill")
+
+
+def _align(count: int) -> int:
+    return -(-count // 64) * 64
+
+
+def _outside(values: NDArray[Any], limit: int) -> bool:
+    return bool(len(values)) and bool(values.size) and (int(values.min()) < 0 or int(values.max()) >= limit)
+
+
+def _allocate(size: int, poison: bool) -> NDArray[np.uint8]:
+    """Zeroed pages, huge ones where the kernel has them."""
+    memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    if poison:
+        array[:] = 0xFF  # NaN in float32 and in bfloat16
+    return array
+
+
+def _list_args(name: str, lists: TokenLists) -> dict[str, NDArray[Any] | None]:
+    if not len(lists.starts):
+        return {f"{name}_starts": None}
+    args: dict[str, NDArray[Any] | None] = {
+        f"{name}_starts": abi.contiguous(lists.starts, np.int32),
+        f"{name}_ids": abi.contiguous(lists.token_ids, np.int32),
+    }
+    if name == "bias":
+        args["bias_values"] = abi.contiguous(lists.values, np.float32)
+    return args
+
+
+def _sorted(lists: TokenLists) -> TokenLists:
+    """With the ids of every row rising, as the mask kernel takes them."""
+    ids = np.array(lists.token_ids, np.int32)
+    for begin, end in zip(lists.starts[:-1], lists.starts[1:], strict=True):
+        ids[begin:end].sort()
+    return TokenLists(lists.starts, ids)
+
+
+def _logprobs(rows: SampleRows, out: dict[str, NDArray[Any]], row: int) -> Logprobs | None:
+    count = int(rows.num_logprobs[row])
+    if not count:
+        return None
+    top = zip(out["top_ids"][row, :count].tolist(), out["top_logprobs"][row, :count].tolist(), strict=True)
+    return Logprobs(int(out["token_ids"][row]), float(out["logprobs"][row]), int(out["ranks"][row]), tuple(top))

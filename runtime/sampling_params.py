@@ -1,0 +1,152 @@
+"""What a request asks of sampling and of its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from inferc.errors import RequestError
+
+MAX_LOGPROBS = 32
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_N = 128
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one request; temperature 0 is greedy.
+
+    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 are "off". `max_tokens` None means as many as
+    the model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
+    probability and the k most likely tokens'. `stop` strings end a sequence and are cut off the text, unless
+    `include_stop_str_in_output`; `stop_token_ids` come on top of the model's own end tokens, which `ignore_eos` turns
+    off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all.
+
+    Raises RequestError for a value out of its range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+            object.__setattr__(self, name, tuple(_items(name, getattr(self, name))))
+        if self.top_k == -1:  # vLLM's and TGI's word for "off"
+            object.__setattr__(self, "top_k", 0)
+        self._check_numbers()
+        self._check_ends()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0, "use 0 for greedy decoding")
+        _number("top_p", self.top_p, 0.0, 1.0, "use 1 to turn it off", low_open=True)
+        _integer("top_k", self.top_k, 0, 2**31 - 1, "use 0 to turn it off")
+        _number("min_p", self.min_p, 0.0, 1.0, "use 0 to turn it off")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "use 0 to turn it off")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "use 0 to turn it off")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "use 1 to turn it off", low_open=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias: expected a map from token id to bias with at most {MAX_LOGIT_BIAS} entries"
+            )
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias: token id", token, 0, 2**31 - 1)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    def _check_ends(self) -> None:
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}; lower it")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop: found {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop: expected strings that are not empty, found {text!r}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _integer(name, token, 0, 2**31 - 1)
+
+
+def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """SamplingParams from a request's explicit `values` over a model's `generation_defaults`.
+
+    A value of None means "not said", but for max_tokens, where it means no limit. Raises RequestError for a name that does not exist.
+    """
+    names = {item.name for item in fields(SamplingParams)}
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise RequestError(f"unknown sampling parameter {', '.join(unknown)}; known: {', '.join(sorted(names))}")
+    said = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+    return SamplingParams(**{**(defaults or {}), **said})
+
+
+def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling defaults that a Hugging Face generation config asks for.
+
+    `do_sample: false` means greedy there; its other sampling values are then not used.
+    """
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    if config.get("max_new_tokens") is not None:
+        found["max_tokens"] = config["max_new_tokens"]
+    return found
+
+
+def _items(name: str, value: Any) -> Iterable[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise RequestError(f"{name}: expected a list, found {value!r}")
+    return value
+
+
+def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}: expected an integer, found {value!r}")
+    if not low <= value <= high:
+        bounds = f"at least {low}" if value < low else f"at most {high}"
+        raise RequestError(f"{name} is {value}; expected {bounds}" + (f" ({hint})" if hint else ""))
+
+
+def _number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name}: expected a finite number, found {value!r}")
+    if not low <= value <= high or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise RequestError(
+            f"{name} is {value}; expected a value in {bracket}{low}, {high}]" + (f" ({hint})" if hint else "")
+        )

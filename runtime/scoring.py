@@ -1,0 +1,102 @@
+"""Log probabilities of given texts, computed in chunks between the engine's steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from inferc.runtime.scheduler import Scheduler
+from inferc.runtime.step import F32, I32, SampleRows, StepPlan
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log probability of each token after the first, given those before it, and the token that was most likely there."""
+
+    logprobs: list[float]
+    argmax: list[int]
+
+
+@dataclass
+class _Job:
+    request_id: str
+    token_ids: list[int]
+    slot: int | None = None  # with blocks for all tokens
+    logprobs: list[float] = field(default_factory=list)
+    argmax: list[int] = field(default_factory=list)
+
+
+class ScoreRunner(Protocol):
+    """The part of a runner that scores."""
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]: ...
+
+
+class Scorer:
+    """A queue of texts to score. The first gets a slot and blocks beside the running sequences."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._jobs: deque[_Job] = deque()
+        self._scored: list[tuple[str, Score]] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs)
+
+    def add(self, request_id: str, token_ids: list[int]) -> None:
+        self._jobs.append(_Job(request_id, token_ids))
+
+    def abort(self, request_id: str) -> None:
+        for job in [job for job in self._jobs if job.request_id == request_id]:
+            self._jobs.remove(job)
+            self._release(job)
+
+    def take(self) -> list[tuple[str, Score]]:
+        """What was scored since the last call, with the request ids."""
+        scored, self._scored = self._scored, []
+        return scored
+
+    def step(self, runner: ScoreRunner) -> None:
+        """Score one chunk of the first text, of as many tokens as a step has, if there is room for it. No step is in flight."""
+        job = self._jobs[0]
+        if job.slot is None:
+            job.slot = self._scheduler.reserve(len(job.token_ids))
+            self._scheduler.hold = job.slot is None  # let nobody in before it
+            if job.slot is None:
+                return
+        start, last = len(job.logprobs), len(job.token_ids) - 1
+        count = min(self._scheduler.config.max_num_batched_tokens, last - start)
+        targets = np.array(job.token_ids[start + 1 : start + count + 1], np.int32)
+        logprobs, argmax = runner.score(self._plan(job.slot, job.token_ids, start, count), targets)
+        job.logprobs += logprobs.tolist()
+        job.argmax += argmax.tolist()
+        if len(job.logprobs) == last:
+            self._jobs.popleft()
+            self._release(job)
+            self._scored.append((job.request_id, Score(job.logprobs, job.argmax)))
+
+    def _plan(self, slot: int, token_ids: list[int], start: int, count: int) -> StepPlan:
+        """The step of one sequence's tokens [start, start + count), all of them logits rows."""
+        cache = self._scheduler.cache
+        positions = np.arange(start, start + count, dtype=np.int64)
+        block = positions // cache.block_size
+        return StepPlan(
+            token_ids=np.array(token_ids[start : start + count], np.int32),
+            positions=positions,
+            query_start_loc=np.array([0, count], np.int32),
+            seq_lens=np.array([start + count], np.int32),
+            seq_slots=np.array([slot], np.int32),
+            logits_rows=np.arange(count, dtype=np.int32),
+            slot_mapping=tuple(positions + (table[slot, block] - block) * cache.block_size for table in cache.tables),
+            block_tables=tuple(table[slot : slot + 1].copy() for table in cache.tables),
+            sample=SampleRows.greedy(np.full(count, slot, np.int32)),
+        )
+
+    def _release(self, job: _Job) -> None:
+        self._scheduler.hold = False
+        if job.slot is not None:
+            self._scheduler.unreserve(job.slot)

@@ -1,0 +1,70 @@
+"""A sequence: one stream of tokens of a request, and what the engine reports of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.step import Logprobs
+
+MASK64 = (1 << 64) - 1
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # holds no blocks: new, or preempted
+    RUNNING = "running"  # holds a slot and blocks
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Ids, limits and place of one sequence. Counts that change every step live in `Batch`, by slot.
+
+    `token_ids` are the prompt's and the output's ids that have reached the host. `arrival` orders sequences: a lower
+    one is served first and preempted last.
+    """
+
+    request_id: str
+    index: int
+    arrival: int
+    prompt_len: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_total: int  # length at which the sequence ends, prompt included
+    stop_ids: frozenset[int]
+    status: Status = Status.WAITING
+    slot: int | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(slots=True)
+class Output:
+    """What one step brought for one sequence: at most one token, and the end with its reason.
+
+    finish_reason: "stop" (an end token, which `token_ids` includes), "length" or None.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[Logprobs] | None = None
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of a request's sequence `index`, 64 bits: the request's own for the first, mixed for the others.
+
+    Source: Steele, Lea and Flood 2014 (splitmix64's finaliser).
+    """
+    if index == 0:
+        return seed & MASK64
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK64
+    return mixed ^ (mixed >> 31)

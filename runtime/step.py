@@ -1,0 +1,134 @@
+"""What one step is asked for and what it returns: the plan the scheduler makes and the runner runs.
+
+Everything is a numpy array over the flattened batch. T is the number of tokens of the step, B of its sequences, S of
+the rows that are sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
+U64 = NDArray[np.uint64]
+
+
+@dataclass
+class TokenLists:
+    """A list of token ids for every row (CSR): row i owns `[starts[i], starts[i + 1])`. No ids at all: starts is empty."""
+
+    starts: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    token_ids: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    values: F32 = field(default_factory=lambda: np.zeros(0, np.float32))  # one per id for logit_bias, else empty
+
+    @staticmethod
+    def of(rows: list[dict[int, float]] | list[list[int]]) -> TokenLists:
+        """From one dict (id to value) or one list of ids per row."""
+        if not any(rows):
+            return TokenLists()
+        starts = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
+        ids = np.fromiter((token for row in rows for token in row), np.int32)
+        values = [value for row in rows if isinstance(row, dict) for value in row.values()]
+        return TokenLists(starts, ids, np.array(values, np.float32))
+
+
+@dataclass
+class SampleRows:
+    """How to sample each of the S logits rows: a structure of arrays, all of length S.
+
+    Greedy is temperature 0. A row's random numbers are Philox at (seed, counter): the row's result does not depend on
+    the rest of the batch. num_logprobs 0 asks for none; n asks for the chosen token's and the n most likely ones.
+    Penalties read the per-slot counts that `ModelRunner.reset_slot` started and sampling keeps up.
+    """
+
+    seq_slots: I32
+    temperature: F32
+    top_k: I32  # 0: off
+    top_p: F32  # 1: off
+    min_p: F32  # 0: off
+    repetition_penalty: F32  # 1: off; over prompt and output
+    presence_penalty: F32  # 0: off; over output
+    frequency_penalty: F32  # 0: off; over output
+    seeds: U64
+    counters: U64  # index of the token among the sequence's output
+    num_logprobs: I32
+    logit_bias: TokenLists = field(default_factory=TokenLists)
+    banned: TokenLists = field(default_factory=TokenLists)
+    allowed: TokenLists = field(default_factory=TokenLists)  # a row with no ids allows all
+
+    def __len__(self) -> int:
+        return len(self.seq_slots)
+
+    @staticmethod
+    def greedy(seq_slots: I32) -> SampleRows:
+        """Rows that take the most likely token (the lower id of equal ones)."""
+        n = len(seq_slots)
+
+        def floats(value: float) -> F32:
+            return np.full(n, value, np.float32)
+
+        return SampleRows(
+            seq_slots=np.asarray(seq_slots, np.int32),
+            temperature=floats(0),
+            top_k=np.zeros(n, np.int32),
+            top_p=floats(1),
+            min_p=floats(0),
+            repetition_penalty=floats(1),
+            presence_penalty=floats(0),
+            frequency_penalty=floats(0),
+            seeds=np.zeros(n, np.uint64),
+            counters=np.zeros(n, np.uint64),
+            num_logprobs=np.zeros(n, np.int32),
+        )
+
+
+def _no_rows() -> I32:
+    return np.zeros(0, np.int32)
+
+
+@dataclass
+class StepPlan:
+    """One step. Prefill, chunks and decode are one thing: sequence b owns rows [query_start_loc[b], query_start_loc[b + 1])."""
+
+    token_ids: I32  # [T]
+    positions: I64  # [T]
+    query_start_loc: I32  # [B + 1]
+    seq_lens: I32  # [B] context, this step included
+    seq_slots: I32  # [B]
+    logits_rows: I32  # [S] rows of [0, T) that are sampled
+    slot_mapping: tuple[I64, ...]  # per KV group [T]
+    block_tables: tuple[I32, ...]  # per KV group [B, max_blocks]
+    sample: SampleRows
+    late_rows: I32 = field(default_factory=_no_rows)  # [L] rows of token_ids still unknown here: the runner fills in
+    late_slots: I32 = field(default_factory=_no_rows)  # [L] the id last sampled for this slot
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-softmax of one row's raw logits."""
+
+    token_id: int  # the chosen one
+    logprob: float
+    rank: int  # of the chosen one, from 1
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), falling
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """token_ids [S] i32 in the order of `logits_rows`; logprobs per row, None where not asked for (or nowhere)."""
+
+    token_ids: I32
+    logprobs: list[Logprobs | None] | None = None
+    error: str | None = None  # the step failed: nothing else is valid

@@ -1,0 +1,270 @@
+"""Text to ids and back: the tokenizer, incremental detokenising, stop strings.
+
+The engine knows ids only; what is here runs beside it. Detokenising is by bytes: every id stands for fixed bytes
+(byte-level BPE, or sentencepiece with byte fallback), and an incremental UTF-8 decoder lets no half character out.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from inferc.errors import ArtifactError, RequestError
+from inferc.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from inferc.runtime.chat_template import ChatTemplate
+
+WINDOW = 16  # ids a decoder that is not by bytes may hold back while its text ends in half a character
+
+
+class Text:
+    """A model's tokenizer, from the artifact's tokenizer folder.
+
+    Raises ArtifactError if it is missing or does not give the ids it gave when the model was compiled.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        try:
+            self.tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot read {path} ({error.strerror}): the artifact has no tokenizer; give prompts as token ids"
+            ) from error
+        except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
+            raise ArtifactError(f"{path} is not a tokenizer: {error}; compile the model again") from error
+        self._check_golden(folder / "golden.json")
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self._pieces: dict[int, bytes] = {}
+        decoder = json.loads(self.tokenizer.to_str()).get("decoder")
+        self._kind, self.strips_first_space = _classify(decoder)
+        self.facts: dict[str, Any] = _read_json(folder / "tokenizer_config.json") or {}
+        template = folder / "chat_template.jinja"
+        self._template = template.read_text(encoding="utf-8") if template.exists() else None
+
+    def _check_golden(self, path: Path) -> None:
+        for row in _read_json(path) or ():
+            found = self.tokenizer.encode(row["text"]).ids
+            if found != row["token_ids"]:
+                raise ArtifactError(
+                    f"the tokenizer gives {found} for {row['text']!r}, and gave {row['token_ids']} when the model was"
+                    " compiled; install the tokenizers version it was compiled with, or compile it again"
+                )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokens the model expects at its start (BOS) and end if any."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError("the prompt is not text: it has half of a surrogate pair, or is no string") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence of ids."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """Raises RequestError if the model has none."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; send a plain prompt instead of messages")
+        from inferc.runtime.chat_template import ChatTemplate  # jinja2 is a tenth of a second that prompts need not pay
+
+        return ChatTemplate(self._template, self.facts)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation, by the model's chat template, which writes BOS itself."""
+        return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that `token_id` stands for, which may be part of a character. Unknown ids stand for nothing."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._piece(token_id)
+        return piece
+
+    @property
+    def is_by_bytes(self) -> bool:
+        return self._kind != "window"
+
+    def _piece(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._kind == "byte_level":
+            try:
+                return bytes(BYTE_OF_CHAR[char] for char in token)
+            except KeyError:  # an added token with a character that stands for no byte is its own text
+                return token.encode()
+        if self._kind == "sentencepiece":
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                return bytes([int(token[3:5], 16)])
+            return token.replace("▁", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _classify(decoder: dict[str, Any] | None) -> tuple[str, bool]:
+    """How a tokenizer.json's decoder turns ids into text, and whether it drops one space at the start."""
+    parts = [decoder or {}]
+    if parts[0].get("type") == "Sequence":
+        parts = parts[0]["decoders"]
+    types = [part.get("type") for part in parts]
+    if types and types[0] == "ByteLevel" and set(types[1:]) <= {"Fuse"}:
+        return "byte_level", False
+    if types == ["Metaspace"] and parts[0].get("replacement") == "▁":
+        return "sentencepiece", parts[0].get("prepend_scheme", "always") != "never"
+    if (
+        types
+        and types[0] == "Replace"
+        and set(types[1:]) <= {"ByteFallback", "Fuse", "Strip"}
+        and "ByteFallback" in types
+    ):
+        strip = next((part for part in parts if part["type"] == "Strip"), None)
+        plain = parts[0].get("pattern") == {"String": "▁"} and parts[0].get("content") == " "
+        if plain and (strip is None or (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0)):
+            return "sentencepiece", strip is not None
+    return "window", False
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The 256 printable characters by which byte-level BPE writes bytes. Source: GPT-2's encoder.py."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+class Detokenizer:
+    """Ids in, text out, piece by piece; the pieces joined are the text of all ids.
+
+    at_start: the ids begin a text, so a sentencepiece model's first space is dropped; after a prompt it is kept.
+    """
+
+    def __init__(self, text: Text, skip_special_tokens: bool = True, at_start: bool = False) -> None:
+        self._text = text
+        self._is_by_bytes = text.is_by_bytes
+        self._skip = text.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = at_start and text.strips_first_space
+        self._window: list[int] = []  # of a decoder that is not by bytes: ids of the last piece, then those held back
+        self._shown = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        ids = [token for token in token_ids if token not in self._skip]
+        if not self._is_by_bytes:
+            return self._push_window(ids)
+        piece = self._utf8.decode(b"".join(map(self._text.token_bytes, ids)))
+        if self._strip and piece:
+            self._strip = False
+            piece = piece.removeprefix(" ")
+        return piece
+
+    def finish(self) -> str:
+        """What was held back: half a character comes out as U+FFFD."""
+        return self._utf8.decode(b"", final=True) if self._is_by_bytes else self._push_window([], final=True)
+
+    def _push_window(self, ids: list[int], final: bool = False) -> str:
+        """The text that `ids` add after the previous piece, which decides on spaces between them."""
+        self._window += ids
+        shown = self._text.decode(self._window[: self._shown], skip_special_tokens=False)
+        whole = self._text.decode(self._window, skip_special_tokens=False)
+        held = len(self._window) - self._shown
+        if not held or (whole.endswith("\ufffd") and not final and held < WINDOW):
+            return ""
+        del self._window[: self._shown]
+        self._shown = len(self._window)
+        return whole[len(shown) :]
+
+
+class StopStrings:
+    """Finds the first stop string in a text that comes in pieces, and holds back only what may be a part of one.
+
+    First means: complete first, so where pieces are cut does not matter.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+        self._first = frozenset(stop[0] for stop in stops)
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """The text that may be shown, and the stop string if it was found."""
+        if not self._held and self._first.isdisjoint(piece):
+            return piece, None
+        text = self._held + piece
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held = ""
+            return text[: end if self._include else start], stop
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for count in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:count]):
+            return count
+    return 0
+
+
+class Delta(NamedTuple):
+    """Text that became certain, and the end: `stop` is the stop string or the end token that caused it."""
+
+    text: str
+    finish_reason: str | None = None
+    stop: str | int | None = None
+
+
+class TextStream:
+    """The text of one sequence of a request: detokenises its outputs and applies its stop strings."""
+
+    def __init__(self, text: Text, params: SamplingParams) -> None:
+        self._params = params
+        self._detokenizer = Detokenizer(text, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._count = 0
+
+    def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> Delta:
+        """The next ids of the sequence. If the delta has a reason that the engine did not give, abort the sequence."""
+        ended_by_token = finish_reason == "stop" and bool(token_ids)
+        hide_last = ended_by_token and not self._params.include_stop_str_in_output
+        piece = self._detokenizer.push(token_ids[:-1] if hide_last else token_ids)
+        if finish_reason is not None:
+            piece += self._detokenizer.finish()
+        self._count += len(token_ids)
+        shown, stop = (piece, None) if self._count < self._params.min_tokens else self._stops.push(piece)
+        if stop is not None:
+            return Delta(shown, "stop", stop)
+        if finish_reason is None:
+            return Delta(shown)
+        return Delta(shown + self._stops.finish(), finish_reason, token_ids[-1] if ended_by_token else None)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # a model without a chat template or special tokens has no such file
+        return None
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not JSON: {error}; compile the model again") from error

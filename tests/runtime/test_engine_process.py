@@ -1,0 +1,247 @@
+"""Engines behind a client: in a thread and in a process; crashes reach every open request with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from fake_runner import make_engine, next_id, oracle
+
+from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.runtime.engine import Engine, EngineStats
+from inferc.runtime.engine_loop import Abort, Add, EngineClient, EngineThread, Event, Failed, Scored, Stats
+from inferc.runtime.engine_process import (
+    EngineProcess,
+    decode_command,
+    decode_events,
+    encode_command,
+    encode_events,
+)
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
+from inferc.runtime.sequence import Output
+from inferc.runtime.step import Logprobs
+
+FACTORY = "fake_runner:make_engine"
+
+
+def process(**options: object) -> EngineProcess:
+    return EngineProcess(options, factory=FACTORY)
+
+
+def thread(**options: object) -> EngineThread:
+    return EngineThread(lambda: make_engine(**options))  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["thread", "process"], scope="module")
+def client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
+    made = (thread if request.param == "thread" else process)(max_model_len=2000, num_blocks=2000, eos=(7,))
+    yield made
+    made.close()
+
+
+def collect(events: queue.SimpleQueue[Event], count: int = 1) -> tuple[dict[tuple[str, int], list[int]], list[str]]:
+    """The ids of `count` sequences and their finish reasons, in the order they ended."""
+    ids: dict[tuple[str, int], list[int]] = {}
+    reasons: list[str] = []
+    while len(reasons) < count:
+        event = events.get(timeout=20)
+        assert isinstance(event, Output), event
+        ids.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            reasons.append(event.finish_reason)
+    return ids, reasons
+
+
+def test_requests_are_answered(client: EngineClient) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9, logprobs=2, n=2)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for name in ("a", "b", "c"):
+        client.add(name, [1, 2, 3], params, events.put)
+    ids, reasons = collect(events, 6)
+    want, reason = oracle([1, 2, 3], params, (7,), 2000)
+    assert ids == {(name, index): want for name in ("a", "b", "c") for index in range(2)}
+    assert reasons == [reason] * 6
+    assert client.num_open == 0
+
+
+def test_refusals_reach_the_request(client: EngineClient) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add("too-long", [1] * 3000, SamplingParams(), events.put)
+    event = events.get(timeout=20)
+    assert isinstance(event, Failed)
+    assert event.is_request_error
+    assert "3000 tokens" in event.reason
+
+
+def test_an_id_in_use_is_refused_and_an_aborted_one_is_silent(client: EngineClient) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    client.add("long", [1], params, events.put)
+    with pytest.raises(RequestError, match="in use"):
+        client.add("long", [1], params, events.put)
+    events.get(timeout=20)
+    client.abort("long")
+    while client.stats().num_running:
+        time.sleep(0.01)
+    while not events.empty():
+        events.get()
+    client.add("long", [1], SamplingParams(temperature=0, max_tokens=1), events.put)
+    assert collect(events)[0] == {("long", 0): [next_id([1])]}
+    assert events.empty()
+
+
+def test_one_sequence_of_several_can_be_aborted(client: EngineClient) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add("two", [1], SamplingParams(n=2, max_tokens=500, ignore_eos=True), events.put)
+    first = events.get(timeout=20)
+    assert isinstance(first, Output)
+    client.abort("two", 1 - first.index)
+    ids, reasons = collect(events, 1)
+    assert len(ids["two", first.index]) == 499
+    assert reasons == ["length"]
+    assert client.num_open == 0
+
+
+def test_scores_and_stats(client: EngineClient) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.score("s", [5, 6, 7], events.put)
+    event = events.get(timeout=20)
+    assert isinstance(event, Scored)
+    assert event.score.logprobs == [-6.0, -7.0]
+    assert client.stats().block_size == 4
+
+
+@pytest.mark.parametrize("make", [thread, process])
+def test_draining_finishes_what_is_open(make: Callable[..., EngineClient]) -> None:
+    client = make(max_model_len=400, num_blocks=400)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add("a", [1], SamplingParams(max_tokens=200), events.put)
+    client.drain()
+    with pytest.raises(InfercError, match="draining"):
+        client.add("b", [1], SamplingParams(), events.put)
+    ids, _ = collect(events)
+    assert len(ids["a", 0]) == 200
+    client.join(20)
+    assert client.stopped == "the engine was closed"
+    with pytest.raises(InfercError, match="was closed"):
+        client.add("c", [1], SamplingParams(), events.put)
+
+
+@pytest.mark.parametrize("make", [thread, process])
+def test_closing_fails_what_is_open(make: Callable[..., EngineClient]) -> None:
+    client = make(max_model_len=50000, num_blocks=20000)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add("a", [1], SamplingParams(max_tokens=None), events.put)
+    events.get(timeout=20)
+    client.close()
+    last = [events.get() for _ in range(events.qsize())][-1]
+    assert last == Failed("a", "the engine was closed")
+
+
+def test_a_failing_step_fails_every_request() -> None:
+    def broken() -> Engine:
+        engine = make_engine()
+        engine.runner.fail_at = 3  # type: ignore[attr-defined]
+        return engine
+
+    stops: list[str] = []
+    client = EngineThread(broken, on_stop=stops.append)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for name in ("a", "b"):
+        client.add(name, [1], SamplingParams(max_tokens=20), events.put)
+    client.join(20)
+    failed = [event for event in (events.get() for _ in range(events.qsize())) if isinstance(event, Failed)]
+    assert {event.request_id for event in failed} == {"a", "b"}
+    assert all("the fake model broke" in event.reason for event in failed)
+    assert client.stopped == stops[0] == failed[0].reason
+    assert not failed[0].is_request_error
+
+
+def test_a_killed_engine_is_noticed_at_once() -> None:
+    stops: queue.SimpleQueue[str] = queue.SimpleQueue()
+    client = EngineProcess({"max_model_len": 50000, "num_blocks": 20000}, factory=FACTORY, on_stop=stops.put)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add("a", [1], SamplingParams(max_tokens=None), events.put)
+    events.get(timeout=20)
+    os.kill(client.pid, signal.SIGKILL)
+    reason = stops.get(timeout=5)
+    client.join(5)
+    last = [events.get() for _ in range(events.qsize())][-1]
+    assert last == Failed("a", reason)
+    assert "killed by SIGKILL" in reason
+    with pytest.raises(InfercError, match="SIGKILL"):
+        client.add("b", [1], SamplingParams(), events.put)
+    client.close()
+
+
+def test_an_engine_that_cannot_start_says_why() -> None:
+    with pytest.raises(ConfigError, match="less than max_num_seqs"):
+        process(max_num_seqs=99)
+    with pytest.raises(InfercError, match="unexpected keyword"):
+        process(no_such_option=1)
+
+
+def test_the_engine_ends_with_its_parent() -> None:
+    program = (
+        "from inferc.runtime.engine_process import EngineProcess\n"
+        "import time\n"
+        f"print(EngineProcess({{}}, factory={FACTORY!r}).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    for _ in range(500):
+        if not is_alive(child):
+            return
+        time.sleep(0.01)
+    raise AssertionError("the engine process outlives its parent")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    program = (
+        "import sys, inferc\n"
+        "from inferc import LLM, SamplingParams, load\n"
+        "import inferc.runtime.engine_process, inferc.runtime.load, inferc.runtime.model_runner\n"
+        "assert not {'torch', 'transformers', 'triton'} & set(sys.modules), 'heavy imports'\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def test_messages_survive_the_pipe() -> None:
+    params = SamplingParams(stop=("é\n",), logit_bias={3: -1.5}, seed=2**64 - 1, stop_token_ids=(4,), max_tokens=None)
+    for command in (Add("a", [1, 2], params), Abort("a", 1), Abort("b")):
+        assert decode_command(_json(encode_command(command))) == command
+    events: list[Event] = [
+        Output("a", 1, [5], "stop", [Logprobs(5, -0.1, 2, ((1, -0.05), (5, -0.1)))]),
+        Output("a", 0, [6]),
+        Failed(None, "gone"),
+        Scored("s", Score([-1.5], [3])),
+        Stats("t", EngineStats(finished={"stop": 2})),
+    ]
+    assert decode_events(encode_events(events)) == events
+
+
+def _json(message: dict[str, object]) -> bytes:
+    return json.dumps(message).encode()

@@ -1,0 +1,190 @@
+"""The runner around a compiled step: order, state per slot, bounds, instruction sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lowered import Compiled, Shape, make_plan
+
+from inferc.config import EngineConfig
+from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedError
+from inferc.runtime import abi
+from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.step import SampleRows, StepPlan
+
+ISA = abi.detect_isa()[:1]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    return Compiled(Shape(torch.bfloat16, layers=2, tied=True), ISA)
+
+
+def config_of(compiled: Compiled, **changes: Any) -> EngineConfig:
+    pool = 64 * compiled.block_size * compiled.kv_bytes_per_token
+    fields: dict[str, Any] = {
+        "num_threads": 2,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 96,
+        "kv_memory_bytes": pool,
+    }
+    return EngineConfig(**{**fields, **changes})
+
+
+@pytest.fixture
+def runner(compiled: Compiled) -> Iterator[ModelRunner]:
+    made = ModelRunner(compiled, config_of(compiled), poison=True)
+    yield made
+    made.close()
+
+
+def run(runner: ModelRunner, plan: StepPlan) -> list[int]:
+    runner.submit(plan)
+    result = runner.wait()
+    assert result.error is None
+    ids: list[int] = result.token_ids.tolist()
+    return ids
+
+
+def generate(runner: ModelRunner, slot: int, prompt: list[int], count: int) -> list[int]:
+    """One step after another, each waiting for the last one's id."""
+    out, new, cached = [], prompt, 0
+    for _ in range(count):
+        (token,) = run(runner, make_plan([(slot, new, cached)]))
+        cached, new = cached + len(new), [token]
+        out.append(token)
+    return out
+
+
+PROMPT = [7, 80, 33, 2, 2, 61]
+
+
+def test_late_ids_are_filled_in_from_the_step_before(runner: ModelRunner) -> None:
+    expected = generate(runner, 0, PROMPT, 5)
+    runner.submit(make_plan([(1, PROMPT, 0)]))
+    for step in range(4):
+        plan = make_plan([(1, [0], len(PROMPT) + step)])
+        runner.submit(replace(plan, late_rows=np.array([0], np.int32), late_slots=np.array([1], np.int32)))
+    assert [int(runner.wait().token_ids[0]) for _ in range(5)] == expected
+
+
+def test_a_prefill_chunk_samples_nothing(runner: ModelRunner) -> None:
+    expected = generate(runner, 0, PROMPT, 1)
+    plan = make_plan([(1, PROMPT[:4], 0)])
+    none = np.zeros(0, np.int32)
+    assert run(runner, replace(plan, logits_rows=none, sample=SampleRows.greedy(none))) == []
+    assert run(runner, make_plan([(1, PROMPT[4:], 4)])) == expected
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(runner: ModelRunner) -> None:
+    def sampled(slots: list[int]) -> SampleRows:
+        rows = SampleRows.greedy(np.array(slots, np.int32))
+        seeds, counters = np.full(len(slots), 11, np.uint64), np.full(len(slots), 4, np.uint64)
+        return replace(rows, temperature=np.full(len(slots), 1.5, np.float32), seeds=seeds, counters=counters)
+
+    alone = run(runner, make_plan([(0, PROMPT, 0)], sample=sampled([0])))
+    together = run(runner, make_plan([(1, [5] * 9, 0), (2, PROMPT, 0), (3, PROMPT, 0)], sample=sampled([1, 2, 3])))
+    assert together[1:] == alone * 2
+
+
+def test_penalties_start_from_the_slots_ids_and_are_ordered_with_steps(runner: ModelRunner) -> None:
+    greedy = generate(runner, 0, PROMPT, 6)
+    hard = replace(SampleRows.greedy(np.zeros(1, np.int32)), repetition_penalty=np.array([1e9], np.float32))
+    runner.reset_slot(0, np.array(PROMPT, np.int32))
+    out: list[int] = []
+    for step in range(8):
+        new = PROMPT if step == 0 else out[-1:]
+        out += run(runner, make_plan([(0, new, 0 if step == 0 else len(PROMPT) + step - 1)], sample=hard))
+    assert len(set(out)) == 8 and not set(out) & set(PROMPT)
+    # A sequence that comes back brings what it had written.
+    runner.reset_slot(0, np.array(PROMPT, np.int32), np.array(out[:7], np.int32))
+    assert run(runner, make_plan([(0, PROMPT + out[:7], 0)], sample=hard)) == out[7:]
+    runner.reset_slot(0, None)
+    assert run(runner, make_plan([(0, PROMPT, 0)], sample=hard)) == greedy[:1]
+
+
+def test_logprobs_only_where_asked(runner: ModelRunner) -> None:
+    rows = replace(SampleRows.greedy(np.array([0, 1], np.int32)), num_logprobs=np.array([0, 3], np.int32))
+    runner.submit(make_plan([(0, PROMPT, 0), (1, PROMPT, 0)], sample=rows))
+    result = runner.wait()
+    assert result.logprobs is not None and result.logprobs[0] is None
+    found = result.logprobs[1]
+    assert found is not None and found.rank == 1 and len(found.top) == 3
+    assert found.top[0] == (found.token_id, found.logprob) and found.token_id == result.token_ids[1]
+    assert found.top[0][1] >= found.top[1][1] >= found.top[2][1]
+
+
+def test_score_runs_the_step(runner: ModelRunner) -> None:
+    ids = np.array(PROMPT, np.int32)
+    logprobs, best = runner.score(make_plan([(0, PROMPT, 0)], all_rows=True), np.roll(ids, -1))
+    assert logprobs.shape == best.shape == (6,) and (logprobs < 0).all()
+    assert best[-1] == run(runner, make_plan([(1, PROMPT, 0)]))[0]
+
+
+def test_blocks_move_between_slots_and_the_canonical_form(compiled: Compiled, runner: ModelRunner) -> None:
+    expected = generate(runner, 0, PROMPT, 2)
+    blocks = np.array([1], np.int32)  # slot 0 begins at block 1, slot 1 at block 9
+    packed = runner.pack_blocks(0, blocks)
+    assert packed.shape == (1, 2, 2, 16, 2, 16)
+    runner.unpack_blocks(0, np.array([9], np.int32), packed)
+    assert run(runner, make_plan([(1, expected[:1], len(PROMPT))])) == expected[1:]
+    begin = np.arange(16, dtype=np.int64)
+    runner.copy_slots(0, 16 * 1 + begin, 16 * 17 + begin)
+    assert run(runner, make_plan([(2, expected[:1], len(PROMPT))])) == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"token_ids": np.array([90] * 6, np.int32)}, "a token id"),
+        ({"logits_rows": np.array([6], np.int32)}, "a logits row"),
+        ({"slot_mapping": (np.full(6, 10**6),)}, "a slot"),
+        ({"block_tables": (np.full((1, 8), 64, np.int32),)}, "a block"),
+        ({"seq_slots": np.array([4], np.int32)}, "a sequence slot"),
+    ],
+)
+def test_a_plan_out_of_bounds_never_reaches_compiled_code(
+    runner: ModelRunner, change: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(RequestError, match=what):
+        runner.submit(replace(make_plan([(0, PROMPT, 0)]), **change))
+
+
+def test_a_step_over_the_budget_is_refused(runner: ModelRunner) -> None:
+    with pytest.raises(RequestError, match="num_tokens 97"):
+        runner.submit(make_plan([(0, [1] * 97, 0)]))
+
+
+def test_unknown_step_inputs_are_refused_by_name(compiled: Compiled) -> None:
+    other = Compiled.__new__(Compiled)
+    other.__dict__.update(compiled.__dict__)
+    other.program = {**compiled.program, "step": {"inputs": ["token_ids", "tree_mask"]}}
+    with pytest.raises(UnsupportedError, match="takes tree_mask, which this runtime does not fill"):
+        ModelRunner(other, config_of(compiled))
+
+
+def test_isa_choice_says_what_is_missing(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags : fpu avx2 fma f16c\nprocessor : 1\nflags : avx2 fma f16c avx512f\n")
+    features = abi.cpu_features(cpuinfo)
+    assert abi.detect_isa(features) == ("avx2",)
+    assert abi.choose_isa("auto", ("avx512", "avx2"), features) == "avx2"
+    with pytest.raises(ConfigError, match="isa avx512: this processor lacks avx512_bf16, .*; use --isa avx2"):
+        abi.choose_isa("avx512", ("avx512", "avx2"), features)
+    with pytest.raises(ConfigError, match="no such library; it has avx512"):
+        abi.choose_isa("avx2", ("avx512",), features)
+    with pytest.raises(ConfigError, match="it lacks avx2, f16c, fma"):
+        abi.choose_isa("auto", ("avx512", "avx2"), frozenset())
+
+
+def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.so"
+    path.write_bytes(b"not a library")
+    with pytest.raises(ArtifactError, match="cannot load .*kernels.so"):
+        abi.load_library(path)

@@ -1,0 +1,121 @@
+"""Random arrivals, aborts, preemptions and settings: the output is that of each sequence run alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+
+from fake_runner import VOCAB_SIZE, make_engine, oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferc.runtime.engine import Engine
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.sequence import sequence_seed
+
+EOS = (7, 11)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    step: int
+    prompt: list[int]
+    params: SamplingParams
+    abort_after: int | None  # steps
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, max_prompt_len: int) -> Arrival:
+    params = SamplingParams(
+        n=draw(st.sampled_from([1, 1, 1, 2])),
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        max_tokens=draw(st.one_of(st.none(), st.integers(3, 20))),
+        min_tokens=draw(st.integers(0, 3)),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))),
+        presence_penalty=draw(st.sampled_from([0.0, 0.5])),
+        logprobs=draw(st.sampled_from([None, 0, 2])),
+    )
+    prompt = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=max_prompt_len))
+    abort_after = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
+    return Arrival(draw(st.integers(0, 15)), prompt, params, abort_after)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[Engine, list[Arrival]]:
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    max_model_len = draw(st.sampled_from([12, 24, 40]))
+    max_num_seqs = draw(st.integers(1, 5))
+    chunked = draw(st.booleans())
+    full_length = -(-max_model_len // block_size)
+    # From less than one sequence of full length, which forces preemption and early ends, to room for all.
+    num_blocks = 1 + draw(st.integers(max(1, full_length - 2), full_length * 4))
+    engine = make_engine(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw(st.integers(max_num_seqs, 12))
+        if chunked
+        else max_model_len + draw(st.integers(0, 8)),
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_groups=draw(st.integers(1, 2)),
+        chunked_prefill=chunked,
+        eos=EOS,
+        pipeline=draw(st.booleans()),
+    )
+    return engine, draw(
+        st.lists(arrivals(min(max_model_len - 1, (num_blocks - 1) * block_size)), min_size=1, max_size=7)
+    )
+
+
+def run(engine: Engine, requests: list[Arrival]) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str]]:
+    """Drive the engine until all is done; the ids and finish reason of each sequence."""
+    ids: dict[tuple[str, int], list[int]] = defaultdict(list)
+    reasons: dict[tuple[str, int], str] = {}
+    aborted: set[str] = set()
+    work = sum(arrival.params.n * engine.model.max_model_len for arrival in requests)
+    last_arrival = max(arrival.step for arrival in requests)
+    for step in range(last_arrival + 20 + 4 * work):  # a sequence that starves never ends
+        for i, arrival in enumerate(requests):
+            if arrival.step == step:
+                engine.add_request(str(i), arrival.prompt, arrival.params)
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                engine.abort(str(i))
+                aborted.add(str(i))
+        for output in engine.step():
+            key = (output.request_id, output.index)
+            assert output.request_id not in aborted, "an output after the abort"
+            assert key not in reasons, "an output after the end"
+            assert len(output.token_ids) == 1
+            assert (output.logprobs is not None) == (requests[int(output.request_id)].params.logprobs is not None)
+            ids[key] += output.token_ids
+            if output.finish_reason is not None:
+                reasons[key] = output.finish_reason
+        engine.scheduler.check_integrity()
+        if step > last_arrival and not engine.has_work:
+            return ids, reasons
+    raise AssertionError("a sequence starves")
+
+
+@settings(max_examples=250, deadline=None)
+@given(scenes())
+def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: tuple[Engine, list[Arrival]]) -> None:
+    engine, requests = scene
+    ids, reasons = run(engine, requests)
+    longest = min(engine.model.max_model_len, engine.scheduler.cache.max_tokens + 1)
+    for i, arrival in enumerate(requests):
+        for index in range(arrival.params.n):
+            seed = sequence_seed(arrival.params.seed or 0, index)
+            params = dataclasses.replace(arrival.params, n=1)
+            want, reason = oracle(arrival.prompt, params, EOS, longest, seed)
+            got = ids[str(i), index]
+            if (str(i), index) in reasons:
+                assert (got, reasons[str(i), index]) == (want, reason)
+            else:
+                assert arrival.abort_after is not None, "neither ended nor aborted"
+                assert got == want[: len(got)]
+    cache = engine.scheduler.cache
+    assert cache.num_free == cache.num_blocks - 1, "blocks leak"
+    assert len(engine.scheduler.batch.free_slots) == engine.scheduler.config.max_num_seqs, "slots leak"
