@@ -1,0 +1,88 @@
+"""Between the messages of inference.proto and the runtime's own types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from inferc.errors import RequestError
+from inferc.runtime.sampling_params import SamplingParams, from_request
+from inferc.runtime.step import Logprobs
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+
+FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+}
+MAX_REQUEST_ID = 128
+
+
+def check_known(message: Message, path: str = "") -> None:
+    """Raise RequestError if the client set a field, at any depth, that this server's .proto does not have.
+
+    proto3 keeps such fields aside without a word; a client that asks for a feature must not get an answer without it.
+    """
+    path = path or message.DESCRIPTOR.name
+    fields: Any = UnknownFieldSet(message)  # iterable, which its type stub does not say
+    numbers = sorted({unknown.field_number for unknown in fields})
+    if numbers:
+        listed = ", ".join(map(str, numbers))
+        raise RequestError(
+            f"{path} has field number {listed}, which this server does not know;"
+            " leave it out, or use a server of the version that your .proto is from"
+        )
+    for field, value in message.ListFields():
+        kind = field.message_type
+        if kind is None or kind.GetOptions().map_entry:
+            continue
+        for part in (value,) if isinstance(value, Message) else value:
+            check_known(part, f"{path}.{field.name}")
+
+
+def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the client set, over the model's generation defaults. Raises RequestError naming the field at fault."""
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name == "logit_bias":
+            values["logit_bias"] = dict(value)
+        elif field.name != "unlimited":
+            values[field.name] = value if isinstance(value, (bool, int, float)) else tuple(value)
+    if message.unlimited:
+        if message.HasField("max_tokens"):
+            raise RequestError("max_tokens and unlimited are both set; leave one out")
+        values["max_tokens"] = None
+    return from_request(values, defaults)
+
+
+def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
+    """The conversation as a chat template takes it."""
+    if not chat.messages:
+        raise RequestError("chat has no messages; give at least one")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def request_id(message: pb.GenerateRequest) -> str:
+    if len(message.request_id) > MAX_REQUEST_ID:
+        raise RequestError(f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are allowed")
+    return message.request_id
+
+
+def logprobs(found: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=one.token_id,
+            logprob=one.logprob,
+            rank=one.rank,
+            top=[pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in one.top],
+        )
+        for one in found
+    ]
+
+
+def default_params(defaults: Mapping[str, Any]) -> pb.SamplingParams:
+    """A model's generation defaults as GetModelInfo shows them."""
+    return pb.SamplingParams(**dict(defaults))

@@ -1,0 +1,235 @@
+"""Bad input ends in one clear line on standard error and exit code 2, never in a traceback or half-written files."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from serving import ENV, INFERC, run_inferc, wait_until
+from typer.testing import CliRunner
+
+from inferc.cli import app
+
+
+def refused(*arguments: str | Path, code: int = 2, stdin: str | None = None) -> str:
+    """The message of a command that must fail."""
+    done = run_inferc(*arguments, stdin=stdin)
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr and not done.stdout
+    return done.stderr
+
+
+def one_line(message: str) -> str:
+    assert message.startswith("inferc: ") and message.count("\n") == 1, message
+    return message
+
+
+@pytest.fixture
+def model(tiny_llama_folder: Path, tmp_path: Path) -> Path:
+    """A copy to be broken."""
+    return Path(shutil.copytree(tiny_llama_folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
+
+
+def refused_here(*arguments: str | Path) -> str:
+    """As `refused`, in this process: importing torch for each test would take most of its time."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    return str(result.stderr)
+
+
+def refused_compile(model: Path, *options: str) -> str:
+    out = model.parent / "out"
+    message = one_line(refused_here("compile", model, "-o", out, "--certify", "none", *options))
+    assert not out.exists() and not [path for path in model.parent.iterdir() if path.name.startswith((".out", "out"))]
+    return message
+
+
+# ------------------------------------------------------------------------------------------------- compile
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    assert "no-such" in refused_compile(tmp_path / "no-such")
+
+
+def test_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    assert "config.json" in refused_compile(model)
+
+
+def test_unknown_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config.update(model_type="quokka", architectures=["QuokkaForCausalLM"])
+    (model / "config.json").write_text(json.dumps(config))
+    assert "quokka" in refused_compile(model).lower()
+
+
+def test_pickled_weights(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert "safetensors" in refused_compile(model)
+
+
+def test_truncated_safetensors(model: Path) -> None:
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+    assert "model.safetensors" in refused_compile(model)
+
+
+def test_missing_tensor(model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refused_compile(model)
+
+
+def test_wrong_dtype_name(model: Path) -> None:
+    message = refused_compile(model, "--dtype", "bflaot16")
+    assert "'bflaot16'" in message and "bfloat16" in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--target", "cuda:sm_90"), ("--dtype", "float16"), ("--max-model-len", "0"), ("--max-model-len", "99999")],
+)
+def test_what_is_not_built_or_out_of_range(model: Path, options: tuple[str, str]) -> None:
+    assert options[1].split(":")[0] in refused_compile(model, *options)
+
+
+@pytest.mark.parametrize("option", ["--quantize", "--calibrate", "--tp", "--add-target"])
+def test_options_that_are_not_built_are_unknown(model: Path, option: str) -> None:
+    assert f"No such option: {option}" in refused("compile", model, "-o", model.parent / "out", option, "1")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_output_folder(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert "locked" in one_line(refused_here("compile", tiny_llama_folder, "-o", tmp_path / "locked" / "out"))
+
+
+def test_unwritable_output(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert "file" in one_line(refused_here("compile", tiny_llama_folder, "-o", tmp_path / "file" / "out"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_nothing_half_written(number: signal.Signals, tiny_llama_folder: Path, tmp_path: Path) -> None:
+    command = [*INFERC, "compile", str(tiny_llama_folder), "-o", str(tmp_path / "out")]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as compiling:
+        wait_until(lambda: any(tmp_path.iterdir()), "the compile has begun to write", 60)
+        compiling.send_signal(number)
+        out, error = compiling.communicate(timeout=60)
+    assert compiling.returncode == 130 and not out
+    assert error == "inferc: interrupted\n"
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ artifact
+
+
+def test_no_artifact(tmp_path: Path, tiny_llama_folder: Path) -> None:
+    assert "no artifact at" in one_line(refused("generate", tmp_path / "none", "--prompt", "a"))
+    assert "compile it first" in one_line(refused("serve", tiny_llama_folder))
+
+
+def test_artifact_of_another_version(artifact: Path) -> None:
+    manifest = json.loads((artifact / "engine.json").read_text())
+    (artifact / "engine.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    assert "version 99" in one_line(refused("inspect", artifact))
+
+
+@pytest.mark.parametrize("name", ["engine.json", "program.json", "tokenizer/tokenizer.json"])
+def test_one_flipped_byte(artifact: Path, name: str) -> None:
+    data = bytearray((artifact / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (artifact / name).write_bytes(data)
+    assert name in one_line(refused("generate", artifact, "--prompt", "a"))
+
+
+def test_one_flipped_byte_of_the_weights(artifact: Path) -> None:
+    (weights,) = artifact.glob("weights-*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-100] ^= 1
+    weights.write_bytes(data)
+    assert weights.name in refused("generate", artifact, "--prompt", "a", code=2)
+
+
+def test_an_artifact_in_a_read_only_folder_works(artifact: Path) -> None:
+    for path in [*artifact.rglob("*"), artifact]:
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    done = run_inferc("generate", artifact, "--prompt", "a", "--max-tokens", "2")
+    for path in [artifact, *artifact.rglob("*")]:
+        path.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+def test_prompt_longer_than_the_model_allows(tiny_artifact: Path) -> None:
+    message = one_line(refused("generate", tiny_artifact, "--prompt", "-", stdin="word " * 400))
+    assert "of its 256" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-tokens", "-3"), "max_tokens is -3; expected at least 1"),
+        (("--temperature", "-1"), "temperature is -1"),
+        (("--threads", "0"), "num_threads is 0"),
+        (("--isa", "sse"), "isa is 'sse'"),
+        (("--kv-memory", "lots"), "'lots' is not a size"),
+        (("--kv-memory", "1KiB"), "less than two blocks"),
+        (("--stream", "--json"), "exclude each other"),
+    ],
+)
+def test_bad_values(tiny_artifact: Path, options: tuple[str, ...], message: str) -> None:
+    assert message in one_line(refused("generate", tiny_artifact, "--prompt", "a", *options))
+
+
+def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
+    assert "No such option: --tempratur" in refused("generate", tiny_artifact, "--prompt", "a", "--tempratur", "1")
+    assert "No such option: --http-port" in refused("serve", tiny_artifact, "--http-port", "8000")
+    assert "No such command" in refused("generat", tiny_artifact)
+    assert "Missing option '--prompt'" in refused("generate", tiny_artifact)
+
+
+def test_eval_files(tiny_artifact: Path, tmp_path: Path) -> None:
+    assert "cannot read" in one_line(refused("eval", tiny_artifact, "--text", tmp_path / "none.txt"))
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    assert "not UTF-8" in one_line(refused("eval", tiny_artifact, "--text", tmp_path / "latin1.txt"))
+    (tmp_path / "short.txt").write_text("")
+    assert "needs 2 or more" in one_line(refused("eval", tiny_artifact, "--text", tmp_path / "short.txt"))
+    (tmp_path / "text.txt").write_text("some text")
+    assert "--window 300" in one_line(
+        refused("eval", tiny_artifact, "--text", tmp_path / "text.txt", "--window", "300")
+    )
+
+
+def test_a_reader_that_leaves_is_no_error(tiny_artifact: Path) -> None:
+    command = [
+        *INFERC,
+        "generate",
+        str(tiny_artifact),
+        "--prompt",
+        "a",
+        "--max-tokens",
+        "200",
+        "--stream",
+        "--ignore-eos",
+    ]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert not process.stderr.read()

@@ -1,0 +1,192 @@
+"""What each command prints, with and without --json, and its exit code."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import ENV, INFERC, Server, run_inferc, wait_until
+from typer.testing import CliRunner
+
+from inferc.cli import app
+
+COMMANDS = ("compile", "inspect", "generate", "chat", "serve", "eval", "bench")
+NOT_BUILT = ("explain", "verify", "batch", "simulate", "replay", "diff", "top", "doctor")
+
+
+def run_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, Any]:
+    """The one JSON object that a command prints."""
+    done = run_inferc(*arguments, "--json", stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert isinstance(value, dict)
+    return value
+
+
+def loaded_by(*arguments: str | Path) -> set[str]:
+    """The top-level packages that a command imports."""
+    code = (
+        "import sys; from inferc.cli import app; app(sys.argv[1:], standalone_mode=False); print('\\n', *sys.modules)"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+def test_help_names_what_is_built_and_nothing_else() -> None:
+    listed = re.findall(r"^  (\w+)  ", run_inferc("--help").stdout, re.MULTILINE)
+    assert tuple(listed) == COMMANDS
+    for name in NOT_BUILT:
+        assert CliRunner().invoke(app, [name]).exit_code == 2
+
+
+def test_help_of_every_command_is_light() -> None:
+    assert not loaded_by("--help") & {"torch", "transformers", "numpy", "grpc", "rich"}
+    for name in COMMANDS:
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_compile(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    arguments = ["compile", str(tiny_llama_folder), "-o", str(tmp_path / "out"), "--certify", "none", "--json"]
+    result = CliRunner().invoke(app, arguments)  # in this process: importing torch again would take seconds
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert Path(found["path"]) == tmp_path / "out" and found["config"]["dtype"] == "float32"
+    assert found["passes"] and found["weights_bytes"] > 0
+    assert (tmp_path / "out" / "engine.json").is_file()
+
+
+def test_inspect(tiny_artifact: Path) -> None:
+    found = run_json("inspect", tiny_artifact)
+    assert found["format_version"] == 1 and found["targets"] == ["cpu"]
+    assert all(found[key] > 0 for key in ("weights_bytes", "arena_bytes", "kv_bytes_per_token"))
+    assert all({"name", "target"} <= set(kernel) for kernel in found["kernels"])
+    assert "kernels" in run_inferc("inspect", tiny_artifact).stdout
+
+
+def test_generate(tiny_artifact: Path) -> None:
+    options = ("--max-tokens", "6", "--temperature", "0", "--ignore-eos")
+    found = run_json("generate", tiny_artifact, "--prompt", "def add(", "--prompt", "for", *options)
+    first, second = found["outputs"]
+    assert [set(output) for output in (first, second)] == [{"prompt", "text", "token_ids", "finish_reason"}] * 2
+    assert (first["prompt"], len(first["token_ids"]), first["finish_reason"]) == ("def add(", 6, "length")
+    plain = run_inferc("generate", tiny_artifact, "--prompt", "def add(", *options)
+    streamed = run_inferc("generate", tiny_artifact, "--prompt", "-", "--stream", *options, stdin="def add(")
+    assert plain.stdout == streamed.stdout == first["text"] + "\n"
+
+
+def test_generate_with_a_seed_repeats(tiny_artifact: Path) -> None:
+    options = ("--prompt", "a", "--max-tokens", "8", "--temperature", "1.5")
+    first, second, other = (
+        run_json("generate", tiny_artifact, *options, "--seed", seed)["outputs"] for seed in ("1", "1", "2")
+    )
+    assert first == second != other
+
+
+def test_generating_loads_neither_torch_nor_transformers(tiny_artifact: Path) -> None:
+    loaded = loaded_by("generate", tiny_artifact, "--prompt", "a", "--max-tokens", "2")
+    assert "numpy" in loaded
+    assert not loaded & {"torch", "transformers", "triton", "safetensors", "grpc", "jinja2"}
+
+
+def test_chat_keeps_the_conversation(tiny_artifact: Path) -> None:
+    options = ("--max-tokens", "4", "--temperature", "0")
+    found = run_json("chat", tiny_artifact, *options, stdin="hello\n\nagain\n/exit\nnever seen\n")
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant"] * 2
+    cleared = run_json("chat", tiny_artifact, "--system", "Be brief.", *options, stdin="one\n/clear\ntwo\n")
+    assert [message["content"] for message in cleared["messages"]][:2] == ["Be brief.", "two"]
+    shown = run_inferc("chat", tiny_artifact, *options, stdin="hello\n").stdout
+    assert shown == found["messages"][1]["content"] + "\n"
+
+
+def test_serve_says_when_it_is_ready(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact) as server:
+        assert re.fullmatch(r"ready grpc=127\.0\.0\.1:\d+ http=off seconds=\d+\.\d+", server.ready)
+
+
+@pytest.mark.parametrize("name", ["generate", "serve"])
+def test_ctrl_c_is_130(name: str, tiny_artifact: Path) -> None:
+    options = ("--grpc-port", "0") if name == "serve" else ("--prompt", "-", "--stream")
+    command = [*INFERC, name, str(tiny_artifact), *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=ENV, text=True, **pipes) as process:  # type: ignore[call-overload]
+        if name == "serve":
+            assert process.stdout.readline().startswith("ready")
+        else:  # it waits for its prompt, once it has opened standard input
+            wait_until(lambda: "tokenizers" in Path(f"/proc/{process.pid}/maps").read_text(), "its imports are done")
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error, error
+
+
+def test_serve_refuses_a_port_in_use(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact) as server:
+        done = run_inferc("serve", tiny_artifact, "--grpc-port", server.address.split(":")[1])
+    assert done.returncode == 2 and "the port is in use" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_eval_is_the_perplexity_of_transformers(
+    window: int | None, tiny_artifact: Path, tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = tmp_path / "text.txt"
+    text.write_text("def add(first, second):\n    return first + second\n" * 12)
+    found = run_json("eval", tiny_artifact, "--text", text, *(() if window is None else ("--window", str(window))))
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_folder).eval()
+    ids = AutoTokenizer.from_pretrained(tiny_llama_folder)(text.read_text())["input_ids"]
+    size, total, count = window or 256, 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, size):
+            piece = torch.tensor([ids[start : start + size]])
+            logprobs = model(piece).logits[0, :-1].double().log_softmax(-1)
+            total -= float(logprobs.gather(1, piece[0, 1:, None]).sum())
+            count += piece.shape[1] - 1
+    assert found["tokens"] == count
+    assert found["nll"] == pytest.approx(total / count, rel=1e-4)
+    assert found["perplexity"] == pytest.approx(2.718281828459045 ** (total / count), rel=1e-4)
+
+
+def test_bench(tiny_artifact: Path) -> None:
+    lengths = ("--input-len", "16", "--output-len", "8")
+    latency = run_json("bench", "latency", tiny_artifact, *lengths)
+    assert all(latency[key] > 0 for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "mbu"))
+    assert "mfu" in latency
+    throughput = run_json("bench", "throughput", tiny_artifact, *lengths, "--concurrency", "3", "--requests", "5")
+    assert throughput["requests"] == 5 and throughput["output_tokens_per_s"] > 0
+
+
+def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
+    found = run_json("bench", "kernels", tiny_artifact, "--input-len", "20")
+    chosen = {row["name"] for row in run_json("inspect", tiny_artifact)["kernels"] if row["target"] == "cpu"}
+    for name, num_tokens, context_len in (("prefill", 20, 0), ("decode", 1, 20)):
+        step = found[name]
+        assert (step["num_tokens"], step["context_len"]) == (num_tokens, context_len)
+        assert {row["kernel"] for row in step["kernels"]} == chosen
+        assert sum(row["share"] for row in step["kernels"]) == pytest.approx(1.0)
+    calls = {row["kernel"]: row["calls"] for row in found["decode"]["kernels"]}
+    assert calls["cpp.linear.float32"] == 2 * 4
+    assert calls["cpp.lm_head.float32"] == 1
+
+
+def test_bench_serve_measures_a_server(tiny_artifact: Path) -> None:
+    lengths = ("--input-len", "16", "--output-len", "8", "--concurrency", "3", "--requests", "5")
+    found = run_json("bench", "serve", tiny_artifact, *lengths)
+    assert found["requests"] == 5
+    assert found["output_tokens_per_s"] > 0
+    for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        assert 0 <= found[name]["p50"] <= found[name]["p90"] <= found[name]["p99"]
+    assert found["e2e_ms"]["p50"] >= found["ttft_ms"]["p50"] > 0
+
+
+def test_bench_serve_refuses_lengths_the_model_cannot_take(tiny_artifact: Path) -> None:
+    done = run_inferc("bench", "serve", tiny_artifact, "--input-len", "300")
+    assert done.returncode == 2
+    assert "together at most 256" in done.stderr
