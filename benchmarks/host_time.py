@@ -1,0 +1,105 @@
+"""Host time of a step: what scheduling, planning and landing cost beside the model.
+
+python benchmarks/host_time.py [--num-seqs 64] [--steps 2000]
+
+A null model answers at once with random ids, so all time is the host's. Reported are medians per decode-only step, in
+microseconds: `schedule` makes the plan, `update` lands it, `engine` is all of `Engine.step`, which also hands the
+outputs out; `text` is detokenising them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from inferc.runtime.engine import Engine, ModelLimits
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.step import F32, I32, StepPlan, StepResult
+from inferc.runtime.text import Text, TextStream
+
+VOCAB_SIZE = 4096
+PROMPT_LEN = 128
+BLOCK_SIZE = 16
+MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-llama"
+
+
+class NullRunner:
+    """Answers every step with random ids, and does nothing else."""
+
+    def __init__(self, num_blocks: int, num_rows: int) -> None:
+        self.num_blocks = num_blocks
+        self._ids = np.random.default_rng(0).integers(10, VOCAB_SIZE, (64, num_rows)).astype(np.int32)
+        self._plans: list[StepPlan] = []
+        self._count = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def wait(self) -> StepResult:
+        self._count += 1
+        return StepResult(self._ids[self._count % 64, : len(self._plans.pop(0).logits_rows)])
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        del slot, prompt_ids, output_ids
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        return np.zeros(len(target_ids), np.float32), np.zeros(plan.num_tokens, np.int32)
+
+    def close(self) -> None:
+        self._plans.clear()
+
+
+def make_engine(num_seqs: int, steps: int) -> Engine:
+    max_model_len = PROMPT_LEN + 2 * steps
+    num_blocks = 1 + num_seqs * -(-max_model_len // BLOCK_SIZE)
+    config = SchedulerConfig(num_seqs, max(512, num_seqs), max_model_len, num_blocks, BLOCK_SIZE)
+    engine = Engine(NullRunner(num_blocks, num_seqs), ModelLimits(VOCAB_SIZE, max_model_len, (1, 6)), config)
+    rng = np.random.default_rng(1)
+    for i in range(num_seqs):
+        prompt = rng.integers(10, VOCAB_SIZE, PROMPT_LEN).tolist()
+        engine.add_request(str(i), prompt, SamplingParams(max_tokens=None, ignore_eos=False, temperature=0.8, seed=i))
+    while engine.scheduler.num_running < num_seqs:
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    return engine
+
+
+def measure(num_seqs: int, steps: int) -> dict[str, float]:
+    """Median microseconds of a decode-only step, by part."""
+    engine = make_engine(num_seqs, steps)
+    parts: dict[str, list[float]] = {"schedule": [], "update": [], "engine": [], "text": []}
+    text = Text(MODEL)
+    streams = [TextStream(text, SamplingParams(stop=("\n\n\n",))) for _ in range(num_seqs)]
+    for _ in range(steps):
+        before = engine.stats()
+        started = time.perf_counter()
+        outputs = engine.step()
+        stepped = time.perf_counter()
+        for output in outputs:
+            streams[int(output.request_id)].push(output.token_ids, output.finish_reason)
+        parts["text"].append(time.perf_counter() - stepped)
+        parts["engine"].append(stepped - started)
+        after = engine.stats()
+        parts["schedule"].append(after.schedule_seconds - before.schedule_seconds)
+        parts["update"].append(after.update_seconds - before.update_seconds)
+    return {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-seqs", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=2000)
+    options = parser.parse_args()
+    report = {"num_seqs": options.num_seqs, "steps": options.steps, **measure(options.num_seqs, options.steps)}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Speed of the CPU kernels beside what the memory gives in the same run.
+
+    python benchmarks/kernels_cpu.py [--threads N] [--isa avx512|avx2] [--seconds S] [--json]
+
+Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
+bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.codegen.cpp.build import build
+from inferc.codegen.cpp.emit import HEADERS
+from inferc.config import available_cores
+from inferc.runtime.abi import choose_isa
+
+SOURCE = """
+#include "attention.h"
+using namespace inferc;
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT void* bench_open(int count) { return open_pool(count); }
+EXPORT void bench_close(void* pool) { close_pool(static_cast<Pool*>(pool)); }
+EXPORT void bench_read(void* pool, const float* data, i64 count, float* sink) {
+  auto region = [&](Team& t) {
+    Vec a = zero(), b = zero(), c = zero(), d = zero();
+    t.each(count, 1 << 16, [&](i64 begin, i64 end) {
+      for (i64 i = begin; i < end; i += 4 * LANES) {
+        a = max(a, load(data + i));
+        b = max(b, load(data + i + LANES));
+        c = max(c, load(data + i + 2 * LANES));
+        d = max(d, load(data + i + 3 * LANES));
+      }
+    });
+    sink[t.tid] = maximum(max(max(a, b), max(c, d)));
+  };
+  parallel(pool, region);
+}
+template <class T>
+void bench_linear(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
+  auto region = [&](Team& t) {
+    linear<T, T>(t, Rows<const T>{static_cast<const T*>(x), k}, rows, Panels<T>{static_cast<const T*>(w), n, k}, nullptr,
+                 Rows<T>{static_cast<T*>(out), n});
+  };
+  parallel(pool, region);
+}
+EXPORT void bench_linear_bf16(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
+  bench_linear<bf16>(pool, x, rows, w, n, k, out);
+}
+EXPORT void bench_linear_f32(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
+  bench_linear<float>(pool, x, rows, w, n, k, out);
+}
+EXPORT void bench_attention(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
+                            i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
+  Attention<bf16> a{{static_cast<const bf16*>(q), heads * dim}, {static_cast<bf16*>(out), heads * dim},
+                    {static_cast<bf16*>(cache), 1, 0, 16, kv_heads, dim}, table, max_blocks, starts, lengths, nullptr, seqs,
+                    heads, 0.1f, 0.0f, CAUSAL, 0, nullptr, 0};
+  auto region = [&](Team& t) { paged_attention<bf16>(t, a); };
+  parallel(pool, region);
+}
+"""
+POOL_BYTES = 1 << 29  # rotates through this much
+SHAPES = ((3072, 1024), (1024, 3072), (4096, 4096))  # n, k
+ROWS = (1, 2, 4, 8, 16, 64, 256)
+# (sequences, tokens each brings, context): decode and prefill of 16 heads of 128 on 8 KV heads
+ATTENTION = ((1, 1, 4096), (8, 1, 2048), (1, 512, 512), (1, 512, 4096))
+
+
+class Bench:
+    def __init__(self, isa: str, threads: int, seconds: float) -> None:
+        headers = [name for name in HEADERS if name not in ("step.h", "entry.h")]
+        self.library = ctypes.CDLL(str(build(SOURCE, headers, (isa,))[isa]))
+        self.library.bench_open.restype = ctypes.c_void_p
+        self.pool = ctypes.c_void_p(self.library.bench_open(threads))
+        self.seconds, self.threads = seconds, threads
+        pages = mmap.mmap(-1, POOL_BYTES)  # huge ones, as the runner's pool has
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self.memory: NDArray[Any] = np.frombuffer(pages, np.uint8)
+        self.memory[:] = 0
+
+    def best(self, call: Callable[[int], None]) -> float:
+        """Seconds of the fastest of the calls that fit into the time; the argument counts them."""
+        call(0)
+        times: list[float] = []
+        begin = time.perf_counter()
+        while len(times) < 5 or time.perf_counter() - begin < self.seconds:
+            start = time.perf_counter()
+            call(len(times) + 1)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def call(self, name: str, *args: Any) -> None:
+        getattr(self.library, name)(
+            self.pool,
+            *(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else ctypes.c_int64(a) for a in args),
+        )
+
+    def read(self) -> dict[str, Any]:
+        sink, size = np.zeros(self.threads, np.float32), POOL_BYTES // 4
+        seconds = self.best(lambda _: self.call("bench_read", self.memory, size, sink))
+        return {"kernel": "read probe", "gb_per_s": POOL_BYTES / seconds / 1e9}
+
+    def linear(self, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
+        item = {"bf16": 2, "f32": 4}[dtype]
+        size = n * k * item
+        places = POOL_BYTES // size
+        x, out = np.zeros(rows * k * item, np.uint8), np.zeros(rows * n * item, np.uint8)
+
+        def call(index: int) -> None:
+            weight = self.memory[index % places * size :][:size]
+            self.call(f"bench_linear_{dtype}", x, rows, weight, n, k, out)
+
+        seconds = self.best(call)
+        rates = {"gb_per_s": size / seconds / 1e9, "gflop_per_s": 2 * rows * n * k / seconds / 1e9}
+        return {"kernel": f"linear {dtype}", "shape": f"{rows} x {n} x {k}", **rates}
+
+    def attention(self, seqs: int, new: int, context: int) -> dict[str, Any]:
+        heads, kv_heads, dim = 16, 8, 128
+        blocks = context // 16
+        tables = np.arange(seqs * blocks, dtype=np.int32)
+        starts, lengths = np.arange(seqs + 1, dtype=np.int32) * np.int32(new), np.full(seqs, context, np.int32)
+        q = np.zeros(seqs * new * heads * dim, np.uint16)
+        out = np.zeros_like(q)
+        size = seqs * context * 2 * kv_heads * dim * 2
+        places = POOL_BYTES // size
+
+        def call(index: int) -> None:
+            cache = self.memory[index % places * size :][:size]
+            self.call("bench_attention", q, out, cache, kv_heads, dim, tables, blocks, starts, lengths, seqs, heads)
+
+        seconds = self.best(call)
+        pairs = seqs * sum(context - new + i + 1 for i in range(new))
+        rates = {"gb_per_s": size / seconds / 1e9, "gflop_per_s": 4 * pairs * heads * dim / seconds / 1e9}
+        return {"kernel": "attention bf16", "shape": f"{seqs} x {new} new of {context}", **rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--isa", default="auto", choices=("auto", "avx512", "avx2"))
+    parser.add_argument("--seconds", type=float, default=0.5, help="per row")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    isa = choose_isa(args.isa, ("avx512", "avx2"))
+    bench = Bench(isa, args.threads, args.seconds)
+    rows = [bench.read()]
+    rows += [bench.linear(dtype, count, n, k) for dtype in ("bf16", "f32") for n, k in SHAPES for count in ROWS]
+    rows += [bench.attention(*case) for case in ATTENTION]
+    rows.append(bench.read())
+    if args.json:
+        print(json.dumps({"isa": isa, "threads": args.threads, "rows": rows}))
+        return
+    print(f"isa {isa}, {args.threads} threads, best of each")
+    for row in rows:
+        flops = f"{row['gflop_per_s']:8.1f} GFLOP/s" if "gflop_per_s" in row else ""
+        print(f"{row['kernel']:16} {row.get('shape', ''):24} {row['gb_per_s']:7.1f} GB/s {flops}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Fixtures shared by every stage's tests: one tiny random model and its artifact, made once a session."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from random_models import make_random_model
+from serving import Server
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a random float32 Llama: 2 layers, 4 heads of 16 with 2 KV heads, context 256."""
+    return make_random_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cpu artifact of `tiny_llama_folder`, without a certificate. Read it, never write to it."""
+    from inferc.compiler import compile
+    from inferc.config import CompileConfig
+
+    out = tmp_path_factory.mktemp("artifacts") / "tiny-llama"
+    compile(tiny_llama_folder, out, CompileConfig(certify="none"))
+    return out
+
+
+@pytest.fixture(scope="session")
+def served(tiny_artifact: Path) -> Iterator[str]:
+    """The address of an `inferc serve` of `tiny_artifact`, for tests that leave it as it is."""
+    with Server(tiny_artifact) as server:
+        yield server.address

@@ -1,0 +1,85 @@
+"""A sequence gets the same bits alone, in a batch, in chunks, on any number of threads, and after preemption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_models import make_random_model
+
+import inferc
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.runtime.artifact import inspect_artifact
+
+Bits = list[tuple[int, float]]  # token id and log probability of every new token
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3 has norms on q and k beside all that Llama has."""
+    folder = tmp_path_factory.mktemp("bits")
+    make_random_model("qwen3", folder / "model", request.param)
+    compile(folder / "model", folder / "artifact", CompileConfig(certify="none"))
+    return folder / "artifact"
+
+
+def run(artifact: Path, prompts: list[list[int]], num_new: int = NEW_TOKENS, **engine: int) -> tuple[list[Bits], int]:
+    """The new tokens with their log probabilities, sampled with a seed of each prompt's own; and the preemptions."""
+    with inferc.LLM(artifact, **engine) as llm:
+        params = [
+            inferc.SamplingParams(temperature=0.9, seed=len(ids), max_tokens=num_new, ignore_eos=True, logprobs=0)
+            for ids in prompts
+        ]
+        results = llm.generate(prompts, params)
+        outputs = [result.outputs[0] for result in results]
+        bits = [[(item.token_id, item.logprob) for item in output.logprobs or []] for output in outputs]
+        assert all(len(row) == num_new for row in bits)
+        return bits, llm.stats().num_preemptions
+
+
+def prompt(length: int) -> list[int]:
+    return [5 + (length * 31 + 17 * i * i + i) % 300 for i in range(length)]
+
+
+@pytest.fixture(scope="module")
+def alone(artifact: Path) -> dict[int, Bits]:
+    """What each length of prompt gives on its own, whole, on one thread."""
+    lengths = range(1, 81)
+    return {
+        length: run(artifact, [prompt(length)], num_threads=1)[0][0] for length in lengths if length % 9 in (1, 5, 7)
+    }
+
+
+@given(data=st.data())
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits], data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.sampled_from(sorted(alone)), min_size=2, max_size=7, unique=True), label="lengths")
+    budget = data.draw(st.integers(8, 96), label="token budget")
+    threads = data.draw(st.integers(1, 3), label="threads")
+    spare = data.draw(st.integers(0, 12), label="spare blocks")
+    blocks = -(-(max(lengths) + NEW_TOKENS) // 16) + 1 + spare
+    block_bytes = 16 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    bits, _ = run(
+        artifact,
+        [prompt(length) for length in lengths],
+        max_num_batched_tokens=budget,
+        max_num_seqs=8,
+        num_threads=threads,
+        kv_memory_bytes=blocks * block_bytes,
+    )
+    for length, row in zip(lengths, bits, strict=True):
+        assert row == alone[length], f"prompt of {length} tokens"
+
+
+def test_preemption_gives_the_same_bits(artifact: Path) -> None:
+    prompts = [prompt(length) for length in (16, 14, 10, 7, 5, 1)]  # a block each at first, four at the end
+    block_bytes = 16 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    bits, preemptions = run(
+        artifact, prompts, 45, max_num_batched_tokens=32, max_num_seqs=8, kv_memory_bytes=13 * block_bytes
+    )
+    assert preemptions > 0
+    assert bits == [run(artifact, [ids], 45)[0][0] for ids in prompts]

@@ -1,0 +1,170 @@
+"""A model that needs no weights: the next id is a hash of all ids before it, which it reads back from a paged pool.
+
+Because a step really stores its ids by `slot_mapping` and finds its context by `block_tables`, any mistake in blocks,
+positions, lengths or late ids changes the text.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.runtime.engine import Engine, ModelLimits
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.step import F32, I32, Logprobs, StepPlan, StepResult
+
+VOCAB_SIZE = 50
+
+
+def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozenset[int] = frozenset()) -> int:
+    token = zlib.crc32(np.array([*context, seed % 2**63, counter], np.int64).tobytes()) % VOCAB_SIZE
+    while token in banned:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def oracle(
+    prompt: list[int], params: SamplingParams, eos: tuple[int, ...], max_total: int, seed: int | None = None
+) -> tuple[list[int], str]:
+    """The output of one sequence run alone, and its finish reason."""
+    ids = list(prompt)
+    output: list[int] = []
+    limit = max_total if params.max_tokens is None else min(max_total, len(prompt) + params.max_tokens)
+    stops = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
+    while True:
+        sampled = (0, 0) if params.greedy else (params.seed if seed is None else seed, len(output))
+        early = len(output) < params.min_tokens
+        output.append(next_id(ids, sampled[0] or 0, sampled[1], stops if early else frozenset()))
+        ids.append(output[-1])
+        if output[-1] in stops:
+            return output, "stop"
+        if len(ids) >= limit:
+            return output, "length"
+
+
+class FakeRunner:
+    """Runs a step when it is waited for, that is as late as possible, with all checks a plan must pass."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.num_blocks = config.num_blocks
+        slots = config.num_blocks * config.block_size
+        self.pools: list[NDArray[np.int64]] = [np.full(slots, -1, np.int64) for _ in range(config.num_groups)]
+        self.last = np.full(config.max_num_seqs, -1, np.int64)
+        self.penalised: dict[int, list[int]] = {}
+        self.queue: deque[StepPlan] = deque()
+        self.num_steps = 0
+        self.closed = False
+        self.fail_at: int | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self.queue) <= 1, "more than one step in flight"
+        self.queue.append(plan)
+
+    def wait(self) -> StepResult:
+        plan = self.queue.popleft()
+        self.num_steps += 1
+        if self.num_steps == self.fail_at:
+            return StepResult(np.zeros(0, np.int32), error="the fake model broke")
+        rows = self._run(plan)
+        sample, ids, logprobs = plan.sample, [], []
+        banned, allowed = _lists(sample.banned, len(sample)), _lists(sample.allowed, len(sample))
+        for i, (context, slot) in enumerate(zip(rows, sample.seq_slots.tolist(), strict=True)):
+            seed, counter = (int(sample.seeds[i]), int(sample.counters[i])) if sample.temperature[i] else (0, 0)
+            forbidden = frozenset(banned[i])
+            if allowed[i]:
+                forbidden |= frozenset(range(VOCAB_SIZE)) - frozenset(allowed[i])
+            ids.append(next_id(context, seed, counter, forbidden))
+            self.last[slot] = ids[-1]
+            if slot in self.penalised:
+                assert self.penalised[slot] == context, "penalty counts are off"
+                self.penalised[slot].append(ids[-1])
+            count = int(sample.num_logprobs[i])
+            top = tuple((token, -float(token)) for token in range(count))
+            logprobs.append(Logprobs(ids[-1], -float(ids[-1]), 1, top) if count else None)
+        return StepResult(np.array(ids, np.int32), logprobs)
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        self.last[slot] = -1
+        self.penalised.pop(slot, None)
+        if prompt_ids is not None:
+            self.penalised[slot] = [*prompt_ids.tolist(), *([] if output_ids is None else output_ids.tolist())]
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        assert not self.queue, "a step is in flight"
+        argmax = [next_id(context) for context in self._run(plan)]
+        return -target_ids.astype(np.float32), np.array(argmax, np.int32)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _run(self, plan: StepPlan) -> list[list[int]]:
+        """Store the step's ids; the context of each logits row."""
+        size, config = self.config.block_size, self.config
+        starts = plan.query_start_loc.tolist()
+        assert plan.num_tokens <= config.max_num_batched_tokens and 0 < plan.num_seqs <= config.max_num_seqs
+        assert starts[0] == 0 and starts[-1] == plan.num_tokens and len(starts) == plan.num_seqs + 1
+        assert len(set(plan.seq_slots.tolist())) == plan.num_seqs
+        assert (
+            plan.token_ids.dtype
+            == plan.query_start_loc.dtype
+            == plan.seq_lens.dtype
+            == plan.logits_rows.dtype
+            == np.int32
+        )
+        assert plan.positions.dtype == plan.slot_mapping[0].dtype == np.int64
+        assert plan.seq_slots.dtype == plan.block_tables[0].dtype == np.int32
+        ids = plan.token_ids.astype(np.int64)
+        ids[plan.late_rows] = self.last[plan.late_slots]
+        assert ((ids >= 0) & (ids < VOCAB_SIZE)).all(), "a late id that was never sampled"
+        contexts: dict[int, list[int]] = {}
+        for mapping in plan.slot_mapping:
+            assert len(set(mapping.tolist())) == plan.num_tokens and mapping.min() >= size, (
+                "slots clash, or block 0 is used"
+            )
+        for b in range(plan.num_seqs):
+            first, end, length = starts[b], starts[b + 1], int(plan.seq_lens[b])
+            assert plan.positions[first:end].tolist() == list(range(length - (end - first), length))
+            assert end > first and length <= config.max_model_len
+            seen = []
+            for pool, mapping, table in zip(self.pools, plan.slot_mapping, plan.block_tables, strict=True):
+                where = np.arange(length)
+                slots = table[b, where // size].astype(np.int64) * size + where % size
+                assert (slots[length - (end - first) :] == mapping[first:end]).all()
+                pool[mapping[first:end]] = ids[first:end]
+                seen.append(pool[slots].tolist())
+            assert all(context == seen[0] for context in seen)
+            contexts[end - 1] = seen[0]
+            for row in range(first, end):
+                contexts[row] = seen[0][: length - (end - 1 - row)]
+        assert len(plan.sample) == len(plan.logits_rows)
+        return [contexts[row] for row in plan.logits_rows.tolist()]
+
+
+def _lists(lists: object, count: int) -> list[list[int]]:
+    starts, ids = lists.starts.tolist(), lists.token_ids.tolist()  # type: ignore[attr-defined]
+    if not starts:
+        return [[] for _ in range(count)]
+    assert len(starts) == count + 1
+    return [ids[starts[i] : starts[i + 1]] for i in range(count)]
+
+
+def make_engine(
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 64,
+    num_blocks: int = 40,
+    block_size: int = 4,
+    num_groups: int = 1,
+    chunked_prefill: bool = True,
+    eos: tuple[int, ...] = (),
+    pipeline: bool = True,
+) -> Engine:
+    config = SchedulerConfig(
+        max_num_seqs, max_num_batched_tokens, max_model_len, num_blocks, block_size, num_groups, chunked_prefill
+    )
+    return Engine(FakeRunner(config), ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline)

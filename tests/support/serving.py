@@ -1,0 +1,77 @@
+"""`inferc` as users start it: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+import psutil
+
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+INFERC = (sys.executable, "-m", "inferc")
+START_SECONDS = 60.0
+
+
+def run_inferc(
+    *arguments: str | Path, stdin: str | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    command = [*INFERC, *map(str, arguments)]
+    return subprocess.run(command, input=stdin, cwd=cwd, env=ENV, capture_output=True, text=True, check=False)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds:g} s still not: {what}"
+        time.sleep(0.02)
+
+
+@final
+class Server:
+    """A running `inferc serve`; killed at the end of the block if it has not ended by itself."""
+
+    def __init__(self, artifact: Path, *options: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the server is)
+        self.process = subprocess.Popen(
+            [*INFERC, "serve", str(artifact), "--grpc-port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=ENV,
+        )
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline().strip()
+        assert self.ready.startswith("ready "), self.log
+        self.address = self.ready.split("grpc=")[1].split()[0]
+
+    @property
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    @property
+    def engine(self) -> psutil.Process:
+        (engine,) = psutil.Process(self.process.pid).children()
+        return engine
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._log.close()

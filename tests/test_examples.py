@@ -1,0 +1,44 @@
+"""Every example runs alone, stays short, and is tried here on a tiny random model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(example: str, *arguments: str | Path, cwd: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_examples_are_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert lengths and all(length < 60 for length in lengths.values()), lengths
+
+
+def test_compile_and_generate(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    out = run("compile_and_generate.py", tiny_llama_folder, tmp_path / "out", cwd=tmp_path)
+    assert out.startswith("compiled") and out.count("---") == 3
+
+
+def test_sampling(tiny_artifact: Path, tmp_path: Path) -> None:
+    first, second = (run("sampling.py", tiny_artifact, cwd=tmp_path) for _ in range(2))
+    assert first.count("---") == 3 and first == second
+
+
+def test_stream_client(served: str, tmp_path: Path) -> None:
+    out = run("stream_client.py", served, "abc", cwd=tmp_path)
+    assert "llama, float32" in out and out.rstrip().endswith("tokens")
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    out = run("demo.py", tmp_path / "out", cwd=EXAMPLES.parent)
+    assert "ready grpc=127.0.0.1:" in out and "server stopped, exit code 0" in out
