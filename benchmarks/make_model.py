@@ -359,10 +359,12 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+# \b keeps the help from joining the lines of commands.
+HELP = (__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(help=__doc__)
+@app.command(help=HELP)
 def main(
     shape: Annotated[str | None, typer.Argument(help="A name from --list.", metavar="SHAPE")] = None,
     out: Annotated[Path | None, typer.Argument(help="The folder to write.", metavar="OUT")] = None,

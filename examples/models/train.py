@@ -84,7 +84,9 @@ PREFIX_CHARS = 6000  # of eval.txt, for the perplexity that tests recompute in a
 COMPILED_ATTENTION_MAX_LEN = 1024  # above, the score matrix costs more than the flash kernel
 
 console = Console()
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+# \b keeps the help from joining the lines of commands.
+HELP = (__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
+app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 @dataclass(frozen=True)
@@ -654,7 +656,7 @@ exactly once; perplexity is exp of the mean negative log-likelihood in nats.
 - **Budget**: {record["training_tokens"]:,} tokens in {recipe.num_steps} steps: {phases}
 - **Optimizer**: Muon for the matrices, AdamW for embedding and norms, peak learning rate {recipe.learning_rate:g},
   cosine, bfloat16 autocast
-- **Time**: {record["minutes"]:.0f} minutes on 2 CPU cores shared with other work
+- **Time**: {record["minutes"]:.0f} minutes by the clock, pauses included, on 2 CPU cores shared with other work
 - **Licence of the data**: PSF License Version 2.
 
 ![training and held-out loss](loss.png)
