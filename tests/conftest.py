@@ -1,11 +1,17 @@
 """Fixtures shared by every stage's tests: one tiny random model and its artifact, made once a session."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from random_models import make_random_model
 from serving import Server
+
+# A shell that starts its jobs in the background has them ignore SIGINT, and the processes that tests interrupt would
+# inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
