@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+from inferc.runtime.bench import measure_read
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {  # name: (input_len, output_len, concurrency)
@@ -26,17 +26,6 @@ CASES = {  # name: (input_len, output_len, concurrency)
     "prefill 512": (512, 16, 1),
     "8 requests": (128, 128, 8),
 }
-
-
-def read_bandwidth_gb_per_s(threads: int) -> float:
-    """The best of 5 sums over 2 GB, a process per thread: what the memory gives to plain reads."""
-    code = (
-        "import numpy,time;a=numpy.ones(1<<27);b=[]\n"
-        "for _ in range(5):\n t=time.perf_counter();a.max();b.append(a.nbytes/(time.perf_counter()-t)/1e9)\n"
-        "print(max(b))"
-    )
-    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(threads)]
-    return sum(float(run.communicate()[0]) for run in runs)
 
 
 def json_of(command: list[str]) -> dict[str, float]:
@@ -114,11 +103,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     model, artifact = prepare(args.shape, args.work)
-    before = read_bandwidth_gb_per_s(args.threads)
+    before = measure_read(args.threads) / 1e9
     rows = compare(model, artifact, args.repeats, args.threads)
-    after = read_bandwidth_gb_per_s(args.threads)
+    after = measure_read(args.threads) / 1e9
     weight_bytes = sum(file.stat().st_size for file in artifact.glob("weights-*.safetensors"))
-    limit = float(np.mean([before, after])) * 1e9 / weight_bytes
+    limit = (before + after) / 2 * 1e9 / weight_bytes
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ).stdout
