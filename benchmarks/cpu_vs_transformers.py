@@ -4,7 +4,8 @@
 
 Makes a random-weight folder of the shape (once, under --work), compiles it in bfloat16, then runs each side in a
 process of its own, `--repeats` times in turn, and reports medians with the memory read bandwidth of the same run:
-decode at batch 1 cannot go faster than that bandwidth over the bytes of the weights.
+decode at batch 1 cannot go faster than that bandwidth over the bytes of the weights. Within a process both sides are
+measured alike: the same lengths, the same run to warm up, the same number of runs or requests that count.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CASES = {  # name: (input_len, output_len, concurrency)
     "prefill 512": (512, 16, 1),
     "8 requests": (128, 128, 8),
 }
+ROUNDS = 4  # requests of a case with several at once, by its concurrency
 
 
 def json_of(command: list[str]) -> dict[str, float]:
@@ -40,13 +42,15 @@ def inferc_run(artifact: Path, case: tuple[int, int, int], threads: int) -> dict
     base = [str(Path(sys.executable).parent / "inferc"), "bench"]
     if concurrency == 1:
         return json_of([*base, "latency", str(artifact), *lengths])
-    return json_of([*base, "throughput", str(artifact), *lengths, "--concurrency", str(concurrency)])
+    load = ["--concurrency", str(concurrency), "--requests", str(ROUNDS * concurrency)]
+    return json_of([*base, "throughput", str(artifact), *lengths, *load])
 
 
 def transformers_run(model: Path, case: tuple[int, int, int], threads: int) -> dict[str, float]:
     input_len, output_len, concurrency = case
     worker = ROOT / "benchmarks/peers/transformers_worker.py"
     options = {"--input-len": input_len, "--output-len": output_len, "--concurrency": concurrency, "--threads": threads}
+    options["--requests"] = ROUNDS * concurrency
     return json_of([sys.executable, str(worker), str(model), *(str(word) for pair in options.items() for word in pair)])
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inferc.errors import ArtifactError, ConfigError
 
-ABI = 1
+ABI = 2
 MAX_TOP_LOGPROBS = 64
 
 # Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
@@ -55,7 +55,7 @@ class SampleArgs(Structure):
         *((name, c_void_p) for name in SAMPLE_ROW_FIELDS),
         *((name, c_void_p) for name in ("bias_starts", "bias_ids", "bias_values", "banned_starts", "banned_ids")),
         *((name, c_void_p) for name in ("allowed_starts", "allowed_ids", "counts", "last_ids")),
-        *((name, c_void_p) for name in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")),
+        *((name, c_void_p) for name in ("failed", "token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")),
         ("max_top", c_int64),
     ]
 

@@ -142,7 +142,7 @@ class WeightsCheck:
         self._artifact = artifact
         self._chunks = _chunks(artifact)
         self._lock = threading.Lock()
-        self._error: ArtifactError | None = None
+        self._error: Exception | None = None  # the first; a chunk that was not hashed is not checked
         self._threads = [
             threading.Thread(target=self._run, name=f"verify-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -150,24 +150,32 @@ class WeightsCheck:
             thread.start()
 
     def wait(self) -> None:
-        """Block until every chunk is checked; raise ArtifactError naming the file if one is damaged."""
+        """Block until every chunk is checked; raise ArtifactError naming the file if one is damaged or unreadable."""
         for thread in self._threads:
             thread.join()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
-        while self._error is None:
-            with self._lock:
-                chunk = next(self._chunks, None)
-            if chunk is None:
-                return
-            name, start, digest = chunk
+        try:
+            while self._error is None:
+                with self._lock:
+                    chunk = next(self._chunks, None)
+                if chunk is None:
+                    return
+                self._check(*chunk)
+        except Exception as error:  # noqa: BLE001  (lost on a thread: `wait` would pass what nobody checked)
+            self._error = self._error or error
+
+    def _check(self, name: str, start: int, digest: str) -> None:
+        path = self._artifact.path / name
+        try:
             with memoryview(self._artifact.maps[name]) as whole, whole[start : start + CHUNK_BYTES] as data:
                 found = xxhash.xxh3_128_hexdigest(data)
-            if found != digest:
-                where = f"bytes {start} to {start + CHUNK_BYTES}"
-                self._error = ArtifactError(f"{self._artifact.path / name} is damaged within {where}; {AGAIN}")
+        except OSError as error:
+            raise ArtifactError(f"cannot read {path}: {error.strerror}") from error
+        if found != digest:
+            raise ArtifactError(f"{path} is damaged within bytes {start} to {start + CHUNK_BYTES}; {AGAIN}")
 
 
 def load_artifact(path: str | os.PathLike[str], *, target: str | None = None, to_run: bool = True) -> Artifact:

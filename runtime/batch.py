@@ -19,6 +19,19 @@ Bool = NDArray[np.bool_]
 
 
 @dataclass
+class _Lists:
+    """The token ids that a sequence's parameters name, as arrays. `allowed` rises."""
+
+    bias_ids: I32
+    bias_values: F32
+    allowed: I32
+    ends: I32  # banned while fewer than `min_tokens` are out
+
+
+_NO_LISTS = _Lists(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+@dataclass
 class _Shape:
     """What of a plan follows from which sequences compute how many tokens, and stays while they only decode."""
 
@@ -26,8 +39,8 @@ class _Shape:
     query_start_loc: I32
     row_slots: I64  # slot of each row
     logits_rows: I32
-    sample: SampleRows  # but for counters and lists
-    has_lists: bool
+    sample: SampleRows  # but for counters and banned ids
+    has_min_output: bool
 
 
 class Batch:
@@ -61,7 +74,7 @@ class Batch:
         self.top_k: I32 = np.zeros(num_slots, np.int32)
         self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
         self.seeds: U64 = np.zeros(num_slots, np.uint64)
-        self.has_lists: Bool = np.zeros(num_slots, np.bool_)
+        self._lists: dict[int, _Lists] = {}  # of the slots that have any
         self._decode_shape: _Shape | None = None  # of all in `order`; None after one joined or left
 
     def join(self, seq: Sequence) -> int:
@@ -86,6 +99,7 @@ class Batch:
 
     def free(self, slot: int) -> None:
         self.seqs[slot] = None
+        self._lists.pop(slot, None)
         self.free_slots.append(slot)
 
     def _set_stop_ids(self, slot: int, seq: Sequence) -> None:
@@ -105,7 +119,14 @@ class Batch:
         # The runner counts 0 as "none", so the chosen token's log probability alone costs one more.
         self.num_logprobs[slot] = 0 if params.logprobs is None else max(params.logprobs, 1)
         self.min_output[slot] = params.min_tokens
-        self.has_lists[slot] = bool(params.logit_bias or params.allowed_token_ids or params.min_tokens)
+        self._lists.pop(slot, None)
+        if params.logit_bias or params.allowed_token_ids or params.min_tokens:
+            self._lists[slot] = _Lists(
+                bias_ids=np.array(list(params.logit_bias), np.int32),
+                bias_values=np.array(list(params.logit_bias.values()), np.float32),
+                allowed=np.unique(np.array(params.allowed_token_ids, np.int32)),
+                ends=np.array(sorted(seq.stop_ids), np.int32),
+            )
 
     def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int) -> StepPlan:
         """The plan that computes the next `num_new` tokens of each of `slots`, and what follows from it.
@@ -157,7 +178,7 @@ class Batch:
             row_slots=np.repeat(slots, num_new),
             logits_rows=query_start_loc[1:][complete] - 1,
             sample=self._gather(sampled),
-            has_lists=bool(self.has_lists[sampled].any()),
+            has_min_output=bool(self.min_output[sampled].any()),
         )
 
     def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
@@ -182,12 +203,24 @@ class Batch:
         rows = copy(shape.sample)
         counters = self.num_tokens[slots] - self.prompt_len[slots]
         rows.counters = counters.astype(np.uint64)
-        if shape.has_lists:
-            rows.logit_bias, rows.banned, rows.allowed = self._token_lists(slots, counters)
+        if shape.has_min_output:
+            early = counters < self.min_output[slots]
+            if early.any():  # end tokens are banned until `min_tokens` are out
+                lists = zip(slots.tolist(), early.tolist(), strict=True)
+                rows.banned = TokenLists.of(
+                    [self._lists[slot].ends if is_early else _NO_LISTS.ends for slot, is_early in lists]
+                )
         return rows
 
     def _gather(self, slots: I64) -> SampleRows:
+        bias = allowed = TokenLists()
+        if self._lists:
+            lists = [self._lists.get(slot, _NO_LISTS) for slot in slots.tolist()]
+            bias = TokenLists.of([each.bias_ids for each in lists], [each.bias_values for each in lists])
+            allowed = TokenLists.of([each.allowed for each in lists])
         return SampleRows(
+            logit_bias=bias,
+            allowed=allowed,
             seq_slots=slots.astype(np.int32),
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
@@ -200,12 +233,3 @@ class Batch:
             counters=np.zeros(len(slots), np.uint64),
             num_logprobs=self.num_logprobs[slots],
         )
-
-    def _token_lists(self, slots: I64, counters: I64) -> tuple[TokenLists, TokenLists, TokenLists]:
-        """logit_bias, banned and allowed ids; end tokens are banned until `min_tokens` are out."""
-        seqs = [self.seqs[slot] for slot in slots.tolist()]
-        early = (counters < self.min_output[slots]).tolist()
-        bias = [dict(seq.params.logit_bias) if seq else {} for seq in seqs]
-        banned = [sorted(seq.stop_ids) if seq and is_early else [] for seq, is_early in zip(seqs, early, strict=True)]
-        allowed = [sorted(set(seq.params.allowed_token_ids)) if seq else [] for seq in seqs]
-        return TokenLists.of(bias), TokenLists.of(banned), TokenLists.of(allowed)

@@ -201,29 +201,29 @@ def _run_all(
     """Run `requests` requests, `concurrency` at a time; their times in order of their start."""
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
-    runs: dict[str, _Run] = {}
+    events: queue.SimpleQueue[tuple[float, _Run, Event]] = queue.SimpleQueue()
+    runs: list[_Run] = []
 
     def start_one() -> None:
-        request_id = f"bench-{seed}-{len(runs)}"
         prompt = random.integers(0, cost.vocab_size, input_len).tolist()
-        runs[request_id] = _Run(time.perf_counter(), [])
-        client.add(request_id, prompt, params, lambda event: events.put((time.perf_counter(), event)))
+        run = _Run(time.perf_counter(), [])
+        runs.append(run)
+        client.add(prompt, params, lambda event: events.put((time.perf_counter(), run, event)))
 
     for _ in range(min(concurrency, requests)):
         start_one()
     done = 0
     while done < requests:
-        arrival, event = events.get()
+        arrival, run, event = events.get()
         if isinstance(event, Failed):
             raise event.error
         assert isinstance(event, Output), event
-        runs[event.request_id].arrivals.extend([arrival] * len(event.token_ids))
+        run.arrivals.extend([arrival] * len(event.token_ids))
         if event.finish_reason is not None:
             done += 1
             if len(runs) < requests:
                 start_one()
-    return list(runs.values())
+    return runs
 
 
 def _cpuinfo() -> str:

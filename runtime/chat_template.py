@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -63,7 +64,7 @@ class ChatTemplate:
         }
         if not messages:
             raise RequestError("messages: expected at least one message")
-        self._environment.deadline = time.monotonic() + MAX_SECONDS
+        self._environment.limits.deadline = time.monotonic() + MAX_SECONDS
         pieces, length = [], 0
         try:
             for piece in self._template.generate(values):
@@ -122,7 +123,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-        self.deadline = 0.0
+        self.limits = threading.local()  # one text is made in one thread
         self.filters["tojson"] = self._tojson
         self.filters["string"] = self.text
         self.finalize = self._finalize
@@ -134,7 +135,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def check(self, length: int = 0) -> None:
         if length > MAX_CHARS:
             raise SecurityError(f"it makes a text of more than {MAX_CHARS} characters")
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > getattr(self.limits, "deadline", 0.0):
             raise SecurityError(f"it takes more than {MAX_SECONDS:g} s")
 
     def call(__self, __context: Any, __obj: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -71,8 +71,8 @@ class EngineStats:
     num_preemptions: int = 0
     prompt_tokens: int = 0
     scheduled_tokens: int = 0
-    generation_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "abort"
+    output_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "error", "abort"
     schedule_seconds: float = 0.0
     submit_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -121,8 +121,19 @@ class Engine:
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
         # The last token's K and V are never read, hence the one more than the cache holds.
         longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
-        wanted = longest if params.max_tokens is None else len(prompt) + params.max_tokens
+        wanted = self.model.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        if params.max_tokens is not None and longest < min(wanted, self.model.max_model_len):
+            raise RequestError(
+                f"the prompt's {len(prompt)} tokens and max_tokens {params.max_tokens} do not fit the whole KV cache,"
+                f" which holds {self.scheduler.cache.max_tokens}; lower max_tokens, or raise --kv-memory"
+            )
         eos = () if params.ignore_eos else self.model.eos_token_ids
+        ends = frozenset((*eos, *params.stop_token_ids))
+        if params.min_tokens and params.allowed_token_ids and ends.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids has end tokens only, and min_tokens forbids these at first: nothing is left to"
+                " choose; allow more, or set min_tokens to 0"
+            )
         seed = secrets.randbits(64) if params.seed is None else params.seed
         seqs = []
         for index in range(params.n):
@@ -135,7 +146,7 @@ class Engine:
                 params,
                 sequence_seed(seed, index),
                 min(longest, wanted),
-                frozenset((*eos, *params.stop_token_ids)),
+                ends,
             )
             self._arrival += 1
             seqs.append(seq)
@@ -252,7 +263,7 @@ class Engine:
             if output.finish_reason is not None:
                 seqs = self._requests[output.request_id]
                 self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason)
-        stats.generation_tokens += len(outputs)
+        stats.output_tokens += sum(len(output.token_ids) for output in outputs)
         stats.update_seconds += time.perf_counter() - landed
         return outputs
 

@@ -16,13 +16,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from inferc import errors
-from inferc.errors import InfercError, RequestError
+from inferc.errors import GenerationError, InfercError, RequestError
 from inferc.runtime.engine import Engine, EngineStats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 
 log = logging.getLogger(__name__)
+
+BROKEN = (
+    "the model's logits for this request hold no finite largest value: its weights are broken, its numbers overflow"
+    " on this input, or penalties and biases leave nothing to choose; try another input, penalty or dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable
                         return
                 else:
                     _obey(engine, command, emit)
-            events: list[Event] = [*engine.step()] if engine.has_work else []
+            events = _events(engine, engine.step()) if engine.has_work else []
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
             if events:
                 emit(events)
@@ -115,6 +120,18 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable
         emit([Failed(None, f"the engine has stopped: {error}")])
     finally:
         engine.close()
+
+
+def _events(engine: Engine, outputs: list[Output]) -> list[Event]:
+    """A step's outputs; a sequence whose numbers broke ends its whole request."""
+    events: list[Event] = []
+    for output in outputs:
+        if output.finish_reason == "error":
+            engine.abort(output.request_id)
+            events.append(Failed(output.request_id, BROKEN, kind=GenerationError.__name__))
+        else:
+            events.append(output)
+    return events
 
 
 def _obey(engine: Engine, command: Command, emit: Callable[[list[Event]], None]) -> None:
@@ -141,7 +158,8 @@ class EngineClient:
     """The caller's side: open requests and their sinks. Thread-safe. Subclasses carry commands and events.
 
     Every request gets its outputs until its last sequence has ended, or one `Failed`; after `abort` of all of it,
-    nothing more.
+    nothing more. Ids are given out here and never again, so what is still on its way for a request that was aborted
+    cannot reach another one.
     """
 
     def __init__(self, on_stop: Callable[[str], None] | None = None) -> None:
@@ -151,7 +169,7 @@ class EngineClient:
         self._lock = threading.Lock()
         self._stopped: str | None = None  # why no request can be taken any more
         self._is_draining = False
-        self._stats_count = itertools.count()
+        self._ids = itertools.count(1)
 
     @property
     def stopped(self) -> str | None:
@@ -162,10 +180,14 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._open)
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> None:
-        """Start a request. Its events come to `sink`; raises InfercError if the engine has stopped or is draining."""
-        self._begin(request_id, sink, params.n)
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> str:
+        """Start a request and return its id. Its events come to `sink`, from now on.
+
+        Raises InfercError if the engine has stopped or is draining.
+        """
+        request_id = self._begin(sink, params.n)
         self._send(Add(request_id, list(prompt_token_ids), params))
+        return request_id
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences; its blocks are free before the next step."""
@@ -173,17 +195,22 @@ class EngineClient:
         if self._stopped is None:
             self._send(Abort(request_id, index))
 
-    def score(self, request_id: str, token_ids: Sequence[int], sink: Sink) -> None:
-        """Start scoring a text; `sink` gets one `Scored` or `Failed`."""
-        self._begin(request_id, sink, 1)
+    def score(self, token_ids: Sequence[int], sink: Sink) -> str:
+        """Start scoring a text and return the request's id; `sink` gets one `Scored` or `Failed`."""
+        request_id = self._begin(sink, 1)
         self._send(ScoreText(request_id, list(token_ids)))
+        return request_id
+
+    def ask_stats(self, sink: Sink) -> str:
+        """Ask for the engine's counters, which it tells between two steps; `sink` gets one `Stats` or `Failed`."""
+        request_id = self._begin(sink, 1, even_draining=True)
+        self._send(GetStats(request_id))
+        return request_id
 
     def stats(self, timeout: float = 10.0) -> EngineStats:
         """The engine's counters of now. Raises InfercError if it does not answer."""
         answer: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request_id = f"stats-{next(self._stats_count)}"
-        self._begin(request_id, answer.put, 1, even_draining=True)
-        self._send(GetStats(request_id))
+        request_id = self.ask_stats(answer.put)
         try:
             event = answer.get(timeout=timeout)
         except queue.Empty:
@@ -212,15 +239,15 @@ class EngineClient:
     def _send(self, command: Command) -> None:
         raise NotImplementedError
 
-    def _begin(self, request_id: str, sink: Sink, num_sequences: int, even_draining: bool = False) -> None:
+    def _begin(self, sink: Sink, num_sequences: int, even_draining: bool = False) -> str:
+        request_id = str(next(self._ids))
         with self._lock:
             if self._stopped is not None:
                 raise InfercError(self._stopped)
             if self._is_draining and not even_draining:
                 raise InfercError("the engine is draining and takes no more requests")
-            if request_id in self._open:
-                raise RequestError(f"request id {request_id!r} is in use; give every request its own")
             self._open[request_id] = _Open(sink, set(range(num_sequences)))
+        return request_id
 
     def _end(self, request_id: str, index: int | None) -> None:
         """A sequence of a request has ended, or all of them (None)."""

@@ -53,7 +53,7 @@ KILL_AFTER_SECONDS = 10.0
 
 
 class EngineProcess(EngineClient):
-    """An engine in a child process. Returns when it is ready; raises what made it fail to start.
+    """An engine in a child process: starts it, and `wait_until_ready` waits for it.
 
     factory "module:function" makes the Engine in the child from `options` (JSON-able).
     """
@@ -72,15 +72,24 @@ class EngineProcess(EngineClient):
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL
+                command,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # ^C in a terminal reaches every process of its session
             )
         self._pipe = Connection(ours.detach())
         self._write_lock = threading.Lock()
         self._closing = False
+        self._reader: threading.Thread | None = None
         self._write({"factory": factory, "options": dict(options), "log_level": logging.getLogger().level})
+
+    def wait_until_ready(self) -> EngineProcess:
+        """Wait until the engine takes requests. Raises what made it fail to start, or InfercError after `close`."""
         self._wait_until_ready()
         self._reader = threading.Thread(target=self._read, name="inferc-engine-reader", daemon=True)
         self._reader.start()
+        return self
 
     @property
     def pid(self) -> int:
@@ -88,11 +97,16 @@ class EngineProcess(EngineClient):
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end of the process and of the events it sent."""
-        self._reader.join(timeout)
+        if self._reader is not None:
+            self._reader.join(timeout)
 
     def close(self) -> None:
-        """Stop now; open requests fail. A child that does not stop within some seconds is killed."""
+        """Stop now; open requests fail. A child that is still loading, or does not stop within seconds, is killed."""
         self._closing = True
+        if self._reader is None:
+            self._process.kill()
+            self._process.wait()
+            return
         if self._stopped is None:
             self._send(Shutdown(drain=False))
         self._reader.join(KILL_AFTER_SECONDS)
@@ -202,7 +216,7 @@ def _decode_logprobs(token_id: int, logprob: float, rank: int, top: list[tuple[i
 def main(fd: int) -> int:
     """The child: make the engine, say so, obey until told to stop or left alone."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # ^C and systemd reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)  # systemd tells every process; the parent decides
     pipe = Connection(fd)
     request = json.loads(pipe.recv_bytes())
     logging.basicConfig(level=request["log_level"], format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
@@ -214,7 +228,10 @@ def main(fd: int) -> int:
             log.exception("the engine cannot start")
         pipe.send_bytes(json.dumps({"error": str(error), "kind": type(error).__name__}).encode())
         return 1
-    pipe.send_bytes(b'{"ready": true}')
+    try:
+        pipe.send_bytes(b'{"ready": true}')
+    except OSError:  # the parent ended while we were loading
+        return 1
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     failures: list[Event] = []
 

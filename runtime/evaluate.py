@@ -52,13 +52,13 @@ def perplexity(
         windows.pop()
     if not windows:
         raise RequestError(f"the text has {len(token_ids)} tokens; a perplexity needs 2 or more")
-    total, num_open, num_started = len(windows), 0, 0
+    total, num_open = len(windows), 0
     answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
     logprobs: dict[str, list[float]] = {}
     while windows or num_open:
         while windows and num_open < IN_FLIGHT:
-            client.score(f"window-{num_started}", windows.popleft(), answers.put)
-            num_open, num_started = num_open + 1, num_started + 1
+            client.score(windows.popleft(), answers.put)
+            num_open += 1
         event = answers.get()
         num_open -= 1
         if isinstance(event, Failed):

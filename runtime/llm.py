@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -65,7 +64,6 @@ class LLM:
         self._text = Text(artifact.tokenizer_folder) if has_tokenizer else None
         self._defaults = model_defaults(artifact)
         self._client = EngineThread(lambda: load_engine(artifact, **options))
-        self._ids = itertools.count()
 
     @property
     def text(self) -> Text:
@@ -90,7 +88,10 @@ class LLM:
         params: one for all, or one for each; None takes the model's defaults.
         Raises RequestError for a prompt or a parameter that cannot be served; the other prompts are then given up.
         """
-        many = cast("list[Prompt]", [prompts] if _is_prompt(prompts) else list(prompts))
+        many = cast(
+            "list[Prompt]",
+            [prompts] if isinstance(prompts, str) or (prompts and _is_prompt(prompts)) else list(prompts),
+        )
         each = params if isinstance(params, Sequence) else [params or self.sampling_params()] * len(many)
         if len(each) != len(many):
             raise RequestError(f"found {len(each)} sampling params for {len(many)} prompts; give one, or one for each")
@@ -145,7 +146,7 @@ class LLM:
     def score(self, prompt: Prompt) -> Score:
         """Log probability of each token of a text after its first, given those before it."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._client.score(f"score-{next(self._ids)}", self._encode(prompt), events.put)
+        self._client.score(self._encode(prompt), events.put)
         event = events.get()
         if isinstance(event, Scored):
             return event.score
@@ -173,9 +174,7 @@ class LLM:
         return self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, request: _Request, sink: Callable[[Event], None]) -> str:
-        request_id = f"llm-{next(self._ids)}"
-        self._client.add(request_id, request.answer.prompt_token_ids, request.params, sink)
-        return request_id
+        return self._client.add(request.answer.prompt_token_ids, request.params, sink)
 
     def _run(self, requests: list[_Request], progress: bool) -> list[RequestOutput]:
         """Run all requests to their end; an error gives up the others."""

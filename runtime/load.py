@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.sampling_params import generation_defaults
 from inferc.runtime.scheduler import SchedulerConfig
+
+log = logging.getLogger(__name__)
 
 
 def load_engine(
@@ -39,13 +42,21 @@ def load_engine(
         num_groups=len(artifact.kv_groups),
         chunked_prefill=chunked_prefill,
     )
-    return Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
+    engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
+    if engine.scheduler.cache.max_tokens < artifact.max_model_len:
+        log.info(
+            "the KV cache holds %d tokens and the model takes %d: longer requests are refused or cut; raise --kv-memory",
+            *(engine.scheduler.cache.max_tokens, artifact.max_model_len),
+        )
+    return engine
 
 
 def model_limits(artifact: Artifact) -> ModelLimits:
     """What the engine must know of the model."""
+    vocab_size = int(artifact.model["vocab_size"])
     eos = tuple(int(token) for token in artifact.model["eos_token_ids"])
-    return ModelLimits(int(artifact.model["vocab_size"]), artifact.max_model_len, eos)
+    # One that the model cannot sample ends nothing.
+    return ModelLimits(vocab_size, artifact.max_model_len, tuple(token for token in eos if 0 <= token < vocab_size))
 
 
 def model_defaults(artifact: Artifact) -> Mapping[str, Any]:

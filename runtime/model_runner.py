@@ -12,17 +12,17 @@ import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.config import EngineConfig, ResolvedEngineConfig
+from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.runtime import abi
-from inferc.runtime.step import F32, I32, I64, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
+from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult
+from inferc.runtime.step_args import SampleInputs, StepInputs
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +59,6 @@ class Compiled(Protocol):
     def view(self, weight: Any) -> NDArray[Any]: ...
 
 
-@dataclass
-class _StepInputs:
-    """A step's struct and everything it points to, which must outlive the call."""
-
-    args: abi.StepArgs
-    keep: list[Any]
-
-
 class ModelRunner:
     """Steps of one artifact on this machine's CPU.
 
@@ -93,9 +85,9 @@ class ModelRunner:
         self._maxima = [_align(self.max_num_tokens), _align(self.max_num_seqs), _align(self.max_num_tokens)]
         tokens, seqs, rows = self._maxima
         self.arena_bytes: int = artifact.memory.arena_bytes(tokens, rows, seqs, config.num_threads)
-        self._arena = _allocate(self.arena_bytes, poison)
+        self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
         pools = [self.num_blocks * self.block_size * int(group["bytes_per_token"]) for group in self._groups]
-        self._pools = [_allocate(size, poison) for size in pools]
+        self._pools = [_allocate("the KV cache", size, "--kv-memory", poison) for size in pools]
         self._pool_table = np.array([pool.ctypes.data for pool in self._pools], np.uintp)
         self._weights = np.array([artifact.view(weight).ctypes.data for weight in artifact.weights], np.uintp)
         self._counts: list[NDArray[np.uint32] | None] = [None] * self.max_num_seqs
@@ -120,7 +112,11 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> None:
         """Queue a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds."""
         self._check(plan)
-        self._jobs.put(lambda: self._results.put(self._run(plan)))
+        inputs = self._inputs(plan)  # here, while the step before runs; the worker fills in the late ids
+        sample = None
+        if len(plan.logits_rows):
+            sample = SampleInputs.of(plan.sample, inputs, self.vocab_size, self._count_table, self._last_ids)
+        self._jobs.put(lambda: self._results.put(self._run(inputs, sample)))
 
     def wait(self) -> StepResult:
         """The result of the oldest step that was submitted and not yet waited for."""
@@ -167,71 +163,26 @@ class ModelRunner:
         assert len(plan.slot_mapping) == len(plan.block_tables) == len(self._groups), "one table per KV group"
         assert len(plan.positions) == plan.num_tokens == plan.query_start_loc[-1], "rows of the plan disagree"
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        inputs = self._inputs(plan)
-        self._done(self._library.inferc_step(self._host, inputs.args, self._arena.ctypes.data), "step")
-        if not len(plan.logits_rows):
+    def _run(self, inputs: StepInputs, sample: SampleInputs | None) -> StepResult:
+        self._step(inputs)
+        if sample is None:
             return StepResult(np.zeros(0, np.int32))
-        return self._sample(plan.sample, inputs)
+        self._done(self._library.inferc_sample(self._host, sample.args, self._arena.ctypes.data), "sample")
+        return sample.result()
 
-    def _inputs(self, plan: StepPlan) -> _StepInputs:
-        token_ids = abi.contiguous(plan.token_ids, np.int32)
-        if len(plan.late_rows):
-            token_ids = token_ids.copy()
-            token_ids[plan.late_rows] = self._last_ids[plan.late_slots]
-        slots = [abi.contiguous(slots, np.int64) for slots in plan.slot_mapping]
-        tables = [abi.contiguous(table, np.int32) for table in plan.block_tables]
-        arrays: dict[str, NDArray[Any]] = {
-            "token_ids": token_ids,
-            "positions": abi.contiguous(plan.positions, np.int64),
-            **{
-                name: abi.contiguous(getattr(plan, name), np.int32)
-                for name in ("query_start_loc", "seq_lens", "seq_slots", "logits_rows")
-            },
-            "slot_mapping": np.array([array.ctypes.data for array in slots], np.uintp),
-            "block_table": np.array([array.ctypes.data for array in tables], np.uintp),
-            "max_blocks": np.array([table.shape[1] for table in tables], np.int64),
-            "kv_cache": self._pool_table,
-            "weights": self._weights,
-        }
-        sizes = (plan.num_tokens, plan.num_seqs, len(plan.logits_rows), *self._maxima)
-        args = abi.StepArgs(abi.ABI, *sizes)
-        for name, array in arrays.items():
-            setattr(args, name, array.ctypes.data)
-        args.threads = self._threads
-        return _StepInputs(args, [arrays, slots, tables])
+    def _step(self, inputs: StepInputs) -> None:
+        inputs.fill_late(self._last_ids)
+        self._done(self._library.inferc_step(self._host, inputs.args, self._arena.ctypes.data), "step")
 
-    def _sample(self, rows: SampleRows, inputs: _StepInputs) -> StepResult:
-        count, top = len(rows), int(rows.num_logprobs.max(initial=0))
-        out: dict[str, NDArray[Any]] = {
-            "token_ids": np.zeros(count, np.int32),
-            "logprobs": np.zeros(count, np.float32),
-            "ranks": np.zeros(count, np.int32),
-            "top_ids": np.zeros((count, top), np.int32),
-            "top_logprobs": np.zeros((count, top), np.float32),
-        }
-        kept = {name: abi.contiguous(getattr(rows, name), kind) for name, kind in _ROW_DTYPES.items()}
-        lists = {**_list_args("bias", rows.logit_bias), **_list_args("banned", rows.banned)}
-        lists.update(_list_args("allowed", _sorted(rows.allowed)))
-        args = abi.SampleArgs(ctypes.pointer(inputs.args), self.vocab_size)
-        for name, array in {**kept, **lists, **out}.items():
-            setattr(args, name, abi.pointer(array))
-        args.counts, args.last_ids, args.max_top = self._count_table.ctypes.data, self._last_ids.ctypes.data, top
-        code = self._library.inferc_sample(self._host, args, self._arena.ctypes.data)
-        if code:
-            return StepResult(
-                out["token_ids"], None, "the step's logits are not finite: the weights or the input are broken"
-            )
-        if not top:
-            return StepResult(out["token_ids"])
-        return StepResult(out["token_ids"], [_logprobs(rows, out, row) for row in range(count)])
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        return StepInputs.of(plan, self._maxima, self._pool_table, self._weights, self._threads)
 
     def _score(self, plan: StepPlan, targets: I32) -> tuple[F32, I32]:
         inputs = self._inputs(plan)
         logprobs, argmax = np.zeros(len(targets), np.float32), np.zeros(len(targets), np.int32)
         pointers = (targets.ctypes.data, logprobs.ctypes.data, argmax.ctypes.data)
         args = abi.ScoreArgs(ctypes.pointer(inputs.args), self.vocab_size, *pointers)
-        self._done(self._library.inferc_step(self._host, inputs.args, self._arena.ctypes.data), "step")
+        self._step(inputs)
         self._done(self._library.inferc_score(self._host, args, self._arena.ctypes.data), "score")
         return logprobs, argmax
 
@@ -285,9 +236,6 @@ class ModelRunner:
 
     def set_observer(self, observer: Observer | None) -> None:
         """Call `observer(entry of program.json "observable", layer, rows)` after every node; bfloat16 as its bits."""
-        if observer is None:
-            self._host = None
-            return
         table = {int(entry["id"]): entry for entry in self._artifact.program["observable"]}
 
         def observe(_: int, node: int, layer: int, data: int, rows: int, stride: int) -> None:
@@ -297,16 +245,19 @@ class ModelRunner:
             size = stride * (rows - 1) + width * dtype.itemsize if rows else 0
             flat = memoryview((ctypes.c_char * size).from_address(data))
             value: NDArray[Any] = np.ndarray((rows, width), dtype, flat, strides=(stride, dtype.itemsize))
+            assert observer is not None
             observer(entry, layer, value.reshape(rows, *entry["shape"]).copy())
 
-        self._host = abi.InfercHost(abi.ABI, None, abi.OBSERVE(observe), abi.COLLECTIVE())
+        self._observe(observe if observer is not None else None)
 
     def set_tap(self, tap: Callable[[int], None] | None) -> None:
         """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""
-        if tap is None:
-            self._host = None
-            return
-        self._host = abi.InfercHost(abi.ABI, None, abi.OBSERVE(lambda _, node, *value: tap(node)), abi.COLLECTIVE())
+        self._observe((lambda _, node, *value: tap(node)) if tap is not None else None)
+
+    def _observe(self, observe: Callable[..., None] | None) -> None:
+        self._host = (
+            abi.InfercHost(abi.ABI, None, abi.OBSERVE(observe), abi.COLLECTIVE()) if observe is not None else None
+        )
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads and give the memory back."""
@@ -321,7 +272,7 @@ class ModelRunner:
                 job()
             except Exception as error:  # a step must answer: whoever waits for it would wait forever
                 log.exception("step failed")
-                self._results.put(StepResult(np.zeros(0, np.int32), None, str(error)))
+                self._results.put(StepResult(np.zeros(0, np.int32), error=str(error)))
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Run in the worker, after what is queued, and return its result here."""
@@ -344,14 +295,6 @@ class ModelRunner:
             raise InfercError(f"{what} refused its arguments (check at line {code} of the compiled unit)")
 
 
-_ROW_DTYPES: dict[str, type[np.generic]] = {
-    **dict.fromkeys(("seq_slots", "top_k", "num_logprobs"), np.int32),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
-    **dict.fromkeys(("seeds", "counters"), np.uint64),
-}
-
-
 def _check_inputs(artifact: Compiled) -> None:
     """Refuse a program whose step asks for more than this runner fills."""
     known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows"}
@@ -371,40 +314,16 @@ def _outside(values: NDArray[Any], limit: int) -> bool:
     return bool(len(values)) and bool(values.size) and (int(values.min()) < 0 or int(values.max()) >= limit)
 
 
-def _allocate(size: int, poison: bool) -> NDArray[np.uint8]:
-    """Zeroed pages, huge ones where the kernel has them."""
-    memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+def _allocate(what: str, size: int, option: str, poison: bool) -> NDArray[np.uint8]:
+    """Zeroed pages, huge ones where the kernel has them. Raises ConfigError naming the option to lower."""
+    try:
+        memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+    except (OSError, OverflowError):
+        free = available_memory_bytes() / 1e9
+        raise ConfigError(f"{what} takes {size / 1e9:.1f} GB, and {free:.1f} GB are free; lower {option}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     if poison:
         array[:] = 0xFF  # NaN in float32 and in bfloat16
     return array
-
-
-def _list_args(name: str, lists: TokenLists) -> dict[str, NDArray[Any] | None]:
-    if not len(lists.starts):
-        return {f"{name}_starts": None}
-    args: dict[str, NDArray[Any] | None] = {
-        f"{name}_starts": abi.contiguous(lists.starts, np.int32),
-        f"{name}_ids": abi.contiguous(lists.token_ids, np.int32),
-    }
-    if name == "bias":
-        args["bias_values"] = abi.contiguous(lists.values, np.float32)
-    return args
-
-
-def _sorted(lists: TokenLists) -> TokenLists:
-    """With the ids of every row rising, as the mask kernel takes them."""
-    ids = np.array(lists.token_ids, np.int32)
-    for begin, end in zip(lists.starts[:-1], lists.starts[1:], strict=True):
-        ids[begin:end].sort()
-    return TokenLists(lists.starts, ids)
-
-
-def _logprobs(rows: SampleRows, out: dict[str, NDArray[Any]], row: int) -> Logprobs | None:
-    count = int(rows.num_logprobs[row])
-    if not count:
-        return None
-    top = zip(out["top_ids"][row, :count].tolist(), out["top_logprobs"][row, :count].tolist(), strict=True)
-    return Logprobs(int(out["token_ids"][row]), float(out["logprobs"][row]), int(out["ranks"][row]), tuple(top))

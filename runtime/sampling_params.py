@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from inferc.errors import RequestError
+
+log = logging.getLogger(__name__)
 
 MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 64
@@ -70,7 +73,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0, "use 0 to turn it off")
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "use 0 to turn it off")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "use 0 to turn it off")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "use 1 to turn it off", low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "use 1 to turn it off")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
@@ -109,20 +112,35 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
     if unknown:
         raise RequestError(f"unknown sampling parameter {', '.join(unknown)}; known: {', '.join(sorted(names))}")
     said = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
-    return SamplingParams(**{**(defaults or {}), **said})
+    merged = {**(defaults or {}), **said}
+    least, most = merged.get("min_tokens"), merged.get("max_tokens")
+    if "max_tokens" not in said and isinstance(least, int) and isinstance(most, int):
+        merged["max_tokens"] = max(least, most)  # the model's limit gives way to what was asked for
+    return SamplingParams(**merged)
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling defaults that a Hugging Face generation config asks for.
 
-    `do_sample: false` means greedy there; its other sampling values are then not used.
+    `do_sample: false` means greedy there; its other sampling values are then not used. A value that no request could
+    give (top_p 0, say) is left out with a warning, or every request that says nothing would fail by it.
     """
     if config.get("do_sample") is False:
         return {"temperature": 0.0}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: config[name] for name in names if config.get(name) is not None}
-    if config.get("max_new_tokens") is not None:
-        found["max_tokens"] = config["max_new_tokens"]
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    found: dict[str, Any] = {}
+    for name, theirs in {**names, "max_tokens": "max_new_tokens"}.items():
+        value = config.get(theirs)
+        if value is None:
+            continue
+        if name in ("top_k", "max_tokens") and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            from_request({name: value})
+        except RequestError as error:
+            log.warning("the model's generation config is not followed in %s: %s", theirs, error)
+        else:
+            found[name] = value
     return found
 
 

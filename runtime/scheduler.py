@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -228,6 +228,8 @@ class Scheduler:
         batch.late[slots] &= batch.last_step[slots] > step
         stopped = (batch.stop_ids[:, slots] == ids).any(axis=0)
         ended = stopped | (batch.num_known[slots] >= batch.max_total[slots])
+        if result.failed is not None:
+            ended |= result.failed
         outputs, seqs, finished = [], batch.seqs, Status.FINISHED
         logprobs = result.logprobs or itertools.repeat(None)
         rows = zip(slots.tolist(), ids.tolist(), ended.tolist(), logprobs, strict=False)
@@ -236,11 +238,15 @@ class Scheduler:
             assert seq is not None, "a slot stays its sequence's own until its last step lands"
             if seq.status is finished:  # it ended while this step was in flight: the token is dropped
                 continue
+            if result.failed is not None and result.failed[row]:
+                outputs.append(Output(seq.request_id, seq.index, [], "error"))
+                self._end(seq)
+                continue
             seq.token_ids.append(token)
             output = Output(seq.request_id, seq.index, [token])
             outputs.append(output)
             if logprob is not None:
-                output.logprobs = [logprob]
+                output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
             if is_end:
                 output.finish_reason = "stop" if stopped[row] else "length"
                 self._end(seq)

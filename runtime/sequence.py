@@ -47,7 +47,8 @@ class Sequence:
 class Output:
     """What one step brought for one sequence: at most one token, and the end with its reason.
 
-    finish_reason: "stop" (an end token, which `token_ids` includes), "length" or None.
+    finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (its logits are not finite; no
+    token comes with it) or None.
     """
 
     request_id: str

@@ -6,6 +6,7 @@ the rows that are sampled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,14 +27,13 @@ class TokenLists:
     values: F32 = field(default_factory=lambda: np.zeros(0, np.float32))  # one per id for logit_bias, else empty
 
     @staticmethod
-    def of(rows: list[dict[int, float]] | list[list[int]]) -> TokenLists:
-        """From one dict (id to value) or one list of ids per row."""
-        if not any(rows):
+    def of(rows: Sequence[I32], values: Sequence[F32] = ()) -> TokenLists:
+        """From one array of ids per row, and their values if they have any."""
+        if not any(len(row) for row in rows):
             return TokenLists()
-        starts = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
-        ids = np.fromiter((token for row in rows for token in row), np.int32)
-        values = [value for row in rows if isinstance(row, dict) for value in row.values()]
-        return TokenLists(starts, ids, np.array(values, np.float32))
+        starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum([len(row) for row in rows], out=starts[1:])
+        return TokenLists(starts, np.concatenate(rows), np.concatenate(values) if values else np.zeros(0, np.float32))
 
 
 @dataclass
@@ -58,7 +58,7 @@ class SampleRows:
     num_logprobs: I32
     logit_bias: TokenLists = field(default_factory=TokenLists)
     banned: TokenLists = field(default_factory=TokenLists)
-    allowed: TokenLists = field(default_factory=TokenLists)  # a row with no ids allows all
+    allowed: TokenLists = field(default_factory=TokenLists)  # rising ids; a row with none allows all
 
     def __len__(self) -> int:
         return len(self.seq_slots)
@@ -127,8 +127,13 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """token_ids [S] i32 in the order of `logits_rows`; logprobs per row, None where not asked for (or nowhere)."""
+    """token_ids [S] i32 in the order of `logits_rows`; logprobs per row, None where not asked for (or nowhere).
+
+    failed [S] marks rows whose logits, after penalties and masks, held no finite largest value: their ids mean nothing.
+    None if there are none.
+    """
 
     token_ids: I32
     logprobs: list[Logprobs | None] | None = None
+    failed: NDArray[np.bool_] | None = None
     error: str | None = None  # the step failed: nothing else is valid

@@ -21,6 +21,7 @@ from inferc.runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from inferc.runtime.chat_template import ChatTemplate
 
+LONG_TEXT = 10_000  # characters: a hundredth of a second
 WINDOW = 16  # ids a decoder that is not by bytes may hold back while its text ends in half a character
 
 
@@ -59,10 +60,21 @@ class Text:
                     " compiled; install the tokenizers version it was compiled with, or compile it again"
                 )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens the model expects at its start (BOS) and end if any."""
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of `text`, with the tokens the model expects at its start (BOS) and end if any.
+
+        max_tokens refuses a text that cannot be so few tokens before time is spent on it; others may still be more.
+        """
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, and the model takes {max_tokens} tokens, of at most"
+                f" {self._longest_token} characters; shorten it"
+            )
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG_TEXT:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # Without offsets, and without the interpreter lock: three times as fast, and other threads go on.
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError("the prompt is not text: it has half of a surrogate pair, or is no string") from error
 
@@ -83,9 +95,17 @@ class Text:
 
         return ChatTemplate(self._template, self.facts)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation, by the model's chat template, which writes BOS itself."""
-        return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], max_tokens: int | None = None, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's chat template, which writes BOS itself; max_tokens as in `encode`."""
+        text = self.chat_template.render(messages, **options)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token: of its spelling, which is never shorter than its text."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that `token_id` stands for, which may be part of a character. Unknown ids stand for nothing."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
-from inferc.errors import InfercError, RequestError
+from inferc.errors import GenerationError, InfercError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Event, Failed, Sink
+from inferc.runtime.engine_loop import Event, Failed, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
@@ -25,17 +27,18 @@ from inferc.runtime.text import Text, TextStream
 
 log = logging.getLogger(__name__)
 
-MAX_REQUESTS = 1024  # running and waiting; more are refused
-WATCH_SECONDS = 0.05  # how often the engine's health is looked at
-State = Literal["serving", "draining", "dead"]
+MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
+PING_SECONDS = 1.0  # how often the engine is asked whether it still steps
+HUNG_SECONDS = 60.0  # a step that lasts longer is no step any more
+State = Literal["serving", "hung", "draining", "dead"]
 
 
 class EngineUnavailable(InfercError):
-    """The engine takes no requests: it is draining, or it died."""
+    """The engine takes no requests: it is draining, it does not answer, or it died."""
 
 
 class QueueFull(InfercError):
-    """Too many requests are waiting."""
+    """Too many sequences are running or waiting."""
 
 
 class RequestAborted(InfercError):
@@ -57,15 +60,31 @@ class Piece:
     logprobs: list[Logprobs]
 
 
+@dataclass
+class _Pending:
+    """What of an output the reader has not taken yet."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    shows: bool = False  # says anything: text, log probabilities, the end
+
+    def piece(self, index: int) -> Piece:
+        return Piece(index, "".join(self.texts), self.token_ids, self.finish_reason, self.logprobs)
+
+
 class EngineLike(Protocol):
     """What AsyncEngine asks of an engine (an EngineClient); nothing here waits unless it says so. Sinks are called on any thread."""
 
     @property
     def stopped(self) -> str | None: ...
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> None: ...
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> str: ...
 
     def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def ask_stats(self, sink: Sink) -> str: ...
 
     def stats(self) -> EngineStats:
         """Waits for the engine, unlike the others."""
@@ -84,15 +103,19 @@ class ModelFacts:
 class Stream:
     """One request's answer, to be iterated once.
 
-    Pieces that the reader has not taken are merged, so a slow reader costs one piece per output and stalls nobody.
+    request_id is the client's name for it; the engine's own (`engine_id`) is never used twice, so what is still on its
+    way for a request of the same name cannot come here. Pieces that the reader has not taken are merged, so a slow
+    reader costs one piece per output and stalls nobody.
     """
 
     def __init__(self, engine: AsyncEngine, request_id: str, params: SamplingParams) -> None:
         self.request_id = request_id
+        self.engine_id = ""  # until it is started
+        self.num_sequences = params.n
         self._engine = engine
         self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
         self._running = set(range(params.n))
-        self._pending: dict[int, Piece] = {}
+        self._pending: dict[int, _Pending] = {}
         self._error: InfercError | None = None
         self._news = asyncio.Event()
 
@@ -105,22 +128,18 @@ class Stream:
         if output.index not in self._running:  # it ended by a stop string while this was on its way
             return
         delta = self._texts[output.index].push(output.token_ids, output.finish_reason)
-        new = Piece(output.index, delta.text, output.token_ids, delta.finish_reason, output.logprobs or [])
         if delta.finish_reason is not None:
             self._running.discard(output.index)
             if output.finish_reason is None:
-                self._engine.client.abort(self.request_id, output.index)
-        old = self._pending.get(output.index)
-        if old is not None:
-            new = replace(
-                new,
-                text=old.text + new.text,
-                token_ids=old.token_ids + new.token_ids,
-                logprobs=old.logprobs + new.logprobs,
-            )
+                self._engine.client.abort(self.engine_id, output.index)
+        pending = self._pending.setdefault(output.index, _Pending())
+        pending.texts.append(delta.text)
+        pending.token_ids += output.token_ids
+        pending.logprobs += output.logprobs or ()
+        pending.finish_reason = delta.finish_reason
         # What shows nothing yet (half a character, a possible stop string) waits for what completes it.
-        self._pending[output.index] = new
-        if new.text or new.finish_reason is not None or new.logprobs:
+        if delta.text or pending.logprobs or delta.finish_reason is not None:
+            pending.shows = True
             self._news.set()
 
     def fail(self, error: InfercError) -> None:
@@ -129,8 +148,8 @@ class Stream:
 
     def close(self) -> None:
         """End the request if it still runs. Call it when done, whatever happened."""
-        if self.is_open:
-            self._engine.client.abort(self.request_id)
+        if self.is_open and self.engine_id:
+            self._engine.client.abort(self.engine_id)
         self._engine.forget(self)
 
     def __aiter__(self) -> Stream:
@@ -140,10 +159,8 @@ class Stream:
         while True:
             await self._news.wait()
             for index in sorted(self._pending):
-                piece = self._pending[index]
-                if _shows(piece):
-                    del self._pending[index]
-                    return piece
+                if self._pending[index].shows:
+                    return self._pending.pop(index).piece(index)
             if self._error is not None:
                 raise self._error
             if not self._running:
@@ -151,26 +168,21 @@ class Stream:
             self._news.clear()
 
 
-def _shows(piece: Piece) -> bool:
-    """Whether a piece says anything; if not (half a character, a possible stop string) it waits for the next."""
-    return bool(piece.text or piece.logprobs) or piece.finish_reason is not None
-
-
 class AsyncEngine:
     """Requests by id, on one event loop. What the engine says comes in by `_sink`, from a thread of its client's."""
 
-    def __init__(self, client: EngineLike, text: Text, facts: ModelFacts, max_requests: int = MAX_REQUESTS) -> None:
+    def __init__(self, client: EngineLike, text: Text, facts: ModelFacts, max_sequences: int = MAX_SEQUENCES) -> None:
         self.client = client
         self.text = text
         self.facts = facts
         self.state: State = "serving"
         self._loop = asyncio.get_running_loop()
-        self._max_requests = max_requests
+        self._max_sequences = max_sequences
         self._streams: dict[str, Stream] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._reason = ""
-        self._incoming: deque[Event] = deque()
+        self._incoming: deque[tuple[Stream, Event]] = deque()
         self._is_woken = False
 
     @property
@@ -183,19 +195,15 @@ class AsyncEngine:
         Raises RequestIdInUse, QueueFull or EngineUnavailable. What else is wrong with the request (a prompt that is
         too long) is raised by the stream.
         """
-        self._check_open()
+        self.check_open(params.n)
         request_id = request_id or f"r-{secrets.token_hex(8)}"
         if request_id in self._streams:
             raise RequestIdInUse(f"request id {request_id!r} is in use; give every request its own")
-        if len(self._streams) >= self._max_requests:
-            raise QueueFull(
-                f"{len(self._streams)} requests are running or waiting, as many as are let in; try again later"
-            )
         stream = Stream(self, request_id, params)
         self._streams[request_id] = stream
         self._idle.clear()
         try:
-            self.client.add(request_id, prompt_token_ids, params, self._sink)
+            stream.engine_id = self.client.add(prompt_token_ids, params, partial(self._sink, stream))
         except RequestError:
             stream.close()
             raise
@@ -204,11 +212,17 @@ class AsyncEngine:
             raise EngineUnavailable(str(error)) from None
         return stream
 
-    def _check_open(self) -> None:
+    def check_open(self, num_sequences: int = 1) -> None:
+        """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now."""
         if self.state == "draining":
             raise EngineUnavailable("the server is shutting down and takes no new requests")
-        if self.state == "dead":
+        if self.state != "serving":
             raise EngineUnavailable(self._reason)
+        found = sum(stream.num_sequences for stream in self._streams.values())
+        if found + num_sequences > self._max_sequences:
+            raise QueueFull(
+                f"{found} sequences are running or waiting, and {self._max_sequences} are let in; try again later"
+            )
 
     async def stats(self) -> EngineStats:
         """The engine's counters of now. Raises EngineUnavailable if it does not answer."""
@@ -222,7 +236,7 @@ class AsyncEngine:
         stream = self._streams.get(request_id)
         if stream is None or not stream.is_open:
             return False
-        self.client.abort(request_id)
+        self.client.abort(stream.engine_id)
         stream.fail(RequestAborted(f"request {request_id!r} was aborted"))
         return True
 
@@ -234,31 +248,60 @@ class AsyncEngine:
 
     async def drain(self, limit_seconds: float) -> bool:
         """Take no more requests and let the running ones end, at most this long. Whether all did."""
-        if self.state == "serving":
+        if self.state != "dead":
             self.state = "draining"
         try:
             await asyncio.wait_for(self._idle.wait(), limit_seconds)
         except asyncio.TimeoutError:
             late = EngineUnavailable("the server shut down before the request was done")
             for stream in list(self._streams.values()):
-                self.client.abort(stream.request_id)
+                self.client.abort(stream.engine_id)
                 stream.fail(late)
             return False
         return True
 
-    async def watch(self) -> None:
-        """Return when the engine has died: every stream has ended then, and no request is taken any more."""
+    async def watch(self, died: asyncio.Event, on_state: Callable[[State], Awaitable[None]]) -> None:
+        """Return when the engine has died: every stream has ended then, and no request is taken any more.
+
+        died is set by whoever started the engine. on_state hears of every change that is not `drain`'s. The engine is asked for its counters again and again,
+        and a step that does not end within HUNG_SECONDS makes it "hung" until it answers.
+        """
+        asked, answered = time.monotonic(), asyncio.Event()
+        self._ping(answered)
         while self.client.stopped is None:
-            await asyncio.sleep(WATCH_SECONDS)
-        self._reason = f"the engine stopped: {self.client.stopped}"
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(died.wait(), PING_SECONDS)
+            if answered.is_set():
+                asked, answered = time.monotonic(), asyncio.Event()
+                self._ping(answered)
+                if self.state == "hung":
+                    log.warning("the engine answers again")
+                    self.state = "serving"
+                    await on_state(self.state)
+            elif self.state == "serving" and time.monotonic() - asked > HUNG_SECONDS:
+                self._reason = f"the engine has not ended its step for {HUNG_SECONDS:g} s"
+                log.error("%s; %d requests are running", self._reason, len(self._streams))
+                self.state = "hung"
+                await on_state(self.state)
+        self._reason = self.client.stopped
         log.error("%s; %d requests were running", self._reason, len(self._streams))
         self.state = "dead"
         for stream in list(self._streams.values()):
             stream.fail(EngineUnavailable(self._reason))
+        await on_state(self.state)
 
-    def _sink(self, event: Event) -> None:
+    def _ping(self, answered: asyncio.Event) -> None:
+        def sink(event: Event) -> None:
+            if isinstance(event, Stats):
+                with suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(answered.set)
+
+        with suppress(InfercError):  # it has stopped: `watch` sees that
+            self.client.ask_stats(sink)
+
+    def _sink(self, stream: Stream, event: Event) -> None:
         """Called on the engine client's thread. All events of a step wake the loop once."""
-        self._incoming.append(event)
+        self._incoming.append((stream, event))
         if not self._is_woken:
             self._is_woken = True
             # Raises RuntimeError once the loop is closed: nobody is left to hear it then.
@@ -268,11 +311,10 @@ class AsyncEngine:
     def _take(self) -> None:
         self._is_woken = False  # before taking: what comes from here on wakes the loop again
         while self._incoming:
-            event = self._incoming.popleft()
-            stream = self._streams.get(event.request_id or "")
-            if stream is None:
-                continue
+            stream, event = self._incoming.popleft()
             if isinstance(event, Output):
                 stream.push(event)
             elif isinstance(event, Failed):
-                stream.fail(RequestError(event.reason) if event.is_request_error else EngineUnavailable(event.reason))
+                error = event.error
+                is_its_own = isinstance(error, RequestError | GenerationError)
+                stream.fail(error if is_its_own else EngineUnavailable(event.reason))

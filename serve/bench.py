@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,25 +34,33 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class ServeResult:
+    """What clients saw: the time to the first message with tokens, between two tokens, and to the end of the stream.
+
+    A message may carry several tokens, and then each of them counts as its share of the gap before the message. Those
+    that come in the first message have no gap before them, so none of theirs is counted.
+    """
+
     output_tokens_per_s: float
     requests: int
     requests_per_s: float
     ttft_ms: Percentiles
-    itl_ms: Percentiles  # between two tokens; tokens that come in one message share its gap
+    itl_ms: Percentiles | None  # None if every answer came in one message
     e2e_ms: Percentiles
     input_len: int
     output_len: int
     concurrency: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Times:
-    """Of one request, in seconds."""
+    """Of one request, in seconds since it was sent. messages: when each came that has tokens, and how many it has."""
 
-    ttft: float
-    gaps: list[float]
+    messages: list[tuple[float, int]]
     whole: float
-    num_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.messages)
 
 
 @contextmanager
@@ -96,12 +105,13 @@ def run_load(address: str, input_len: int, output_len: int, concurrency: int, re
         start = time.perf_counter()
         times = list(pool.map(lambda prompt: one(prompt, output_len), prompts[concurrency:]))
         seconds = time.perf_counter() - start
+    gaps = [gap for item in times for gap in _gaps(item.messages)]
     return ServeResult(
         output_tokens_per_s=sum(item.num_tokens for item in times) / seconds,
         requests=len(times),
         requests_per_s=len(times) / seconds,
-        ttft_ms=Percentiles.of_ms([item.ttft for item in times]),
-        itl_ms=Percentiles.of_ms([gap for item in times for gap in item.gaps]),
+        ttft_ms=Percentiles.of_ms([item.messages[0][0] for item in times]),
+        itl_ms=Percentiles.of_ms(gaps) if gaps else None,
         e2e_ms=Percentiles.of_ms([item.whole for item in times]),
         input_len=input_len,
         output_len=output_len,
@@ -110,18 +120,14 @@ def run_load(address: str, input_len: int, output_len: int, concurrency: int, re
 
 
 def _request(client: Client, prompt: list[int], num_tokens: int) -> _Times:
-    start = last = time.perf_counter()
-    times = _Times(0.0, [], 0.0, 0)
+    start = time.perf_counter()
+    messages = []
     for piece in client.generate(prompt, temperature=0.0, max_tokens=num_tokens, ignore_eos=True):
-        now, count = time.perf_counter(), len(piece.token_ids)
-        if not count:
-            continue
-        if times.num_tokens:
-            times.gaps += [(now - last) / count] * count
-        else:
-            times.ttft = now - start
-            times.gaps += [0.0] * (count - 1)
-        times.num_tokens += count
-        last = now
-    times.whole = time.perf_counter() - start
-    return times
+        if piece.token_ids:
+            messages.append((time.perf_counter() - start, len(piece.token_ids)))
+    return _Times(messages, time.perf_counter() - start)
+
+
+def _gaps(messages: Sequence[tuple[float, int]]) -> list[float]:
+    """The time between a token and the one before it, for every token of the messages after the first."""
+    return [(now - before) / count for (before, _), (now, count) in pairwise(messages) for _ in range(count)]

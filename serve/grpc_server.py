@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -11,11 +12,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from inferc.errors import ConfigError, RequestError
+from inferc.errors import ConfigError, GenerationError, RequestError
 from inferc.serve import protocol
 from inferc.serve.async_engine import AsyncEngine, EngineUnavailable, Piece, QueueFull, RequestAborted, RequestIdInUse
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -24,8 +25,9 @@ log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 REPORTED = ("", SERVICE)  # the services that health speaks of; "" is the whole server
+MAX_MESSAGE_BYTES = 64 << 20  # of a request; a prompt of a million tokens takes a tenth
 OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # a prompt's length is the engine's to judge
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
@@ -45,6 +47,7 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (RequestAborted, grpc.StatusCode.CANCELLED),
     (EngineUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (GenerationError, grpc.StatusCode.INTERNAL),
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -71,7 +74,8 @@ class InferenceService:
         protocol.check_known(request)
         self._check_model(request.model)
         params = protocol.sampling_params(request.sampling, self.engine.facts.defaults)
-        prompt = self._prompt(request)
+        self.engine.check_open(params.n)  # before the work that a prompt is
+        prompt = await self._prompt(request)
         stream = self.engine.open(prompt, params, protocol.request_id(request))
         usage = pb.Usage(prompt_tokens=len(prompt))
         running = params.n
@@ -88,11 +92,13 @@ class InferenceService:
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._check_model(request.model)
+        text = self.engine.text
         if request.WhichOneof("prompt") == "chat":
-            ids = self.engine.text.encode_chat(protocol.chat_messages(request.chat))
+            messages = protocol.chat_messages(request.chat)
+            ids = await asyncio.to_thread(text.encode_chat, messages)
         elif request.WhichOneof("prompt") == "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = self.engine.text.encode(request.text, add_special_tokens=special)
+            ids = await asyncio.to_thread(text.encode, request.text, add_special_tokens=special)
         else:
             raise RequestError("the request has no prompt; set text or chat")
         return pb.TokenizeResponse(token_ids=ids)
@@ -129,7 +135,7 @@ class InferenceService:
             kv_usage=stats.kv_usage,
             num_requests=self.engine.num_requests,
             prompt_tokens=stats.prompt_tokens,
-            output_tokens=stats.generation_tokens,
+            output_tokens=stats.output_tokens,
             num_preemptions=stats.num_preemptions,
         )
 
@@ -137,14 +143,17 @@ class InferenceService:
         if name not in ("", self.info.name):
             raise NotServed(f"model {name!r} is not served here; this server has {self.info.name!r}")
 
-    def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+        """The prompt's ids. Tokenizing takes a second for a megabyte, so a thread does it: nobody else waits."""
         kind = request.WhichOneof("prompt")
+        limit = self.engine.facts.max_model_len
         if kind == "token_ids":
             return list(request.token_ids.ids)
         if kind == "text":
-            return self.engine.text.encode(request.text)
+            return await asyncio.to_thread(self.engine.text.encode, request.text, max_tokens=limit)
         if kind == "chat":
-            return self.engine.text.encode_chat(protocol.chat_messages(request.chat))
+            messages = protocol.chat_messages(request.chat)
+            return await asyncio.to_thread(self.engine.text.encode_chat, messages, max_tokens=limit)
         raise RequestError("the request has no prompt; set one of text, token_ids or chat")
 
 
@@ -161,15 +170,15 @@ def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.Gener
 
 
 class GrpcServer:
-    """Listens on one port. Health follows the engine: SERVING while it takes requests."""
+    """Listens on one port. Health follows the engine: SERVING while it takes requests.
 
-    def __init__(self, engine: AsyncEngine, info: ModelInfo, host: str, port: int) -> None:
+    The port is taken at once, so that what is wrong with it is known before a model is loaded; calls are answered from
+    `start` on. Raises ConfigError if there is no such port to have.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
         self._server = grpc.aio.server(options=OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-        self._add_service(InferenceService(engine, info))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
         address = f"[{host}]" if ":" in host else host
         try:
             bound = self._server.add_insecure_port(f"{address}:{port}")
@@ -181,7 +190,11 @@ class GrpcServer:
             )
         self.address = f"{address}:{bound}"
 
-    async def start(self) -> None:
+    async def start(self, engine: AsyncEngine, info: ModelInfo) -> None:
+        self._add_service(InferenceService(engine, info))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
         await self.set_serving(True)
         await self._server.start()
 
@@ -204,15 +217,11 @@ class GrpcServer:
             "GetLoads": (pb.GetLoadsRequest, service.get_loads),
         }
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                _unary(run), request_deserializer=kind.FromString, response_serializer=_serialize
-            )
+            name: grpc.unary_unary_rpc_method_handler(_unary(kind, run), response_serializer=_serialize)
             for name, (kind, run) in unary.items()
         }
         handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-            _streaming(service.generate),
-            request_deserializer=pb.GenerateRequest.FromString,
-            response_serializer=_serialize,
+            _streaming(pb.GenerateRequest, service.generate), response_serializer=_serialize
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
@@ -221,18 +230,31 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _unary(run: Callable[[Any], Awaitable[Message]]) -> Callable[[Any, Context], Awaitable[Message]]:
-    async def handler(request: Any, context: Context) -> Message:
+def _parse(kind: type[Message], data: bytes) -> Any:
+    """A request of bytes that anybody may have sent. gRPC itself would answer UNKNOWN to what is no message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise RequestError(f"the bytes are no {kind.DESCRIPTOR.full_name}: {error}") from None
+
+
+def _unary(
+    kind: type[Message], run: Callable[[Any], Awaitable[Message]]
+) -> Callable[[bytes, Context], Awaitable[Message]]:
+    async def handler(data: bytes, context: Context) -> Message:
         async with _errors_as_status(context):
+            request = _parse(kind, data)
             protocol.check_known(request)
             return await run(request)
 
     return handler
 
 
-def _streaming(run: Callable[[Any], AsyncGenerator[Message, None]]) -> Callable[[Any, Context], Awaitable[None]]:
-    async def handler(request: Any, context: Context) -> None:
-        async with _errors_as_status(context), aclosing(run(request)) as messages:
+def _streaming(
+    kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]]
+) -> Callable[[bytes, Context], Awaitable[None]]:
+    async def handler(data: bytes, context: Context) -> None:
+        async with _errors_as_status(context), aclosing(run(_parse(kind, data))) as messages:
             async for message in messages:
                 # Waits while the client does not read; the stream behind `run` gathers what comes meanwhile.
                 await context.write(message)

@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from inferc.cli_common import Isa, Json, KVMemory, Out, Threads, command, engine, engine_options, print_json, progress
+from inferc.cli_common import (
+    Isa,
+    Json,
+    KVMemory,
+    Out,
+    Threads,
+    command,
+    engine,
+    engine_options,
+    print_json,
+    progress,
+    say,
+)
 from inferc.errors import ConfigError
 
 bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -49,10 +61,10 @@ def bench_kernels(
         print_json({name: dataclasses.asdict(step) for name, step in steps.items()})
         return
     for name, step in steps.items():
-        print(f"{name}: {step.num_tokens} tokens after {step.context_len}, {step.ms:.2f} ms, {step.isa}")
+        say(f"{name}: {step.num_tokens} tokens after {step.context_len}, {step.ms:.2f} ms, {step.isa}")
         for row in step.kernels:
             speed = "" if row.weights_gb_per_s is None else f"{row.weights_gb_per_s:8.1f} GB/s of weights"
-            print(f"  {row.kernel:32} {row.calls:4} calls {row.ms:10.3f} ms {row.share:6.1%}{speed}")
+            say(f"  {row.kernel:32} {row.calls:4} calls {row.ms:10.3f} ms {row.share:6.1%}{speed}")
 
 
 @command(bench_app, "latency")
@@ -144,7 +156,12 @@ def _print_numbers(values: dict[str, Any], as_json: bool) -> None:
         print_json(values)
         return
     for name, value in values.items():
-        if isinstance(value, dict):
-            print(f"{name:24} " + "  ".join(f"{key} {item:,.3f}" for key, item in value.items()))
-        else:
-            print(f"{name:24} {value:,.3f}" if isinstance(value, float) else f"{name:24} {value:,}")
+        say(f"{name:24} {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {item:,.3f}" for key, item in value.items())
+    if value is None:
+        return "unknown"
+    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"

@@ -1,20 +1,23 @@
-"""What the modules of the command line share: options, errors turned into exit codes, progress, an engine at hand."""
+"""What the modules of the command line share: options, streams, errors turned into exit codes, an engine at hand."""
 
 from __future__ import annotations
 
+import codecs
+import errno
 import functools
+import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from inferc.errors import InfercError
+from inferc.errors import ConfigError, InfercError, RequestError
 
 if TYPE_CHECKING:
     from inferc.runtime.artifact import Artifact
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+MAX_COUNT = 2**31 - 1  # steps count in int32
+MAX_BYTES = 2**63 - 1
 Command = TypeVar("Command", bound=Callable[..., int | None])
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
@@ -30,8 +35,12 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="The artifact: a folder
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads; all cores if not given.")]
 Isa = Annotated[str, typer.Option("--isa", metavar="avx2|avx512|auto", help="Instruction set.")]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
-MaxTokens = Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step.")]
+MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step.")]
 KVMemory = Annotated[str, typer.Option("--kv-memory", metavar="BYTES", help="KV cache size, for example 2GiB.")]
+
+
+class OutputError(InfercError):
+    """Standard output takes no more."""
 
 
 def command(group: typer.Typer, name: str) -> Callable[[Command], Command]:
@@ -44,19 +53,23 @@ def command(group: typer.Typer, name: str) -> Callable[[Command], Command]:
             code: int | None = 0
             try:
                 code = run(*args, **kwargs)
-                sys.stdout.flush()
+                with writing():
+                    sys.stdout.flush()
             except KeyboardInterrupt:
                 code = fail("interrupted", INTERRUPTED)
             except BrokenPipeError:  # the reader of our output left, as `head` does
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _discard_output()
             except InfercError as error:
                 log.info("the command failed", exc_info=error)
                 code = fail(str(error), error.exit_code)
             except ModuleNotFoundError as error:
                 code = fail(missing(error), 1)
-            except Exception as error:  # a fault of ours: one line for the user, the rest on request
+            except Exception as error:
                 log.info("the command failed", exc_info=error)
-                code = fail(f"{type(error).__name__}: {error}; INFERC_DEBUG=1 shows where, please report it", 1)
+                if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+                    code = fail(out_of_memory(), 1)
+                else:  # a fault of ours: one line for the user, the rest on request
+                    code = fail(f"{type(error).__name__}: {error}; INFERC_DEBUG=1 shows where, please report it", 1)
             if code:
                 raise typer.Exit(code)
 
@@ -77,8 +90,66 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this command needs the package {package}, which is not installed; pip install 'inferc[{extra}]'"
 
 
+def out_of_memory() -> str:
+    from inferc.config import available_memory_bytes
+
+    return f"not enough memory: {available_memory_bytes() / 1e9:.1f} GB are free"
+
+
+# ----------------------------------------------------------------------------------------- standard streams
+
+
+def open_streams() -> None:
+    """Make the standard streams usable: one that is closed reads and writes nothing, and every character can leave."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open to the end of the process)
+    if not _takes_unicode() and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def say(text: str = "", end: str = "\n", flush: bool = False) -> None:
+    """Print on standard output. Raises OutputError if it takes no more."""
+    with writing():
+        print(text, end=end, flush=flush)
+
+
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False, default=str))
+    say(json.dumps(value, ensure_ascii=not _takes_unicode(), default=str), flush=True)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Writes to standard output and to nothing else: an OSError is then an OutputError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_output()
+        raise OutputError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def decode_utf8(data: bytes, source: str) -> str:
+    """Text that came from `source`, with line ends as in any text file. Raises RequestError if it is not UTF-8."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise RequestError(f"{source} is not UTF-8: {found}; convert it first, with iconv for example") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _takes_unicode() -> bool:
+    return codecs.lookup(sys.stdout.encoding).name.startswith("utf-")
+
+
+def _discard_output() -> None:
+    """What is still in the buffer would fail again when the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ------------------------------------------------------------------------------------------------- at work
 
 
 @contextmanager
@@ -102,18 +173,23 @@ def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def engine_options(
-    threads: int | None, isa: str, max_seqs: int, max_tokens: int, kv_memory: str = "auto"
+    threads: int | None, isa: str, max_num_seqs: int, max_num_batched_tokens: int, kv_memory: str = "auto"
 ) -> dict[str, Any]:
-    """The fields of EngineConfig as the command line says them."""
+    """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
 
-    return {
+    options: dict[str, Any] = {
         "num_threads": "auto" if threads is None else threads,
         "isa": isa,
-        "max_num_seqs": max_seqs,
-        "max_num_batched_tokens": max_tokens,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
         "kv_memory_bytes": "auto" if kv_memory == "auto" else parse_bytes(kv_memory),
     }
+    for name, value in options.items():
+        limit = MAX_BYTES if name == "kv_memory_bytes" else MAX_COUNT
+        if isinstance(value, int) and value > limit:
+            raise ConfigError(f"{name} is {value}, expected at most {limit}")
+    return options
 
 
 @contextmanager

@@ -89,7 +89,10 @@ class Client:
 
         Closing the iterator, or dropping it, ends the request on the server at once.
         """
-        request = pb.GenerateRequest(request_id=request_id, sampling=_sampling(sampling), **_prompt(prompt))
+        try:
+            request = pb.GenerateRequest(request_id=request_id, sampling=_sampling(sampling), **_prompt(prompt))
+        except (TypeError, ValueError) as error:  # half of a surrogate pair, or a request_id that is no text
+            raise RequestError(f"the request cannot be sent: {error}") from None
         call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout)
         try:
             for message in call:
@@ -125,7 +128,9 @@ class Client:
         return list(self._call("Tokenize", pb.TokenizeRequest(text=text), pb.TokenizeResponse).token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        return str(self._call("Detokenize", pb.DetokenizeRequest(token_ids=token_ids), pb.DetokenizeResponse).text)
+        return str(
+            self._call("Detokenize", pb.DetokenizeRequest(token_ids=_token_ids(token_ids)), pb.DetokenizeResponse).text
+        )
 
     def model_info(self) -> pb.GetModelInfoResponse:
         info: pb.GetModelInfoResponse = self._call("GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse)
@@ -167,12 +172,33 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """The field of GenerateRequest that a prompt is. Raises RequestError for what is none."""
     if isinstance(prompt, str):
         return {"text": prompt}
-    if all(isinstance(part, int) for part in prompt):
-        return {"token_ids": pb.TokenIds(ids=prompt)}  # type: ignore[arg-type]
-    messages = [pb.ChatMessage(role=part["role"], content=part["content"]) for part in prompt]  # type: ignore[index]
-    return {"chat": pb.Chat(messages=messages)}
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise RequestError(f"a prompt is a text, a list of token ids or a list of chat messages, found {prompt!r:.80}")
+    if prompt and isinstance(prompt[0], Mapping):
+        return {"chat": pb.Chat(messages=[_message(index, part) for index, part in enumerate(prompt)])}
+    return {"token_ids": pb.TokenIds(ids=_token_ids(prompt))}
+
+
+def _token_ids(values: Sequence[Any]) -> list[int]:
+    for index, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"token_ids[{index}] is {value!r:.80}; a token id is a whole number")
+        if not 0 <= value < 2**31:
+            raise RequestError(f"token_ids[{index}] is {value}; a token id is 0 to {2**31 - 1}")
+    return list(values)
+
+
+def _message(index: int, message: Any) -> pb.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"message {index} of the chat is {message!r:.80}; it needs a role and a content")
+    for name in ("role", "content"):
+        if not isinstance(message.get(name), str):
+            found = f"{message[name]!r:.80}" if name in message else "none"
+            raise RequestError(f"message {index} of the chat needs a {name}, a text; found {found}")
+    return pb.ChatMessage(role=message["role"], content=message["content"])
 
 
 def _error(error: grpc.RpcError) -> InfercError:

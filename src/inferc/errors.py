@@ -39,3 +39,7 @@ class RequestError(InfercError):
     """The client's fault: HTTP 400, gRPC INVALID_ARGUMENT."""
 
     exit_code = 2
+
+
+class GenerationError(InfercError):
+    """One sequence cannot go on: the model's numbers for it are broken. Other requests are not touched."""

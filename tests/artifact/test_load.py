@@ -1,5 +1,6 @@
 """Loading says in one line what is wrong with an artifact, and works from anywhere it was copied to."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 from inferc.errors import ArtifactError
@@ -76,6 +78,25 @@ def test_damage_within_the_weights_names_the_place(copied: Path) -> None:
     check = load_artifact(copied).verify_weights(num_threads=1)
     with pytest.raises(ArtifactError, match=r"weights-00001-of-00001.safetensors is damaged within bytes 0 to"):
         check.wait()
+
+
+def test_weights_that_cannot_be_read_are_not_taken_for_checked(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(data: memoryview) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(xxhash, "xxh3_128_hexdigest", fail)
+    with pytest.raises(ArtifactError, match=r"cannot read .*weights-00001-of-00001.safetensors: Input/output error"):
+        load_artifact(tiny_artifact).verify_weights().wait()
+
+
+def test_a_fault_of_the_check_itself_comes_out(tiny_artifact: Path) -> None:
+    artifact = load_artifact(tiny_artifact)
+    for data in artifact.maps.values():
+        data.close()
+    with pytest.raises(ValueError, match="mmap closed"):
+        artifact.verify_weights().wait()
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -13,6 +13,12 @@ from typer.testing import CliRunner
 
 from inferc.cli import app
 
+# A kernel that promises all memory it is asked for refuses only what no address could reach.
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+HEURISTIC = pytest.mark.skipif(
+    OVERCOMMIT.exists() and OVERCOMMIT.read_text().strip() == "1", reason="the kernel promises any memory"
+)
+
 
 def refused(*arguments: str | Path, code: int = 2, stdin: str | None = None) -> str:
     """The message of a command that must fail."""
@@ -38,9 +44,9 @@ def artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
 
 
-def refused_here(*arguments: str | Path) -> str:
+def refused_here(*arguments: str | Path, stdin: bytes | None = None) -> str:
     """As `refused`, in this process: importing torch for each test would take most of its time."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
     assert result.exit_code == 2, result.output
     assert not result.stdout
     return str(result.stderr)
@@ -201,6 +207,56 @@ def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
     assert "No such option: --http-port" in refused("serve", tiny_artifact, "--http-port", "8000")
     assert "No such command" in refused("generat", tiny_artifact)
     assert "Missing option '--prompt'" in refused("generate", tiny_artifact)
+
+
+def test_standard_input_that_is_not_utf8(tiny_artifact: Path) -> None:
+    message = one_line(refused_here("generate", tiny_artifact, "--prompt", "-", stdin=b"one\ncaf\xe9"))
+    assert "standard input is not UTF-8: byte 7 is 0xe9" in message
+    message = one_line(refused_here("chat", tiny_artifact, stdin=b"\n\ncaf\xe9\n"))
+    assert "line 3 of standard input is not UTF-8: byte 3 is 0xe9" in message
+
+
+def test_standard_input_is_one_prompt(tiny_artifact: Path) -> None:
+    message = one_line(refused_here("generate", tiny_artifact, "--prompt", "-", "--prompt", "-", stdin=b"hello"))
+    assert "--prompt - was given 2 times" in message and "give it once" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--kv-memory", "999TiB"), "the KV cache takes 1098412."),
+        pytest.param(("--max-num-batched-tokens", "2000000000"), "the arena takes 5760.0 GB", marks=HEURISTIC),
+        (("--kv-memory", "99999999TiB"), "kv_memory_bytes is 109951161678088372224, expected"),
+        (
+            ("--max-num-batched-tokens", "3000000000"),
+            "max_num_batched_tokens is 3000000000, expected at most 2147483647",
+        ),
+    ],
+)
+def test_more_memory_than_there_is(tiny_artifact: Path, options: tuple[str, str], named: str) -> None:
+    message = one_line(refused_here("generate", tiny_artifact, "--prompt", "a", *options))
+    assert named in message
+    assert ("GB are free; lower --" in message) == ("takes" in message)
+
+
+def test_a_server_without_memory_says_so_in_one_line(tiny_artifact: Path) -> None:
+    done = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--kv-memory", "999TiB")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("GB are free; lower --kv-memory")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--grpc-port", "99999"), "--grpc-port 99999: expected 1 to 65535, or 0"),
+        (("--grpc-port", "-1"), "--grpc-port -1: expected"),
+        (("--drain-seconds", "nan"), "--drain-seconds nan: expected a number of seconds, 0 or more"),
+        (("--drain-seconds", "inf"), "--drain-seconds inf: expected"),
+        (("--drain-seconds", "-5"), "--drain-seconds -5: expected"),
+    ],
+)
+def test_serve_checks_its_numbers_before_it_loads(tmp_path: Path, options: tuple[str, str], message: str) -> None:
+    assert message in one_line(refused_here("serve", tmp_path / "none", *options))
 
 
 def test_eval_files(tiny_artifact: Path, tmp_path: Path) -> None:

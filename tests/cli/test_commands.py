@@ -13,8 +13,10 @@ from serving import ENV, INFERC, Server, run_inferc, wait_until
 from typer.testing import CliRunner
 
 from inferc.cli import app
+from inferc.client import Client
 
 COMMANDS = ("compile", "inspect", "generate", "chat", "serve", "eval", "bench")
+ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
 NOT_BUILT = ("explain", "verify", "batch", "simulate", "replay", "diff", "top", "doctor")
 
 
@@ -28,14 +30,18 @@ def run_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, Any]
 
 
 def loaded_by(*arguments: str | Path) -> set[str]:
-    """The top-level packages that a command imports."""
-    code = (
-        "import sys; from inferc.cli import app; app(sys.argv[1:], standalone_mode=False); print('\\n', *sys.modules)"
-    )
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+    """Every module that the process of a command imports, by Python's own account."""
+    command = [*INFERC, *map(str, arguments)]
+    env = {**ENV, "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    return imported(done.stderr)
+
+
+def imported(log: str) -> set[str]:
+    """The modules in what `python -X importtime` logs, each with the packages it lies in."""
+    names = re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", log, re.MULTILINE)
+    return {".".join(parts[:end]) for name in names for parts in [name.split(".")] for end in range(1, len(parts) + 1)}
 
 
 def test_help_names_what_is_built_and_nothing_else() -> None:
@@ -46,7 +52,10 @@ def test_help_names_what_is_built_and_nothing_else() -> None:
 
 
 def test_help_of_every_command_is_light() -> None:
-    assert not loaded_by("--help") & {"torch", "transformers", "numpy", "grpc", "rich"}
+    loaded = loaded_by("--help")
+    assert "inferc.cli_serve" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "grpc", "rich", "google.protobuf", "inferc.client"}
+    assert not loaded & {f"inferc.{stage}" for stage in ("frontend", "passes", "codegen", "runtime", "serve")}
     for name in COMMANDS:
         assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
 
@@ -88,10 +97,29 @@ def test_generate_with_a_seed_repeats(tiny_artifact: Path) -> None:
     assert first == second != other
 
 
-def test_generating_loads_neither_torch_nor_transformers(tiny_artifact: Path) -> None:
+def test_generating_loads_what_it_needs(tiny_artifact: Path) -> None:
     loaded = loaded_by("generate", tiny_artifact, "--prompt", "a", "--max-tokens", "2")
-    assert "numpy" in loaded
-    assert not loaded & {"torch", "transformers", "triton", "safetensors", "grpc", "jinja2"}
+    assert {"numpy", "tokenizers", "inferc.runtime.model_runner"} <= loaded
+    assert not loaded & {*ONLY_TO_COMPILE, "google.protobuf", "grpc", "jinja2"}
+
+
+def test_the_engine_process_of_serve_loads_what_it_needs(tiny_artifact: Path, tmp_path: Path) -> None:
+    # Python reads the variable as it starts, so the server itself logs nothing and its engine process all it imports.
+    code = "import os; os.environ['PYTHONPROFILEIMPORTTIME'] = '1'; from inferc.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(tiny_artifact), "--grpc-port", "0", "--json"]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        with Client(json.loads(process.stdout.readline())["grpc"]) as client:
+            client.complete([{"role": "user", "content": "hi"}], max_tokens=4, logprobs=2, ignore_eos=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    loaded = imported(log.read_text())
+    assert {"numpy", "inferc.runtime.model_runner"} <= loaded
+    assert not loaded & {*ONLY_TO_COMPILE, "google.protobuf", "grpc", "jinja2", "tokenizers", "inferc.serve"}
 
 
 def test_chat_keeps_the_conversation(tiny_artifact: Path) -> None:

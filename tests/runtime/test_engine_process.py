@@ -8,13 +8,14 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from fake_runner import make_engine, next_id, oracle
 
-from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.errors import ConfigError, GenerationError, InfercError
 from inferc.runtime.engine import Engine, EngineStats
 from inferc.runtime.engine_loop import Abort, Add, EngineClient, EngineThread, Event, Failed, Scored, Stats
 from inferc.runtime.engine_process import (
@@ -33,7 +34,7 @@ FACTORY = "fake_runner:make_engine"
 
 
 def process(**options: object) -> EngineProcess:
-    return EngineProcess(options, factory=FACTORY)
+    return EngineProcess(options, factory=FACTORY).wait_until_ready()
 
 
 def thread(**options: object) -> EngineThread:
@@ -63,56 +64,74 @@ def collect(events: queue.SimpleQueue[Event], count: int = 1) -> tuple[dict[tupl
 def test_requests_are_answered(client: EngineClient) -> None:
     params = SamplingParams(temperature=0, max_tokens=9, logprobs=2, n=2)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for name in ("a", "b", "c"):
-        client.add(name, [1, 2, 3], params, events.put)
+    names = [client.add([1, 2, 3], params, events.put) for _ in range(3)]
     ids, reasons = collect(events, 6)
     want, reason = oracle([1, 2, 3], params, (7,), 2000)
-    assert ids == {(name, index): want for name in ("a", "b", "c") for index in range(2)}
+    assert ids == {(name, index): want for name in names for index in range(2)}
     assert reasons == [reason] * 6
     assert client.num_open == 0
 
 
 def test_refusals_reach_the_request(client: EngineClient) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    client.add("too-long", [1] * 3000, SamplingParams(), events.put)
+    client.add([1] * 3000, SamplingParams(), events.put)
     event = events.get(timeout=20)
     assert isinstance(event, Failed)
     assert event.is_request_error
     assert "3000 tokens" in event.reason
 
 
-def test_an_id_in_use_is_refused_and_an_aborted_one_is_silent(client: EngineClient) -> None:
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+def test_after_an_abort_nothing_more_comes(client: EngineClient) -> None:
+    """Its outputs that are on their way then belong to nobody, least of all to the request that comes next."""
     params = SamplingParams(max_tokens=None, ignore_eos=True)
-    client.add("long", [1], params, events.put)
-    with pytest.raises(RequestError, match="in use"):
-        client.add("long", [1], params, events.put)
-    events.get(timeout=20)
-    client.abort("long")
-    while client.stats().num_running:
-        time.sleep(0.01)
-    while not events.empty():
-        events.get()
-    client.add("long", [1], SamplingParams(temperature=0, max_tokens=1), events.put)
-    assert collect(events)[0] == {("long", 0): [next_id([1])]}
-    assert events.empty()
+    for _ in range(20):
+        aborted: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        first = client.add([1], params, aborted.put)
+        aborted.get(timeout=20)
+        client.abort(first)
+        while not aborted.empty():
+            aborted.get()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        second = client.add([2], SamplingParams(temperature=0, max_tokens=2), events.put)
+        assert second != first
+        assert collect(events)[0] == {(second, 0): [next_id([2]), next_id([2, next_id([2])])]}
+        assert events.empty() and aborted.empty()
+
+
+def test_one_broken_sequence_ends_its_own_request_only() -> None:
+    def broken() -> Engine:
+        engine = make_engine(max_model_len=400, num_blocks=400)
+        engine.runner.broken_prompt = [9, 9]  # type: ignore[attr-defined]
+        return engine
+
+    client = EngineThread(broken)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    failures: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add([1], SamplingParams(temperature=0, max_tokens=100), events.put)
+    client.add([9, 9], SamplingParams(n=3), failures.put)
+    client.add([2], SamplingParams(temperature=0, max_tokens=100), events.put)
+    failed = failures.get(timeout=20)
+    assert isinstance(failed, Failed) and isinstance(failed.error, GenerationError) and not failed.is_request_error
+    assert collect(events, 2)[1] == ["length", "length"]
+    assert client.stats().num_running == 0 and failures.empty() and client.stopped is None
+    client.close()
 
 
 def test_one_sequence_of_several_can_be_aborted(client: EngineClient) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    client.add("two", [1], SamplingParams(n=2, max_tokens=500, ignore_eos=True), events.put)
+    name = client.add([1], SamplingParams(n=2, max_tokens=500, ignore_eos=True), events.put)
     first = events.get(timeout=20)
     assert isinstance(first, Output)
-    client.abort("two", 1 - first.index)
+    client.abort(name, 1 - first.index)
     ids, reasons = collect(events, 1)
-    assert len(ids["two", first.index]) == 499
+    assert len(ids[name, first.index]) == 499
     assert reasons == ["length"]
     assert client.num_open == 0
 
 
 def test_scores_and_stats(client: EngineClient) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    client.score("s", [5, 6, 7], events.put)
+    client.score([5, 6, 7], events.put)
     event = events.get(timeout=20)
     assert isinstance(event, Scored)
     assert event.score.logprobs == [-6.0, -7.0]
@@ -123,27 +142,27 @@ def test_scores_and_stats(client: EngineClient) -> None:
 def test_draining_finishes_what_is_open(make: Callable[..., EngineClient]) -> None:
     client = make(max_model_len=400, num_blocks=400)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    client.add("a", [1], SamplingParams(max_tokens=200), events.put)
+    name = client.add([1], SamplingParams(max_tokens=200), events.put)
     client.drain()
     with pytest.raises(InfercError, match="draining"):
-        client.add("b", [1], SamplingParams(), events.put)
+        client.add([1], SamplingParams(), events.put)
     ids, _ = collect(events)
-    assert len(ids["a", 0]) == 200
+    assert len(ids[name, 0]) == 200
     client.join(20)
     assert client.stopped == "the engine was closed"
     with pytest.raises(InfercError, match="was closed"):
-        client.add("c", [1], SamplingParams(), events.put)
+        client.add([1], SamplingParams(), events.put)
 
 
 @pytest.mark.parametrize("make", [thread, process])
 def test_closing_fails_what_is_open(make: Callable[..., EngineClient]) -> None:
     client = make(max_model_len=50000, num_blocks=20000)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    client.add("a", [1], SamplingParams(max_tokens=None), events.put)
+    name = client.add([1], SamplingParams(max_tokens=None), events.put)
     events.get(timeout=20)
     client.close()
     last = [events.get() for _ in range(events.qsize())][-1]
-    assert last == Failed("a", "the engine was closed")
+    assert last == Failed(name, "the engine was closed")
 
 
 def test_a_failing_step_fails_every_request() -> None:
@@ -155,11 +174,10 @@ def test_a_failing_step_fails_every_request() -> None:
     stops: list[str] = []
     client = EngineThread(broken, on_stop=stops.append)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for name in ("a", "b"):
-        client.add(name, [1], SamplingParams(max_tokens=20), events.put)
+    names = {client.add([1], SamplingParams(max_tokens=20), events.put) for _ in range(2)}
     client.join(20)
     failed = [event for event in (events.get() for _ in range(events.qsize())) if isinstance(event, Failed)]
-    assert {event.request_id for event in failed} == {"a", "b"}
+    assert {event.request_id for event in failed} == names
     assert all("the fake model broke" in event.reason for event in failed)
     assert client.stopped == stops[0] == failed[0].reason
     assert not failed[0].is_request_error
@@ -168,17 +186,18 @@ def test_a_failing_step_fails_every_request() -> None:
 def test_a_killed_engine_is_noticed_at_once() -> None:
     stops: queue.SimpleQueue[str] = queue.SimpleQueue()
     client = EngineProcess({"max_model_len": 50000, "num_blocks": 20000}, factory=FACTORY, on_stop=stops.put)
+    client.wait_until_ready()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    client.add("a", [1], SamplingParams(max_tokens=None), events.put)
+    name = client.add([1], SamplingParams(max_tokens=None), events.put)
     events.get(timeout=20)
     os.kill(client.pid, signal.SIGKILL)
     reason = stops.get(timeout=5)
     client.join(5)
     last = [events.get() for _ in range(events.qsize())][-1]
-    assert last == Failed("a", reason)
+    assert last == Failed(name, reason)
     assert "killed by SIGKILL" in reason
     with pytest.raises(InfercError, match="SIGKILL"):
-        client.add("b", [1], SamplingParams(), events.put)
+        client.add([1], SamplingParams(), events.put)
     client.close()
 
 
@@ -189,11 +208,21 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         process(no_such_option=1)
 
 
+def test_closing_while_it_loads_ends_the_wait() -> None:
+    client = EngineProcess({"sleep": 60}, factory="fake_runner:make_slowly")
+    closing = threading.Timer(0.3, client.close)
+    closing.start()
+    with pytest.raises(InfercError, match="ended before it was ready"):
+        client.wait_until_ready()
+    closing.join()
+    assert not is_alive(client.pid)
+
+
 def test_the_engine_ends_with_its_parent() -> None:
     program = (
         "from inferc.runtime.engine_process import EngineProcess\n"
         "import time\n"
-        f"print(EngineProcess({{}}, factory={FACTORY!r}).pid, flush=True)\n"
+        f"print(EngineProcess({{}}, factory={FACTORY!r}).wait_until_ready().pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

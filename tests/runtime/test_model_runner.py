@@ -16,7 +16,7 @@ from inferc.config import EngineConfig
 from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedError
 from inferc.runtime import abi
 from inferc.runtime.model_runner import ModelRunner
-from inferc.runtime.step import SampleRows, StepPlan
+from inferc.runtime.step import SampleRows, StepPlan, TokenLists
 
 ISA = abi.detect_isa()[:1]
 
@@ -107,6 +107,20 @@ def test_penalties_start_from_the_slots_ids_and_are_ordered_with_steps(runner: M
     assert run(runner, make_plan([(0, PROMPT + out[:7], 0)], sample=hard)) == out[7:]
     runner.reset_slot(0, None)
     assert run(runner, make_plan([(0, PROMPT, 0)], sample=hard)) == greedy[:1]
+
+
+def test_a_row_with_nothing_to_choose_fails_alone(runner: ModelRunner) -> None:
+    expected = generate(runner, 0, PROMPT, 2)
+    only, none = np.array([5], np.int32), np.zeros(0, np.int32)
+    lists = TokenLists.of([none, only])
+    rows = replace(SampleRows.greedy(np.array([1, 2], np.int32)), allowed=lists, banned=lists)
+    runner.submit(make_plan([(1, PROMPT, 0), (2, PROMPT, 0)], sample=rows))
+    result = runner.wait()
+    assert result.error is None and result.failed is not None
+    assert result.failed.tolist() == [False, True] and result.token_ids.tolist() == [expected[0], 0]
+    runner.submit(make_plan([(1, expected[:1], len(PROMPT))]))
+    result = runner.wait()
+    assert result.failed is None and result.token_ids.tolist() == expected[1:]
 
 
 def test_logprobs_only_where_asked(runner: ModelRunner) -> None:

@@ -273,7 +273,7 @@ def test_stats_count_what_happened() -> None:
     while engine.has_work:
         engine.step()
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.generation_tokens) == (4, 4)
+    assert (stats.prompt_tokens, stats.output_tokens) == (4, 4)
     assert stats.finished == {"abort": 1, "length": 1}
     assert stats.num_running == stats.num_waiting == 0
     assert stats.kv_usage == 0.0

@@ -6,10 +6,12 @@ import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 
+import pytest
 from fake_runner import VOCAB_SIZE, make_engine, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inferc.errors import RequestError
 from inferc.runtime.engine import Engine
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import sequence_seed
@@ -65,9 +67,22 @@ def scenes(draw: st.DrawFn) -> tuple[Engine, list[Arrival]]:
         eos=EOS,
         pipeline=draw(st.booleans()),
     )
-    return engine, draw(
-        st.lists(arrivals(min(max_model_len - 1, (num_blocks - 1) * block_size)), min_size=1, max_size=7)
-    )
+    requests = draw(st.lists(arrivals(min(max_model_len - 1, (num_blocks - 1) * block_size)), min_size=1, max_size=7))
+    if draw(st.booleans()):
+        engine.runner.broken_prompt = requests[0].prompt  # type: ignore[attr-defined]
+    return engine, requests
+
+
+def longest_of(engine: Engine) -> int:
+    """Tokens of the longest sequence that runs; the last one's K and V are not stored."""
+    return min(engine.model.max_model_len, engine.scheduler.cache.max_tokens + 1)
+
+
+def does_not_fit(engine: Engine, arrival: Arrival) -> bool:
+    """Whether the request asks for more than the cache holds; what the model's length cuts is no such case."""
+    if arrival.params.max_tokens is None:
+        return False
+    return min(len(arrival.prompt) + arrival.params.max_tokens, engine.model.max_model_len) > longest_of(engine)
 
 
 def run(engine: Engine, requests: list[Arrival]) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str]]:
@@ -79,7 +94,10 @@ def run(engine: Engine, requests: list[Arrival]) -> tuple[dict[tuple[str, int], 
     last_arrival = max(arrival.step for arrival in requests)
     for step in range(last_arrival + 20 + 4 * work):  # a sequence that starves never ends
         for i, arrival in enumerate(requests):
-            if arrival.step == step:
+            if arrival.step == step and does_not_fit(engine, arrival):
+                with pytest.raises(RequestError, match="do not fit the whole KV cache"):
+                    engine.add_request(str(i), arrival.prompt, arrival.params)
+            elif arrival.step == step:
                 engine.add_request(str(i), arrival.prompt, arrival.params)
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 engine.abort(str(i))
@@ -88,8 +106,13 @@ def run(engine: Engine, requests: list[Arrival]) -> tuple[dict[tuple[str, int], 
             key = (output.request_id, output.index)
             assert output.request_id not in aborted, "an output after the abort"
             assert key not in reasons, "an output after the end"
-            assert len(output.token_ids) == 1
-            assert (output.logprobs is not None) == (requests[int(output.request_id)].params.logprobs is not None)
+            if output.finish_reason == "error":
+                assert not output.token_ids and output.logprobs is None
+            else:
+                assert len(output.token_ids) == 1
+                wanted = requests[int(output.request_id)].params.logprobs
+                assert (output.logprobs is not None) == (wanted is not None)
+                assert all(len(entry.top) == wanted for entry in output.logprobs or ())
             ids[key] += output.token_ids
             if output.finish_reason is not None:
                 reasons[key] = output.finish_reason
@@ -104,12 +127,15 @@ def run(engine: Engine, requests: list[Arrival]) -> tuple[dict[tuple[str, int], 
 def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: tuple[Engine, list[Arrival]]) -> None:
     engine, requests = scene
     ids, reasons = run(engine, requests)
-    longest = min(engine.model.max_model_len, engine.scheduler.cache.max_tokens + 1)
+    broken = engine.runner.broken_prompt  # type: ignore[attr-defined]
     for i, arrival in enumerate(requests):
+        if does_not_fit(engine, arrival):
+            assert (str(i), 0) not in ids
+            continue
         for index in range(arrival.params.n):
             seed = sequence_seed(arrival.params.seed or 0, index)
             params = dataclasses.replace(arrival.params, n=1)
-            want, reason = oracle(arrival.prompt, params, EOS, longest, seed)
+            want, reason = oracle(arrival.prompt, params, EOS, longest_of(engine), seed, broken)
             got = ids[str(i), index]
             if (str(i), index) in reasons:
                 assert (got, reasons[str(i), index]) == (want, reason)

@@ -6,12 +6,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from inferc.errors import RequestError
+from inferc.errors import GenerationError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Failed, Sink
+from inferc.runtime.engine_loop import Failed, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Output
 from inferc.runtime.text import Text
+from inferc.serve import async_engine
 from inferc.serve.async_engine import (
     AsyncEngine,
     EngineUnavailable,
@@ -42,11 +43,25 @@ class Script:
 
     def __init__(self) -> None:
         self.stopped: str | None = None
+        self.is_hung = False
         self.sinks: dict[str, Sink] = {}
         self.aborted: list[tuple[str, int | None]] = []
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> None:
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> str:
+        """Ids are letters: the first request is "a"."""
+        request_id = chr(ord("a") + len(self.sinks))
         self.sinks[request_id] = sink
+        return request_id
+
+    def ask_stats(self, sink: Sink) -> str:
+        self.unanswered = sink
+        if not self.is_hung:
+            self.answer()
+        return "stats"
+
+    def answer(self) -> None:
+        self.is_hung = False
+        self.unanswered(Stats("stats", EngineStats()))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
@@ -63,8 +78,8 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(asyncio.wait_for(work, 10))
 
 
-def make_engine(script: Script, max_requests: int = 8) -> AsyncEngine:
-    return AsyncEngine(script, Letters(), ModelFacts(vocab_size=128, max_model_len=64), max_requests)
+def make_engine(script: Script, max_sequences: int = 8) -> AsyncEngine:
+    return AsyncEngine(script, Letters(), ModelFacts(vocab_size=128, max_model_len=64), max_sequences)
 
 
 async def rest(stream: Stream) -> list[Piece]:
@@ -159,15 +174,41 @@ def test_abort_from_elsewhere_ends_the_stream() -> None:
     run(work())
 
 
-def test_ids_are_unique_and_the_queue_is_bounded() -> None:
+def test_ids_are_unique_and_the_queue_is_bounded_by_sequences() -> None:
     async def work() -> None:
-        engine = make_engine(Script(), max_requests=2)
+        engine = make_engine(Script(), max_sequences=4)
         engine.open([1], SamplingParams(), "a")
         with pytest.raises(RequestIdInUse):
             engine.open([1], SamplingParams(), "a")
-        engine.open([1], SamplingParams())
-        with pytest.raises(QueueFull, match="try again later"):
-            engine.open([1], SamplingParams())
+        with pytest.raises(QueueFull, match="1 sequences are running or waiting, and 4 are let in; try again later"):
+            engine.open([1], SamplingParams(n=4))
+        engine.open([1], SamplingParams(n=3))
+        with pytest.raises(QueueFull):
+            engine.check_open()
+
+    run(work())
+
+
+def test_a_name_used_again_gets_nothing_of_the_request_before() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        engine.open([1], SamplingParams(), "mine").close()
+        again = engine.open([2], SamplingParams(), "mine")
+        await script.say("a", b"late", "length")
+        await script.say("b", b"ok", "length")
+        assert [piece.text for piece in await rest(again)] == ["ok"]
+
+    run(work())
+
+
+def test_a_broken_sequence_is_no_reason_to_call_the_engine_unavailable() -> None:
+    async def work() -> None:
+        script = Script()
+        stream = make_engine(script).open([1], SamplingParams(), "a")
+        script.sinks["a"](Failed("a", "not finite", kind="GenerationError"))
+        with pytest.raises(GenerationError, match="not finite"):
+            await rest(stream)
 
     run(work())
 
@@ -214,13 +255,21 @@ def test_drain_ends_what_takes_too_long() -> None:
     run(work())
 
 
+async def ignore(state: str) -> None:
+    return None
+
+
 def test_death_ends_every_stream_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         script = Script()
         engine = make_engine(script)
         stream = engine.open([1], SamplingParams(), "a")
+        died = asyncio.Event()
+        watching = asyncio.ensure_future(engine.watch(died, ignore))
+        await asyncio.sleep(0)
         script.stopped = "killed by SIGKILL"
-        await engine.watch()
+        died.set()
+        await watching
         with pytest.raises(EngineUnavailable, match="SIGKILL"):
             await rest(stream)
         with pytest.raises(EngineUnavailable, match="SIGKILL"):
@@ -228,3 +277,25 @@ def test_death_ends_every_stream_and_says_why(caplog: pytest.LogCaptureFixture) 
 
     run(work())
     assert "killed by SIGKILL; 1 requests were running" in caplog.text
+
+
+def test_an_engine_that_does_not_answer_is_hung_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "PING_SECONDS", 0.005)
+    monkeypatch.setattr(async_engine, "HUNG_SECONDS", 0.02)
+
+    async def work() -> None:
+        script, states = Script(), asyncio.Queue[str]()
+        engine = make_engine(script)
+        watching = asyncio.ensure_future(engine.watch(asyncio.Event(), states.put))
+        await asyncio.sleep(0.05)
+        assert engine.state == "serving" and states.empty()
+        script.is_hung = True
+        assert await states.get() == "hung"
+        with pytest.raises(EngineUnavailable, match="has not ended its step"):
+            engine.open([1], SamplingParams())
+        script.answer()
+        assert await states.get() == "serving"
+        engine.open([1], SamplingParams())
+        watching.cancel()
+
+    run(work())

@@ -1,8 +1,10 @@
 """A real server process, spoken to over a real channel."""
 
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from serving import Server, wait_until
+from serving import ENV, INFERC, Server, wait_until
 
 from inferc.client import SERVICE, Client, ServerError
-from inferc.errors import RequestError
+from inferc.errors import ConfigError, RequestError
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+from inferc.serve.server import ServeConfig, serve
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -153,10 +156,37 @@ def test_an_unknown_field_is_refused_and_not_dropped(served: str, data: bytes, w
     assert where in (error.details() or "")
 
 
-def test_bytes_that_are_no_message(served: str) -> None:
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x12\x02\xff\xfe"])  # no tag; a text that is not UTF-8
+def test_bytes_that_are_no_message(served: str, data: bytes) -> None:
     with grpc.insecure_channel(served) as channel:
-        assert call(channel, "Generate", b"\xff\xff").code() is not grpc.StatusCode.OK
+        error = call(channel, "Generate", data)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the bytes are no inferc.v1.GenerateRequest" in (error.details() or "")
         assert check(channel) == SERVING
+
+
+def test_a_prompt_no_tokens_can_hold_is_refused_before_it_is_tokenized(client: Client) -> None:
+    with pytest.raises(RequestError, match="the prompt has 8000000 characters, and the model takes 256 tokens, of at"):
+        client.complete("word " * 1_600_000, max_tokens=1)
+
+
+def test_a_long_text_keeps_nobody_waiting(served: str, client: Client) -> None:
+    """Tokenizing it takes seconds, in which health answers within the second that probes give it."""
+    with Client(served) as other, grpc.insecure_channel(served) as channel, ThreadPoolExecutor() as pool:
+        long = pool.submit(other.tokenize, "word and wood " * 100_000)
+        checks = 0
+        while not long.done():
+            stub = health_pb2_grpc.HealthStub(channel)
+            assert stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0).status == SERVING
+            checks += 1
+        assert checks > 3 and len(long.result()) > 100_000
+
+
+def test_a_request_that_leaves_nothing_to_choose_is_refused(client: Client) -> None:
+    with pytest.raises(RequestError, match="nothing is left to choose"):
+        client.complete("abc", allowed_token_ids=[1], min_tokens=1)
+    with pytest.raises(RequestError, match="repetition_penalty is"):
+        client.complete("abc", repetition_penalty=1e-38)
 
 
 # ------------------------------------------------------------------------------------------ health, reflection
@@ -227,6 +257,18 @@ def test_abort_names_a_request(slow: Server) -> None:
         wait_until_idle(client)
 
 
+def test_a_name_can_be_used_again_at_once(served: str) -> None:
+    """What is still on its way for the request that was cancelled is not taken for the new one's."""
+    with Client(served) as client:
+        (want,) = client.complete("xyz", max_tokens=6, temperature=0.0, ignore_eos=True)
+        for _ in range(10):
+            stream = client.generate("abc", request_id="again", max_tokens=200, ignore_eos=True)
+            next(stream)
+            client.abort("again")
+            pieces = list(client.generate("xyz", request_id="again", max_tokens=6, temperature=0.0, ignore_eos=True))
+            assert sum((piece.token_ids for piece in pieces), ()) == want.token_ids
+
+
 def test_a_reader_that_sleeps_stalls_nobody_and_misses_nothing(served: str, client: Client) -> None:
     with Client(served) as sleeper:
         stream = sleeper.generate("abc", n=16, max_tokens=200, ignore_eos=True, logprobs=20, temperature=0.0)
@@ -274,6 +316,25 @@ def test_sigterm_lets_running_requests_end(tiny_artifact: Path) -> None:
     assert tokens == 4 * 200
 
 
+def test_sigterm_while_it_loads_ends_it_at_once(tiny_artifact: Path) -> None:
+    command = [*INFERC, "serve", str(tiny_artifact), "--grpc-port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    try:
+        wait_until(lambda: bool(psutil.Process(process.pid).children()), "the engine's process has started")
+        (engine,) = psutil.Process(process.pid).children()
+        process.terminate()
+        _, log = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "Traceback" not in log, log
+    wait_until(lambda: not engine.is_running(), "the engine's process has ended")
+
+
+def test_a_port_in_use_is_known_before_anything_is_loaded(served: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the port is in use"):
+        serve(ServeConfig(tmp_path / "no-artifact", grpc_port=int(served.rpartition(":")[2])), print)
+
+
 def test_sigterm_cuts_off_what_takes_too_long(tiny_artifact: Path) -> None:
     options = ("--max-num-seqs", "1", "--drain-seconds", "0.2")
     with Server(tiny_artifact, *options) as server, Client(server.address) as client:
@@ -300,7 +361,7 @@ def test_a_dead_engine_is_not_serving_and_the_log_says_why(tiny_artifact: Path) 
             client.complete("abc")
         assert "SIGKILL" in server.log and "Traceback" not in server.log
         server.terminate()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(30) == 1
 
 
 def test_the_engine_does_not_outlive_its_server(tiny_artifact: Path) -> None:

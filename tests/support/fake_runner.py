@@ -6,6 +6,7 @@ positions, lengths or late ids changes the text.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 
@@ -28,14 +29,21 @@ def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozens
 
 
 def oracle(
-    prompt: list[int], params: SamplingParams, eos: tuple[int, ...], max_total: int, seed: int | None = None
+    prompt: list[int],
+    params: SamplingParams,
+    eos: tuple[int, ...],
+    max_total: int,
+    seed: int | None = None,
+    broken: list[int] | None = None,
 ) -> tuple[list[int], str]:
-    """The output of one sequence run alone, and its finish reason."""
+    """The output of one sequence run alone, and its finish reason. broken: the context without finite logits."""
     ids = list(prompt)
     output: list[int] = []
     limit = max_total if params.max_tokens is None else min(max_total, len(prompt) + params.max_tokens)
     stops = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
     while True:
+        if ids == broken:
+            return output, "error"
         sampled = (0, 0) if params.greedy else (params.seed if seed is None else seed, len(output))
         early = len(output) < params.min_tokens
         output.append(next_id(ids, sampled[0] or 0, sampled[1], stops if early else frozenset()))
@@ -60,6 +68,7 @@ class FakeRunner:
         self.num_steps = 0
         self.closed = False
         self.fail_at: int | None = None
+        self.broken_prompt: list[int] | None = None  # whose logits are not finite
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self.queue) <= 1, "more than one step in flight"
@@ -86,7 +95,8 @@ class FakeRunner:
             count = int(sample.num_logprobs[i])
             top = tuple((token, -float(token)) for token in range(count))
             logprobs.append(Logprobs(ids[-1], -float(ids[-1]), 1, top) if count else None)
-        return StepResult(np.array(ids, np.int32), logprobs)
+        failed = np.array([context == self.broken_prompt for context in rows], np.bool_)
+        return StepResult(np.array(ids, np.int32), logprobs, failed if failed.any() else None)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         self.last[slot] = -1
@@ -168,3 +178,8 @@ def make_engine(
         max_num_seqs, max_num_batched_tokens, max_model_len, num_blocks, block_size, num_groups, chunked_prefill
     )
     return Engine(FakeRunner(config), ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline)
+
+
+def make_slowly(sleep: float) -> Engine:
+    time.sleep(sleep)
+    return make_engine()

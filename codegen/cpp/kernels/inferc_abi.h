@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 1
+#define INFERC_ABI 2
 #define INFERC_SAMPLE_ROWS 64  // logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 
@@ -64,6 +64,7 @@ struct SampleArgs {
   uint32_t* const* counts;
   int32_t* last_ids;  // [slots]
   // Results, per row.
+  uint8_t* failed;  // 1: the processed logits hold no finite largest value; the id is then 0
   int32_t* token_ids;
   float* logprobs;
   int32_t* ranks;

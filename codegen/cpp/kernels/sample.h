@@ -193,12 +193,14 @@ inline bool sample_row(const SampleArgs& a, i64 row, const float* logits, float*
   return true;
 }
 
-// Rows [first, first + rows) of the step; logits' row 0 is row `first`. Adds to `failures`.
-inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits, float* work,
-                        std::atomic<int>& failures) {
+// Rows [first, first + rows) of the step; logits' row 0 is row `first`. A row that fails leaves the others alone.
+inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits, float* work) {
   team.each(rows, 1, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i)
-      if (!sample_row(a, first + i, logits[i], work)) ++failures;
+    for (i64 i = begin; i < end; ++i) {
+      i64 row = first + i;
+      a.failed[row] = !sample_row(a, row, logits[i], work);
+      if (a.failed[row]) a.token_ids[row] = a.last_ids[a.seq_slots[row]] = 0;
+    }
   });
 }
 

@@ -29,8 +29,12 @@ def rows_with(**fields: Any) -> SampleRows:
     """One row, on slot 0."""
     rows = SampleRows.greedy(np.zeros(1, np.int32))
     lists = {
-        name: TokenLists.of([value]) for name, value in fields.items() if name in ("logit_bias", "banned", "allowed")
+        name: TokenLists.of([np.array(list(value), np.int32)])
+        for name, value in fields.items()
+        if name in ("logit_bias", "banned", "allowed")
     }
+    if "logit_bias" in lists:
+        lists["logit_bias"].values = np.array(list(fields["logit_bias"].values()), np.float32)
     arrays = {name: np.array([value], getattr(rows, name).dtype) for name, value in fields.items() if name not in lists}
     changed: dict[str, Any] = {**arrays, **lists}
     return replace(rows, **changed)

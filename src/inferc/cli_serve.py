@@ -1,0 +1,79 @@
+"""`inferc serve`: an artifact for clients, over gRPC."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inferc.cli_common import (
+    Isa,
+    Json,
+    KVMemory,
+    MaxBatchedTokens,
+    MaxSeqs,
+    Out,
+    Threads,
+    engine_options,
+    print_json,
+    say,
+)
+from inferc.errors import ConfigError
+
+STARTED = time.perf_counter()
+
+
+def serve(
+    out: Out,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="0.0.0.0 takes calls from elsewhere.")
+    ] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option("--grpc-port", metavar="PORT", help="0 takes a free one.")] = 50051,
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", metavar="S", help="For running requests to end after SIGTERM.")
+    ] = 30.0,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    max_num_seqs: MaxSeqs = 64,
+    max_num_batched_tokens: MaxBatchedTokens = 512,
+    kv_memory: KVMemory = "auto",
+    as_json: Json = False,
+) -> int:
+    """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
+
+    Prints `ready grpc=HOST:PORT http=off seconds=S` when requests are taken; S counts from the start of the process.
+    """
+    if not 0 <= grpc_port <= 65535:
+        raise ConfigError(f"--grpc-port {grpc_port}: expected 1 to 65535, or 0 for a free one")
+    if not 0 <= drain_seconds < math.inf:
+        raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
+    from inferc.config import EngineConfig, from_dict
+    from inferc.serve.server import ServeConfig
+    from inferc.serve.server import serve as serve_
+
+    logging.getLogger().setLevel(logging.INFO)
+    options = engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory)
+    config = ServeConfig(out, host, grpc_port, from_dict(EngineConfig, options), drain_seconds)
+
+    def report(address: str) -> None:
+        seconds = round(_seconds_since_start(), 3)
+        if as_json:
+            print_json({"grpc": address, "http": None, "seconds": seconds})
+        else:
+            say(f"ready grpc={address} http=off seconds={seconds}", flush=True)
+
+    return serve_(config, report)
+
+
+def _seconds_since_start() -> float:
+    """Since the start of this process; where the kernel does not tell, since this module was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.perf_counter() - STARTED
