@@ -62,6 +62,27 @@ def measure(folder: Path) -> dict[str, Any]:
     return result
 
 
+@torch.no_grad()
+def measure_draft(draft: Path, target: Path) -> dict[str, float]:
+    """How well a draft model guesses its target on eval.txt, in float32, over the same windows as the perplexity.
+
+    top1: share of positions with the same most likely token. acceptance: the mean of sum(min(p, q)), the chance that
+    speculative sampling keeps a drafted token. Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.
+    """
+    tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(draft))
+    ids = encode_plain(tokenizer, (draft.parent / "eval.txt").read_text(encoding="utf-8"))
+    models = [load_model(folder, torch.float32) for folder in (draft, target)]
+    same = accepted = 0.0
+    count = 0
+    for start in range(0, len(ids), EVAL_WINDOW):
+        inputs = torch.tensor([[tokenizer.bos_token_id, *ids[start : start + EVAL_WINDOW - 1]]])
+        q, p = (model(input_ids=inputs, use_cache=False).logits[0].softmax(-1) for model in models)
+        count += inputs.shape[1]
+        same += float((q.argmax(-1) == p.argmax(-1)).sum())
+        accepted += float(torch.minimum(p, q).sum())
+    return {"draft_top1": round(same / count, 4), "draft_acceptance": round(accepted / count, 4)}
+
+
 def write_samples(folder: Path) -> list[tuple[str, str]]:
     """(prompt, continuation) pairs: two of code, sampled, and two of chat, greedy."""
     tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(folder))
@@ -111,6 +132,13 @@ def write_card(folder: Path, record: dict[str, Any]) -> None:
     """README.md, card.json and loss.png of a model folder, which is named like its recipe."""
     name, recipe = folder.name, RECIPES[folder.name]
     record = record | measure(folder)
+    draft = ""
+    if recipe.target is not None:
+        record |= measure_draft(folder, folder.parent / recipe.target)
+        draft = f"""
+On the same windows its most likely token is {recipe.target}'s at {record["draft_top1"]:.1%} of the positions, and speculative
+sampling would keep a drafted token with probability {record["draft_acceptance"]:.2f} (the mean of sum(min(p, q)) at temperature 1).
+"""
     (folder / "card.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plot_losses(record, folder / "loss.png")
     samples = "\n\n".join(
@@ -134,7 +162,7 @@ repository, so that every example and test runs on a real trained model without 
 Convention: `eval.txt` ({record["eval_tokens"]:,} tokens) is cut into windows of {EVAL_WINDOW} tokens that do not
 overlap; a window's input is `{BOS}` followed by all but its last token, so every token is predicted
 exactly once; perplexity is exp of the mean negative log-likelihood in nats.
-
+{draft}
 ## Training
 
 - **Data**: the standard library of Python {record["python"]} ({record["corpus_files"]} files without tests and tables,

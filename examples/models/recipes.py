@@ -22,6 +22,7 @@ class Recipe:
     learning_rate: float
     summary: str
     expect: str
+    target: str | None = None  # the model that this one drafts for
 
     @property
     def num_steps(self) -> int:
@@ -85,6 +86,7 @@ RECIPES = {
         learning_rate=3e-3,
         summary="Llama: 2 layers, hidden size 128; the draft model of tiny-llama for speculative decoding",
         expect="It is there to\nguess tiny-llama's next tokens; alone it soon repeats itself.",
+        target="tiny-llama",
     ),
     "tiny-moe": Recipe(
         config=moe_config,
