@@ -13,6 +13,7 @@ from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import VerifyError
 from inferc.frontend.load import load
+from inferc.frontend.reference import reference_logits
 from inferc.runtime.artifact import load_artifact
 
 PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
@@ -100,6 +101,52 @@ def test_a_constant_added_to_a_position_is_no_drift(certifier: Certifier) -> Non
     assert certifier.certificate.rows[-1].ok
 
 
+@pytest.fixture
+def half_certifier(half_folder: Path) -> Certifier:
+    return Certifier(load(half_folder), "bfloat16", PROMPTS, "", max_model_len=256, allow_drift=True)
+
+
+def own_logits(certifier: Certifier) -> list[torch.Tensor]:
+    """Transformers' own bfloat16 logits."""
+    return [reference_logits(certifier._model, prompt) for prompt in PROMPTS]
+
+
+def test_bfloat16_of_the_reference_passes(half_certifier: Certifier) -> None:
+    half_certifier.add_kernels("kernels", own_logits(half_certifier), half_certifier.greedy)
+    assert half_certifier.certificate.rows[-1].ok
+
+
+@pytest.mark.parametrize("where", [0, -1])
+def test_one_broken_position_is_refused_in_bfloat16(half_certifier: Certifier, where: int) -> None:
+    """However few they are: the mean alone would drown in its own standard error."""
+    logits = own_logits(half_certifier)
+    logits[1][where] = torch.randn(logits[1].shape[-1]) * 30
+    half_certifier.add("kernels", "cpu", logits)
+    row = half_certifier.certificate.rows[-1]
+    assert not row.ok and row.reason.startswith("a position's KL to float32 is")
+
+
+def test_a_little_worse_everywhere_is_refused_in_bfloat16(half_certifier: Certifier) -> None:
+    torch.manual_seed(0)
+    wide = half_certifier.reference
+    noisy = [w + 2.5 * (own - w) for w, own in zip(wide, own_logits(half_certifier), strict=True)]
+    half_certifier.add("kernels", "cpu", noisy)
+    row = half_certifier.certificate.rows[-1]
+    assert not row.ok and row.reason.startswith("its KL to float32 is")
+
+
+def test_a_router_may_choose_otherwise_at_a_few_positions(half_certifier: Certifier) -> None:
+    def judged(count: int, has_router: bool) -> bool:
+        half_certifier._has_router = has_router
+        own = torch.full((100,), 1e-4)
+        kl = own.clone()
+        kl[:count] = 0.5
+        return not half_certifier._judge_positions(kl, own)
+
+    assert judged(0, False) and not judged(1, False)
+    assert judged(3, True) and not judged(4, True)
+
+
 def test_allowed_drift_is_recorded(certifier: Certifier) -> None:
     certifier.add("noisy", "reference", [logits + torch.randn_like(logits) for logits in certifier.reference])
     row = certifier.certificate.rows[-1]
@@ -154,6 +201,21 @@ def test_prompts_fit_the_model() -> None:
     assert all(0 <= token < 320 for prompt in prompts for token in prompt)
     assert make_prompts(None, 320, 40) == prompts
     assert [len(prompt) for prompt in make_prompts(lambda text: list(text.encode()), 320, 4096)] == [7, 24, 40, 64]
+
+
+def test_decoding_that_disagrees_with_prefill_is_refused(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from inferc.runtime.model_runner import ModelRunner
+
+    wait = ModelRunner.wait
+
+    def wrong(runner: ModelRunner) -> Any:
+        result = wait(runner)
+        result.token_ids[:] = (result.token_ids + 1) % 320
+        return result
+
+    monkeypatch.setattr(ModelRunner, "wait", wrong)
+    with pytest.raises(VerifyError, match="kernels: decoding after 5 tokens gives"):
+        run_kernels(tiny_artifact, PROMPTS, 4)
 
 
 def test_kernels_serve_the_prompts(tiny_artifact: Path) -> None:

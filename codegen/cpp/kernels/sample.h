@@ -85,7 +85,7 @@ struct Nucleus {
 
 inline i64 draw(const float* p, i64 n, Nucleus nucleus, double u) {
   double total = 0.0, room = nucleus.room;
-  i64 last = 0;
+  i64 last = argmax(p, n);  // should rounding leave nobody
   for (int pass = 0; pass < 2; ++pass) {
     double goal = u * total, seen = 0.0;
     room = nucleus.room;
@@ -148,10 +148,11 @@ inline i64 choose(const SampleArgs& a, i64 row, const float* x, float top, float
     double mass = 0.0;
     for (i64 i = 0; i < n; ++i) mass += order_key(p[i]) >= nucleus.key ? double(p[i]) : 0.0;
     double target = mass * double(a.top_p[row]);
+    if (!(target > 0.0)) target = 1e-300;  // the most likely one
     nucleus.key = threshold<true>(p, n, nucleus.key, target, above);
     nucleus.room = target > above ? target - above : 1e-300;  // at least one
   }
-  u32 least = order_key(a.min_p[row]);  // the largest p is 1
+  u32 least = a.min_p[row] > 0.0f ? order_key(a.min_p[row]) : 0;  // the largest p is 1; -0 is off too
   if (least > nucleus.key) nucleus = Nucleus{least, __builtin_inf()};
   if (nucleus.key == 0) nucleus.key = 1;
   return draw(p, n, nucleus, uniform(a.seeds[row], a.counters[row]));

@@ -208,3 +208,15 @@ def test_broken_logits_are_refused(kernels: Kernels, bad: float) -> None:
     logits = np.full(20, bad, np.float32)
     with pytest.raises(ValueError, match="refused"):
         Sampler(kernels, logits)(rows_with())
+
+
+@pytest.mark.parametrize("fields", [{"min_p": -0.0}, {"top_p": 0.0}, {"top_p": 1e-45}, {"top_p": 1e-30}])
+def test_limits_at_the_edge_of_float32(kernels: Kernels, fields: dict[str, float]) -> None:
+    """Minus zero is off; a nucleus too small for a float is the most likely token."""
+    logits = some_logits()
+    sampler = Sampler(kernels, logits)
+    found = {sampler(rows_with(temperature=1.0, counters=counter, **fields)) for counter in range(50)}
+    if "top_p" in fields:
+        assert found == {int(logits.argmax())}
+    else:
+        assert len(found) > 5
