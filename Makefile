@@ -23,7 +23,7 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo test test-all lint types unit bench wheel protos gpu-test gpu-bench clean
+.PHONY: help install demo test test-all sanitize lint types unit bench wheel protos gpu-test gpu-bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +40,9 @@ demo: $(READY)  ## compile, generate, serve and stream with the model that ships
 
 test: lint types unit  ## lint, types and tests: what every change must pass
 
-test-all: lint types $(READY)  ## test, the slow tests, and the frontend against a second set of versions
+test-all: lint types $(READY)  ## test, the slow tests, sanitizers, and the frontend against a second set of versions
 	$(PYTEST) -m 'not gpu' $(ARGS)
+	$(MAKE) sanitize
 ifndef PYTHON
 	$(MAKE) $(GPU_VENV)/.installed
 	$(GPU_VENV)/bin/python -m pytest -n $(JOBS) -m 'not gpu' tests/frontend
@@ -49,6 +50,15 @@ endif
 
 unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+# TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business.
+sanitize: $(READY)  ## the C++ under the address, undefined-behaviour and thread sanitizers
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+	    $(PY) -m pytest -p sanitize --sanitize address -n 0 tests/codegen/cpp $(ARGS)
+	LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" \
+	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66 \
+	    $(PY) -m pytest -p sanitize --sanitize thread -n 0 tests/codegen/cpp $(ARGS)
 
 # torch comes from .venv (by the .pth file): the same CPU build under another transformers.
 $(GPU_VENV)/.installed: constraints-gpu.txt $(VENV)/.installed

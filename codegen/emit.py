@@ -8,19 +8,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from inferc import program as program_lib
 from inferc import weights as weight_lib
 from inferc.codegen.folder import OutputFolder
 from inferc.config import ResolvedCompileConfig
-from inferc.errors import ConfigError
+from inferc.errors import ArtifactError, ConfigError
 from inferc.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -35,7 +38,12 @@ from inferc.manifest import (
 from inferc.program import Program, dtype_name
 from inferc.weights import TensorReader, Weight
 
+log = logging.getLogger(__name__)
+
 MAX_FILE_BYTES = 4 << 30
+COUNT_AT_A_TIME = 1 << 18  # elements: what is left of a piece stays in the processor's cache
+# The exponent's bits, which are all ones in an infinity and in what is not a number.
+EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 DETERMINISM = {
@@ -108,22 +116,32 @@ def plan_weight_files(
 
 @dataclass
 class ArtifactWriter:
-    """Writes the parts of one artifact into `folder` and keeps the books for its manifest."""
+    """Writes the parts of one artifact into `folder` and keeps the books for its manifest.
+
+    allow_broken: write weights with a NaN or an infinity too.
+    """
 
     folder: OutputFolder
+    allow_broken: bool = False
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     weights: list[StoredWeight] = field(default_factory=list)
 
     def add(self, name: str, data: bytes) -> None:
         """A file that is checked whole before use."""
+        self._write(name, data)
+        self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def _write(self, name: str, data: bytes) -> None:
         try:
             self.folder.write(name, data)
         except OSError as error:
             raise ConfigError(f"cannot write {self.folder.out / name}: {error.strerror}") from None
-        self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def add_weights(self, weights: Mapping[str, Weight], reader: TensorReader, progress: Progress) -> None:
-        """Materialise `weights` into files, a chunk of rows at a time."""
+        """Materialise `weights` into files, a chunk of rows at a time.
+
+        Raises ArtifactError for a weight with a NaN or an infinity, unless `allow_broken`; ConfigError for a full disk.
+        """
         files, names = plan_weight_files(weights)
         total = sum(file.data_bytes for file in files)
         free = shutil.disk_usage(self.folder.path).free
@@ -159,12 +177,31 @@ class ArtifactWriter:
             put(memoryview(header))
             for tensor in file.tensors:
                 end = len(header) + tensor.offset + tensor.num_bytes
+                broken = 0
                 for chunk in weight_lib.materialize(tensor.weight, reader):
+                    broken += count_broken(chunk)
                     put(chunk.reshape(-1).view(torch.uint8).numpy().data)
                     progress(digests.num_bytes - len(header))
                 assert digests.num_bytes == end, f"{tensor.name}: wrote up to byte {digests.num_bytes}, planned {end}"
                 put(memoryview(bytes(align(end) - end)))
+                if broken:
+                    self._report_broken(tensor, broken, reader)
         self.files[file.name] = {"bytes": digests.num_bytes, "xxh3_128": digests.finish()}
+
+    def _report_broken(self, tensor: PlacedTensor, count: int, reader: TensorReader) -> None:
+        """Name the checkpoint's tensor, where one is broken: the stored one may be joined from several."""
+        name, become = tensor.name, f" as {dtype_name(tensor.weight.dtype)}"
+        for leaf in tensor.weight.sources():
+            found = sum(count_broken(chunk) for chunk in weight_lib.materialize(leaf, reader))
+            if found:
+                name, count, become = leaf.name or name, found, ""
+                break
+        message = f"tensor {name} has {count} numbers that are NaN or infinite{become}"
+        if not self.allow_broken:
+            raise ArtifactError(
+                f"{message}; expected finite weights: download it again (--allow-drift compiles it all the same)"
+            )
+        log.warning("%s", message)
 
     def add_program(self, program: Program, memory_plan: Mapping[str, Any], target_fields: Mapping[str, Any]) -> None:
         """program.json: the step struct, the weight table, the lowered graph, and where its values lie.
@@ -182,7 +219,23 @@ class ArtifactWriter:
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """engine.json, last of all: every file by name, and its own digest."""
-        self.folder.write(MANIFEST, seal_manifest({**manifest, "files": dict(sorted(self.files.items()))}))
+        self._write(MANIFEST, seal_manifest({**manifest, "files": dict(sorted(self.files.items()))}))
+
+
+def count_broken(chunk: torch.Tensor) -> int:
+    """How many elements are NaN or infinite."""
+    if not chunk.is_floating_point():
+        return 0
+    exponent = EXPONENTS.get(chunk.dtype)
+    flat: NDArray[Any] = (chunk if exponent is None else chunk.view(torch.uint16)).reshape(-1).numpy()
+    count = 0
+    for start in range(0, flat.size, COUNT_AT_A_TIME):
+        piece = flat[start : start + COUNT_AT_A_TIME]
+        if exponent is None:
+            count += piece.size - int(np.count_nonzero(np.isfinite(piece)))
+        else:
+            count += int(np.count_nonzero((piece & exponent) == exponent))
+    return count
 
 
 def make_manifest(

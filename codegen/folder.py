@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -15,12 +17,17 @@ from typing_extensions import Self
 from inferc.errors import ConfigError
 from inferc.manifest import MANIFEST
 
+log = logging.getLogger(__name__)
+
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+LOCK = "lock"
 
 
 class OutputFolder:
     """A context in which `path` is a fresh folder beside `out`; `commit()` makes it `out`, leaving without deletes it.
 
+    It lies in a folder of its own with a file that is locked for as long as somebody writes there: a process id would
+    say nothing to a compile in another container, or on another machine.
     Entering raises ConfigError, before any work is done, if `out` cannot be written or is something else than an
     artifact: only an artifact is ever replaced, and only if every file in it is the artifact's own.
     """
@@ -29,19 +36,25 @@ class OutputFolder:
         self.out = out.expanduser().resolve()
         self._prefix = f".{self.out.name}.partial-"
         # Never a name twice: the loader takes a library at a path that it knows for the one it has loaded.
-        self.path = self.out.parent / f"{self._prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        self._partial = self.out.parent / f"{self._prefix}{secrets.token_hex(8)}"
+        self.path = self._partial / "artifact"
+        self._lock: int | None = None
         self._made_parents: list[Path] = []
 
     def __enter__(self) -> Self:
         _check_replaceable(self.out)
         try:
-            for parent in reversed([p for p in self.path.parents if not p.exists()]):
+            for parent in reversed([p for p in self._partial.parents if not p.exists()]):
                 parent.mkdir()
                 self._made_parents.append(parent)
             self._remove_leftovers()
+            unlocked = self._partial.with_name(self._partial.name.replace(".partial-", ".new-"))
+            unlocked.mkdir()  # by a name that nobody deletes before it is locked
+            self._lock = _try_lock(unlocked)
+            unlocked.rename(self._partial)
             self.path.mkdir()
         except OSError as error:
-            self._remove_made_parents()
+            self._leave()
             raise ConfigError(
                 f"cannot write {self.out}: {error.strerror}; choose an output folder that you may write to"
             ) from None
@@ -50,9 +63,7 @@ class OutputFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.path.exists():
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._remove_made_parents()
+        self._leave()
 
     def write(self, name: str, data: bytes) -> Path:
         """Write one file, making its folder."""
@@ -66,22 +77,42 @@ class OutputFolder:
         _check_replaceable(self.out)  # again: minutes may have passed
         if self.out.exists() and any(self.out.iterdir()):
             _exchange(self.path, self.out)
-            shutil.rmtree(self.path)
         else:
             self.path.rename(self.out)
 
-    def _remove_leftovers(self) -> None:
-        """Delete what a killed compile of the same output left behind."""
-        for folder in self.out.parent.iterdir():
-            if folder.name.startswith(self._prefix):
-                pid = folder.name.removeprefix(self._prefix).partition("-")[0]
-                if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-                    shutil.rmtree(folder)
-
-    def _remove_made_parents(self) -> None:
+    def _leave(self) -> None:
+        """Delete what is not the artifact, and the folders made for it if they stay empty."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         for parent in reversed(self._made_parents):
             if not any(parent.iterdir()):
                 parent.rmdir()
+
+    def _remove_leftovers(self) -> None:
+        """Delete what a killed compile of the same output left behind: what nobody holds the lock of."""
+        for folder in self.out.parent.iterdir():
+            if folder.name.startswith(self._prefix) and (lock := _try_lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """Lock the file LOCK of `folder`, making it; None where somebody holds it, or where files cannot be locked."""
+    path = folder / LOCK
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # another user's, or just gone
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), path.stat()):  # not one that was deleted while this one was opened
+            return lock
+    except OSError as error:
+        log.debug("%s is not locked: %s", path, error.strerror)
+    os.close(lock)
+    return None
 
 
 def _check_replaceable(out: Path) -> None:
@@ -118,7 +149,8 @@ def _exchange(new: Path, old: Path) -> None:
             return
     except (AttributeError, TypeError):  # not Linux, or an older libc
         pass
-    aside = new.with_name(new.name + "-old")
+    # A kill between these leaves the old artifact under a name that no compile deletes.
+    aside = old.with_name(f"{old.name}.previous-{secrets.token_hex(4)}")
     old.rename(aside)
     new.rename(old)
     aside.rename(new)

@@ -22,6 +22,9 @@ DEVICES = ("cpu", "cuda", "reference")
 # Views: they have no kernel, only another address or row stride of what they read.
 ALIAS_OPS = ("aten.slice.Tensor", "aten.view", "getitem")
 
+OTHER_TARGET = "another target's kernel"
+OTHER_CASE = "another kernel's dtype or case"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -49,6 +52,8 @@ class Target:
 class Kernel:
     """One implementation of one op. `emit` is "module:function", imported only when code is made.
 
+    why_not: a reason for people why it cannot run a node on a target ("head_dim 24: expected a multiple of 16"), ""
+    where it can, OTHER_TARGET or OTHER_CASE where it was never meant to.
     weight_layouts: for each argument that reads a weight, the physical layout (inferc.weights.LAYOUTS) in which the
     kernel wants it, or None for row-major.
     """
@@ -56,9 +61,13 @@ class Kernel:
     backend: str
     op: str  # as target_name prints it
     name: str
-    supports: Callable[[fx.Node, Target], bool]
+    why_not: Callable[[fx.Node, Target], str]
     emit: str = ""
     weight_layouts: Mapping[str, str | None] = field(default_factory=dict)
+
+    def supports(self, node: fx.Node, target: Target) -> bool:
+        """Whether it can run `node` on `target`."""
+        return not self.why_not(node, target)
 
     def load_emit(self) -> Callable[..., Any]:
         """The function that makes this kernel's source (cpp) or launch record (triton)."""
@@ -100,72 +109,107 @@ def is_tied(node: fx.Node, name: str = "weight") -> bool:
     return any(target_name(user.target) in ("aten.linear", "inferc.lm_head") for user in readers)
 
 
-# ------------------------------------------------------------------------------------------------ conditions
+# ------------------------------------------------------------------------- why not: "" where the kernel runs
 
 
-def _same_shapes(node: fx.Node) -> bool:
+def _joined(*reasons: str) -> str:
+    """The reasons there are, in one line."""
+    return ", and ".join(reason for reason in reasons if reason)
+
+
+def _at_most(name: str, found: Any, most: int) -> str:
+    return f"{name} {found}: expected at most {most}" if found > most else ""
+
+
+def _multiple(name: str, found: Any, of: int) -> str:
+    return f"{name} {found}: expected a multiple of {of}" if found % of else ""
+
+
+def _same_shapes(node: fx.Node) -> str:
     other = argument(node, "other")
-    return isinstance(other, (int, float)) or _shape(node, "self") == _shape(node, "other")
+    if isinstance(other, (int, float)) or _shape(node, "self") == _shape(node, "other"):
+        return ""
+    found = f"{_sizes(_shape(node, 'self'))} and {_sizes(_shape(node, 'other'))}"
+    return f"{target_name(node.target)} of {found}: expected equal shapes"
 
 
-def _first_axis(node: fx.Node) -> bool:
-    return bool(argument(node, "dim") == 0)
+def _first_axis(node: fx.Node) -> str:
+    dim = argument(node, "dim")
+    return "" if dim == 0 else f"axis {dim}: expected rows, which are axis 0"
 
 
-def _heads_fit(node: fx.Node) -> bool:
+def _heads_fit(node: fx.Node) -> str:
     """attention.h: heads of at most 512 elements in steps of 16, at most 48 query heads of one KV head."""
     num_heads, dim = _shape(node, "q")[1:]
     block_size, num_kv_heads, cached_dim = _shape(node, "kv_cache")[3:]
-    grouped = num_heads % num_kv_heads == 0 and num_heads // num_kv_heads <= 48
-    return bool(grouped and dim == cached_dim and dim % 16 == 0 and dim <= 512 and block_size % 16 == 0)
+    if dim % 16 or dim > 512:
+        return f"head_dim {dim}: expected a multiple of 16, at most 512"
+    if dim != cached_dim:
+        return f"head_dim {dim}: expected that of the values, {cached_dim}"
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > 48:
+        return f"{num_heads} heads on {num_kv_heads} KV heads: expected a whole number of at most 48 on each"
+    return _multiple("block_size", block_size, 16)
 
 
-def _experts_fit(node: fx.Node) -> bool:
+def _experts_fit(node: fx.Node) -> str:
     """moe.h: at most 1024 experts, their inner rows in whole panels."""
     num_experts, _, inter = _shape(node, "down")
-    return bool(num_experts <= 1024 and inter % 16 == 0)
+    return _joined(_at_most("num_experts", num_experts, 1024), _multiple("the experts' intermediate_size", inter, 16))
 
 
-def _routing_fits(node: fx.Node) -> bool:
+def _routing_fits(node: fx.Node) -> str:
     num_experts = _shape(node, "router_logits")[1]
-    return bool(argument(node, "top_k") <= num_experts <= 1024)
+    most = _at_most("num_experts", num_experts, 1024)
+    return _joined(most, _at_most("top_k", argument(node, "top_k"), num_experts))
 
 
-def _rope_fits(node: fx.Node) -> bool:
+def _rope_fits(node: fx.Node) -> str:
     name = "q" if target_name(node.target) == "inferc.rope_kv_write" else "x"
-    return bool(_shape(node, "table")[-1] <= _shape(node, name)[-1])
+    return _at_most("rotary dimension", _shape(node, "table")[-1], _shape(node, name)[-1])
 
 
-def _cache_dtype(node: fx.Node) -> bool:
-    return _dtype(node, "kv_cache") == _dtype(node, "k")
+def _cache_dtype(node: fx.Node) -> str:
+    cache, k = _dtype(node, "kv_cache"), _dtype(node, "k")
+    return "" if cache == k else f"a KV cache of {cache}: expected {k}, that of the keys"
 
 
-def _plain_lookup(node: fx.Node) -> bool:
-    return argument(node, "scale_grad_by_freq") is False and argument(node, "sparse") is False
+def _rope_and_cache(node: fx.Node) -> str:
+    return _joined(_rope_fits(node), _cache_dtype(node))
+
+
+def _packed_lookup(node: fx.Node) -> str:
+    return "" if is_tied(node) else OTHER_CASE
+
+
+def _plain_lookup(node: fx.Node) -> str:
+    plain = argument(node, "scale_grad_by_freq") is False and argument(node, "sparse") is False
+    return "" if plain else "an embedding with options of training: expected a plain one"
 
 
 @dataclass(frozen=True)
 class _Cpp:
-    """The cpp kernel's condition: the target is the CPU, `argument` has `dtype`, and `check` holds."""
+    """Why not, of a cpp kernel: it is for the CPU, `argument` has `dtype`, and `check` has no reason either."""
 
     argument: str
     dtype: torch.dtype
-    check: Callable[[fx.Node], bool] | None = None
+    check: Callable[[fx.Node], str] | None = None
 
-    def __call__(self, node: fx.Node, target: Target) -> bool:
-        return (
-            target.device == "cpu"
-            and _dtype(node, self.argument) == self.dtype
-            and (self.check is None or self.check(node))
-        )
-
-
-def _reference(node: fx.Node, target: Target) -> bool:
-    return target.device == "reference"
+    def __call__(self, node: fx.Node, target: Target) -> str:
+        if target.device != "cpu":
+            return OTHER_TARGET
+        if _dtype(node, self.argument) != self.dtype:
+            return OTHER_CASE
+        return "" if self.check is None else self.check(node)
 
 
-def _triton_silu_mul(node: fx.Node, target: Target) -> bool:
-    return target.device == "cuda" and _dtype(node, "gate") in (torch.float32, torch.bfloat16, torch.float16)
+def _reference(node: fx.Node, target: Target) -> str:
+    return "" if target.device == "reference" else OTHER_TARGET
+
+
+def _triton_silu_mul(node: fx.Node, target: Target) -> str:
+    if target.device != "cuda":
+        return OTHER_TARGET
+    return "" if _dtype(node, "gate") in (torch.float32, torch.bfloat16, torch.float16) else OTHER_CASE
 
 
 # ----------------------------------------------------------------------------------------------------- table
@@ -173,8 +217,8 @@ def _triton_silu_mul(node: fx.Node, target: Target) -> bool:
 PANELS = {torch.float32: "panel16_k1", torch.bfloat16: "panel16_k2"}
 
 # op, name, argument whose dtype decides, weights that are packed, weights that are not, further condition
-_CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], bool] | None], ...] = (
-    ("aten.embedding", "embedding_panel", "weight", ("weight",), (), is_tied),
+_CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
+    ("aten.embedding", "embedding_panel", "weight", ("weight",), (), _packed_lookup),
     ("aten.embedding", "embedding", "weight", (), ("weight",), _plain_lookup),
     ("aten.linear", "linear", "input", ("weight",), ("bias",), None),
     ("aten.add.Tensor", "add", "self", (), (), _same_shapes),
@@ -184,7 +228,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.rms_norm_add", "rms_norm_add", "x", (), ("weight",), None),
     ("inferc.rope", "rope", "x", (), (), _rope_fits),
     ("inferc.kv_write", "kv_write", "k", (), (), _cache_dtype),
-    ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), lambda node: _rope_fits(node) and _cache_dtype(node)),
+    ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), _rope_and_cache),
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
     ("inferc.silu_mul", "silu_mul", "gate", (), (), None),
     ("inferc.moe_routing", "moe_routing", "router_logits", (), (), _routing_fits),
@@ -237,23 +281,35 @@ def needs_kernel(node: fx.Node) -> bool:
 def select(node: fx.Node, target: Target) -> Kernel:
     """The first kernel of the table that runs `node` on `target`.
 
-    Raises UnsupportedError naming the node, the target and every kernel of the op that was rejected.
+    Raises UnsupportedError naming the node, the target and the reasons of the op's kernels.
     """
     op = target_name(node.target)
-    rejected = []
+    reasons: list[str] = []
     for kernel in KERNELS:
         if kernel.op == op:
-            if kernel.supports(node, target):
+            reason = kernel.why_not(node, target)
+            if not reason:
                 return kernel
-            rejected.append(kernel.name)
-    where = node.meta.get("name", node.name)
-    if not rejected:
-        raise UnsupportedError(f"{where}: no kernel implements {op}, on any target; rewrite it in a pass")
-    value = node.meta.get("val")
+            reasons.append(reason)
+    reasons = [reason for reason in dict.fromkeys(reasons) if reason != OTHER_TARGET]
+    if not reasons:
+        raise cannot_run(node, target)
+    told = "; ".join(reason for reason in reasons if reason != OTHER_CASE)
     kinds = ", ".join(_describe(arg) for arg in node.args)
-    raise UnsupportedError(
-        f"{where}: no kernel runs {op}({kinds}) -> {_type(value)} on {target.spec}; rejected {', '.join(rejected)}"
+    told = told or f"{op}({kinds}): expected bfloat16 or float32"
+    raise UnsupportedError(f"{told} (node {_name(node)}, target {target.spec})")
+
+
+def cannot_run(node: fx.Node, target: Target | None = None) -> UnsupportedError:
+    """The refusal of a model that needs an op which is not built, on `target` or anywhere."""
+    on = f" on target {target.spec}" if target else ""
+    return UnsupportedError(
+        f"inferc cannot run {target_name(node.target)} yet (node {_name(node)}): this model's family is not supported{on}"
     )
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.meta.get("name", node.name))
 
 
 def kernel_named(name: str) -> Kernel:
@@ -264,9 +320,13 @@ def kernel_named(name: str) -> Kernel:
     raise UnsupportedError(f"unknown kernel {name!r}; this program was lowered by another version of inferc")
 
 
+def _sizes(shape: tuple[Any, ...]) -> str:
+    return f"[{', '.join(str(size) if isinstance(size, int) else 'T' for size in shape)}]"
+
+
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{dtype_name(value.dtype)}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{_sizes(tuple(value.shape))}"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(_type(item) for item in value) + ")"
     return "?"

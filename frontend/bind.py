@@ -19,11 +19,13 @@ from inferc import weights as weight_lib
 from inferc.errors import ArtifactError, UnsupportedError
 from inferc.frontend.checkpoint import TensorSpec
 from inferc.frontend.load import Checkpoint
+from inferc.program import dtype_name
 from inferc.weights import Weight
 
 log = logging.getLogger(__name__)
 
 COMPARE_BYTES = 64 << 20
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -179,9 +181,10 @@ def _tie(model: Any, binding: Binding, checkpoint: Checkpoint) -> None:
 def _equal(first: Weight, second: Weight, checkpoint: Checkpoint) -> bool:
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    step = max(1, COMPARE_BYTES * first.shape[0] // max(1, first.num_bytes))
-    for start in range(0, first.shape[0], step):
-        stop = min(start + step, first.shape[0])
+    count = weight_lib.num_rows(first)
+    step = max(1, COMPARE_BYTES * count // max(1, first.num_bytes))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
         rows = [weight_lib.read_rows(weight, checkpoint.reader, start, stop) for weight in (first, second)]
         if not torch.equal(*rows):
             return False
@@ -202,6 +205,7 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
             f"{where}: no tensor for {missing[0]}{_more(missing)}; the checkpoint is incomplete or of another model than"
             f" config.json ({type(model).__name__}): download it again"
         )
+    _check_dtypes(specs, binding, where)
     for name, weight in binding.weights.items():
         expected = tuple(specs[name].shape) if name in specs else weight.shape
         if weight.shape != expected:
@@ -220,6 +224,20 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
         )
     if binding.ignored:
         log.info("%s: %d tensors left out: %s", where, len(binding.ignored), ", ".join(binding.ignored[:8]))
+
+
+def _check_dtypes(specs: dict[str, Any], binding: Binding, where: str) -> None:
+    """A floating parameter from integers or 8-bit floats is quantized: without its scales the numbers are wrong."""
+    for name, weight in binding.weights.items():
+        if name not in specs or not specs[name].is_floating_point():
+            continue
+        for leaf in weight.sources():
+            if leaf.dtype not in FLOATS:
+                raise UnsupportedError(
+                    f"{where}: tensor {leaf.name} is stored as {dtype_name(leaf.dtype)} and the model expects"
+                    f" {dtype_name(specs[name].dtype)}: it looks quantized, and its scales are missing; use the original,"
+                    " unquantized model"
+                )
 
 
 def _old_buffers(model: Any) -> list[str]:

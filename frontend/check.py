@@ -1,6 +1,6 @@
 """Is the captured graph the model? Checked before anything is emitted, as a capture can be silently wrong.
 
-Every layer must hold one attention node; and a small random copy of the model, with every distinct kind of layer, must
+A module in memory must be what its class makes of its config. Every layer must hold one attention node; and a small random copy of the model, with every distinct kind of layer, must
 give the logits that transformers' own eager code gives.
 """
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
-from inferc.errors import ExportError, InfercError
+from inferc.errors import ExportError, InfercError, UnsupportedError
 from inferc.frontend import trace
 from inferc.frontend.checkpoint import TensorDictReader
-from inferc.frontend.export import DTYPES, context_length, export_model
+from inferc.frontend.export import DTYPES, context_length, export_model, sequence_length
 from inferc.frontend.load import Checkpoint, load_module
 from inferc.frontend.names import Names
 from inferc.frontend.rope import fix_rope
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4  # largest difference of two logits, relative to the largest logit, both in float32
 NUM_TOKENS = 24
+# The same of a module and its rebuild, which run the same code; only threads may add in another order.
+MODULE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+NUM_MODULE_TOKENS = 16
 MAX_WINDOW = 7  # attention windows of the copy: NUM_TOKENS reaches beyond three of them
 LAST_POSITION = 8192  # the copy is run up to here, or to the end of the context, so that rope scaling is in force
 # Sizes that a copy may have smaller, and how small: what happens to a number does not depend on them.
@@ -43,7 +46,7 @@ def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int |
     check_attention_count(program, checkpoint.name)
     num_layers = distinct_prefix(program)
     model = _small_model(program, checkpoint, num_layers)
-    length = max_model_len or context_length(checkpoint.config)
+    length = sequence_length(checkpoint.config, max_model_len)
     reader = _in_checkpoint_form(model, program)
     twin = Checkpoint(model.config, checkpoint.model_class, reader.tensors, reader)
     small = export_model(twin, "float32", length)
@@ -52,6 +55,28 @@ def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int |
     _check_same_ops(program, small, num_layers, checkpoint.name)
     _check_logits(small, reader, model, num_layers, checkpoint.name)
     log.info("capture of %s checked on a random copy of its first %d layers", checkpoint.name, num_layers)
+
+
+def check_module(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError unless a checkpoint's module computes what its class makes of its config.
+
+    What is compiled is the class, its config and the module's tensors: another activation or scale that was put into the
+    module after it was built would be lost.
+    """
+    if checkpoint.module is None:
+        return
+    module, name = checkpoint.module, checkpoint.name
+    found = _run_module(module, name)
+    expected = _run_module(_rebuild(checkpoint), name)
+    if torch.equal(found.nan_to_num(), expected.nan_to_num()):
+        return
+    error = _relative(found, expected)
+    if error > MODULE_TOLERANCE.get(next(module.parameters()).dtype, TOLERANCE):
+        raise UnsupportedError(
+            f"{name}: the module computes something else than its config's model: logits differ by {error:.1e} of the"
+            " largest, so a submodule, an attribute or the config was changed after it was built; change the class or"
+            " the config it is built from, or compile a folder"
+        )
 
 
 def random_copy(program: Program, checkpoint: Checkpoint, dtype: str) -> Checkpoint:
@@ -108,6 +133,49 @@ def fingerprint(nodes: list[fx.Node]) -> tuple[str, ...]:
     )
 
 
+# --------------------------------------------------------------------------------------- a module in memory
+
+
+def _rebuild(checkpoint: Checkpoint) -> Any:
+    """What the class makes of the config, over the module's own tensors: nothing large is copied."""
+    module: Any = checkpoint.module
+    attention = getattr(module.config, "_attn_implementation", None)
+    model = trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta", attention=attention)
+    model.load_state_dict(module.state_dict(), strict=False, assign=True)
+    owners = dict(module.named_modules())
+    for path, part in model.named_modules():
+        owner = owners.get(path)
+        for name in part._buffers:
+            if owner is not None and owner._buffers.get(name) is not None:
+                part._buffers[name] = owner._buffers[name].clone()
+        for name, value in vars(part).items():  # constants that are no buffers: values of the config's, like those
+            if isinstance(value, Tensor) and value.is_meta and isinstance(getattr(owner, name, None), Tensor):
+                setattr(part, name, getattr(owner, name))
+    return model
+
+
+def _run_module(module: Any, name: str) -> Tensor:
+    """Float32 logits of a few fixed tokens, in eval mode, on the module's device."""
+    num_tokens = min(NUM_MODULE_TOKENS, context_length(module.config).trained or NUM_MODULE_TOKENS)
+    generator = torch.Generator().manual_seed(2)
+    token_ids = torch.randint(0, int(module.config.vocab_size), (1, num_tokens), generator=generator)
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        with trace.quiet(), torch.no_grad():
+            logits: Tensor = module(input_ids=token_ids.to(module.device), use_cache=False).logits
+    except Exception as error:  # whatever the module's code raises
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedError(
+            f"{name}: the module does not run as its class does ({type(error).__name__}: {reason}); give one that is as"
+            " its class makes it, or compile a folder"
+        ) from error
+    finally:
+        for part in training:
+            part.training = True
+    return logits.float()
+
+
 # ------------------------------------------------------------------------------------------- the small copy
 
 
@@ -121,7 +189,7 @@ def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int) -> A
             torch.manual_seed(0)
             try:
                 model = trace.build(checkpoint.model_class, config, torch.float32, "cpu")
-                _run_eager(model, *_example(model, 4))
+                _run_eager(model, *_example(model, 4, 4))
             except Exception as error:  # noqa: BLE001  sizes of this model depend on each other: shrink it less
                 log.debug("copy of %s with %s, narrow=%s: %s", checkpoint.name, limits, narrow, error)
                 last = error
@@ -173,9 +241,9 @@ def _in_checkpoint_form(model: Any, program: Program) -> TensorDictReader:
 # ----------------------------------------------------------------------------------------------- comparing
 
 
-def _example(model: Any, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [1, num_tokens] at the end of the context (at LAST_POSITION at most)."""
-    end = max(num_tokens, min(context_length(model.config), LAST_POSITION))
+def _example(model: Any, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+    """Token ids and positions [1, num_tokens] at the end of the context or `length` (at LAST_POSITION at most)."""
+    end = max(num_tokens, min(max(context_length(model.config).trained or 0, length), LAST_POSITION))
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(0, int(model.config.vocab_size), (1, num_tokens), generator=generator)
     return token_ids, torch.arange(end - num_tokens, end)[None]
@@ -211,7 +279,8 @@ def _op(node: fx.Node) -> str:
 
 
 def _check_logits(small: Program, reader: TensorDictReader, model: Any, num_layers: int, where: str) -> None:
-    token_ids, positions = _example(model, max(NUM_TOKENS, _widest_window(small) + 9))
+    num_tokens = max(NUM_TOKENS, _widest_window(small) + 9)
+    token_ids, positions = _example(model, num_tokens, small.info["max_model_len"])
     expected = _run_eager(model, token_ids, positions)
     values = {name: weight_lib.read_whole(weight, reader) for name, weight in small.weights.items()}
     inputs = {"token_ids": token_ids, "positions": positions}

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
+from inferc.config import ContextLength
 from inferc.errors import ConfigError, ExportError
 from inferc.frontend import trace
 from inferc.frontend.bind import Binding, bind
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.names import Names
-from inferc.frontend.rope import Overrides, fix_rope
+from inferc.frontend.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
 from inferc.program import Program, new_program
 from inferc.weights import Weight
 
@@ -48,7 +49,8 @@ def capture(
     """Load `model` (folder, hub id, transformers causal LM, or what `load` returned) and capture it, checked.
 
     dtype is that of activations and weights; max_model_len (tokens; by default what the model was trained for) fixes a
-    rope that depends on length. With `check` a small random copy must give the reference's logits (see check.py).
+    rope that depends on length (see rope.py), which `info["rope"]` then says and a warning. With `check` a small random copy must give the reference's logits, and a module those
+    of its class and config (see check.py).
     """
     if isinstance(model, torch.nn.Module):
         checkpoint = load_module(model)
@@ -56,8 +58,10 @@ def capture(
         checkpoint = model if isinstance(model, Checkpoint) else load(model)
     program = export_model(checkpoint, dtype, max_model_len)
     if check:
-        from inferc.frontend.check import check_capture
+        from inferc.frontend.check import check_capture, check_module
 
+        warn_of_fixed_rope(program.info["rope"])
+        check_module(checkpoint)
         check_capture(program, checkpoint, max_model_len)
     return program
 
@@ -76,7 +80,7 @@ def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len:
         raise ConfigError(f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
     if max_model_len is not None and max_model_len < 1:
         raise ConfigError(f"max_model_len is {max_model_len}; expected at least 1 token")
-    length = max_model_len or context_length(checkpoint.config)
+    length = sequence_length(checkpoint.config, max_model_len)
     model = trace.build(checkpoint.model_class, checkpoint.config, DTYPES[dtype], "meta")
     overrides, ropes = fix_rope(model, length)
     binding = bind(model, checkpoint)
@@ -98,7 +102,7 @@ def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: in
         "vocab_size": int(config.vocab_size),
         "hidden_size": int(config.hidden_size),
         "num_attention_layers": int(config.num_hidden_layers),
-        "max_position_embeddings": context_length(config),
+        "max_position_embeddings": max(context_length(config).trained or 0, max_model_len),  # with its rope scaling
         "max_model_len": max_model_len,
         "dtype": dtype,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -107,10 +111,27 @@ def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: in
     }
 
 
-def context_length(config: Any) -> int:
-    """How many positions the model was made for."""
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
-    return int(length) if length else 2048
+def context_length(config: Any) -> ContextLength:
+    """How many positions the model was made for, and how many its rope scaling reaches. Raises ConfigError."""
+    for name in ("max_position_embeddings", "seq_length"):
+        trained = getattr(config, name, None)
+        if trained is None:
+            continue
+        if not isinstance(trained, int) or trained < 1:
+            raise ConfigError(
+                f"the model's config has {name} {trained!r}, expected at least 1; write the longest sequence it was"
+                " trained on into config.json"
+            )
+        return ContextLength(trained, longest_context(config, trained))
+    return ContextLength(None, None)
+
+
+def sequence_length(config: Any, max_model_len: int | None) -> int:
+    """`max_model_len`, or by default what the model was made for. Raises ConfigError if its config does not say."""
+    length = max_model_len or context_length(config).trained
+    if length is None:
+        raise ConfigError("the model's config has no max_position_embeddings; give max_model_len")
+    return length
 
 
 def constant_buffers(model: Any, checkpoint: Checkpoint, overrides: Overrides) -> dict[str, Tensor]:

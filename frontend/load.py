@@ -68,9 +68,24 @@ def load_module(module: torch.nn.Module) -> Checkpoint:
         )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError(f"{type(module).__name__} has parameters on the meta device; load its weights first")
+    _refuse_hooks(module)
     check_config(module.config, module.config.to_dict(), type(module).__name__)
     reader = TensorDictReader(module.state_dict())
     return Checkpoint(module.config, type(module), reader.tensors, reader, module=module)
+
+
+def _refuse_hooks(module: torch.nn.Module) -> None:
+    """Raise UnsupportedError if somebody's code runs around a submodule's forward pass: a compile would lose it."""
+    for path, part in module.named_modules():
+        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+        # transformers leaves its own behind once hidden states were asked for; they only look.
+        found = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+        if found:
+            name = getattr(found[0], "__qualname__", type(found[0]).__name__)
+            raise UnsupportedError(
+                f"{type(module).__name__}: {path or 'the model'} has a forward hook ({name}), which cannot be compiled;"
+                " remove it, or write what it does into the model's class"
+            )
 
 
 def find_folder(path: str | Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inferc.frontend import trace
-from inferc.frontend.export import DTYPES, context_length
+from inferc.frontend.export import DTYPES, sequence_length
 from inferc.frontend.load import Checkpoint
 from inferc.frontend.rope import fix_rope
 
@@ -32,7 +32,7 @@ def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | Non
         model.eval().requires_grad_(False)
     else:
         model = _copy_module(checkpoint, DTYPES[dtype])
-    fix_rope(model, max_model_len or context_length(checkpoint.config))
+    fix_rope(model, sequence_length(checkpoint.config, max_model_len))
     return model
 
 

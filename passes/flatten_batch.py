@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from inferc.codegen.kernels import cannot_run
 from inferc.errors import UnsupportedError
 from inferc.passes.rewrite import infer_type
-from inferc.program import Program, target_name
+from inferc.program import Program, name_of, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 
@@ -60,7 +61,7 @@ class Flattener:
         batched = bool(axes) and axes[0] > 0
         if len(axes) != 1 or (batched and shape[0] != 1):
             sizes = ", ".join(map(str, shape))
-            raise UnsupportedError(f"{where(node)}: [{sizes}] has no one axis of {self.tokens} tokens to flatten to")
+            raise UnsupportedError(f"{name_of(node)}: [{sizes}] has no one axis of {self.tokens} tokens to flatten to")
         return Layout(len(shape), batched, axes[0])
 
     def sizes(self, node: fx.Node) -> list[Any]:
@@ -108,19 +109,15 @@ class Flattener:
             return
         rule = RULES.get(node.target)
         if rule is None:
-            raise UnsupportedError(
-                f"{where(node)}: flatten_batch has no rule for {target_name(node.target)}; add one to its RULES"
-            )
+            raise cannot_run(node)
         self.new[node] = rule(self, node)
         self.on_tokens.add(node)
 
 
-def where(node: fx.Node) -> str:
-    return str(node.meta.get("name", node.name))
-
-
 def refuse(node: fx.Node, why: str) -> UnsupportedError:
-    return UnsupportedError(f"{where(node)}: flatten_batch cannot flatten {target_name(node.target)}: {why}")
+    return UnsupportedError(
+        f"inferc cannot run {target_name(node.target)} as this model uses it (node {name_of(node)}): {why}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ rules
@@ -241,7 +238,7 @@ def _attention(flat: Flattener, node: fx.Node) -> fx.Node:
         assert isinstance(arg, fx.Node)
         layout = flat.layout(arg)
         if (layout.rank, layout.token_axis) != (4, 2):
-            raise refuse(node, f"{where(arg)} is not [1, heads, T, head_dim]")
+            raise refuse(node, f"{name_of(arg)} is not [1, heads, T, head_dim]")
     return flat.emit(node, node.target, *flat.mapped(node.args), **flat.mapped(node.kwargs))
 
 

@@ -87,9 +87,23 @@ def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
 
 
 OPTIONAL = frozenset(
-    {"fuse_rms_norm_wide", "fuse_silu_mul", "fuse_moe_routing", "fuse_moe_routing_plain", "pack_projections"}
+    {
+        "canonicalise",
+        "fuse_rms_norm_wide",
+        "fuse_rms_norm",
+        "fuse_rope",
+        "fuse_silu_mul",
+        "fuse_moe_routing",
+        "fuse_moe_routing_plain",
+        "pack_projections",
+        "fuse_rms_norm_add",
+        "fuse_rope_kv_write",
+    }
 )
-"""Passes of the pipeline that find nothing in many models."""
+"""Passes of the pipeline whose pattern a fine model may do without: another norm, no residual in front of one, no MoE.
+
+What they were needed for and did not find has no kernel, which `choose_kernels` says.
+"""
 
 CHECKPOINTS: dict[str, Any] = {"canonicalise": CAPTURED, "page_kv_cache": SERVABLE, "choose_kernels": LOWERED}
 """The ops allowed once a pass is done."""
@@ -119,8 +133,9 @@ def run_passes(
     for index, each in enumerate(passes, start=1):
         before, start = _num_calls(program), time.perf_counter()
         rewrites = each(program)
-        if not rewrites and each.name not in OPTIONAL:
-            log.warning("pass %s rewrote nothing in %s", each.name, program.name)
+        if not rewrites:
+            level = logging.INFO if each.name in OPTIONAL else logging.WARNING
+            log.log(level, "pass %s rewrote nothing in %s", each.name, program.name)
         _verify(program, each.name, rewrites)
         records.append(PassRecord(each.name, rewrites, time.perf_counter() - start, before, _num_calls(program)))
         _dump(program, dump_dir, index, each.name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from inferc.errors import UnsupportedError, VerifyError
-from inferc.program import Program
+from inferc.program import Program, ancestors
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
@@ -96,7 +95,7 @@ def _most_rows(num_tokens: int, num_rows: int, num_seqs: int) -> tuple[int, ...]
 def live_values(program: Program) -> list[Value]:
     """The values that need a place, in graph order."""
     results = program.output().all_input_nodes
-    step = _ancestors(results[:1])
+    step = ancestors(results[:1])
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     index = {node: at for at, node in enumerate(calls)}
     last = _last_uses(calls, index, results)
@@ -116,17 +115,6 @@ def live_values(program: Program) -> list[Value]:
         assert isinstance(maker, fx.Node)
         made.append(Value(node.name, pool, row_bytes, index[maker], max(last[node], index[maker])))
     return made
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo.extend(node.all_input_nodes)
-    return found
 
 
 def _last_uses(calls: list[fx.Node], index: dict[fx.Node, int], results: list[fx.Node]) -> dict[fx.Node, int]:

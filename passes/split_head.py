@@ -12,11 +12,11 @@ from torch import fx
 
 from inferc.errors import UnsupportedError
 from inferc.passes.rewrite import infer_type
-from inferc.program import Program
+from inferc.program import Program, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-# What models do to logits: a scale, a soft cap, a cast (which float32 logits make needless).
-AFTER_HEAD = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default, aten._to_copy.default)
+# What may be done to logits: a scale, a cast (which float32 logits make needless).
+AFTER_HEAD = (aten.mul.Tensor, aten._to_copy.default)
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,13 @@ class SplitHead:
             logits = logits.args[0]
             assert isinstance(logits, fx.Node)
         if logits.target != aten.linear.default:
-            name = logits.meta.get("name", logits.name)
-            raise UnsupportedError(f"{name}: split_head found {logits.target} where the LM head's linear was expected")
+            if logits.target == aten.index_select.default:  # select_rows stopped at what it does not know
+                logits = logits.args[0]
+                assert isinstance(logits, fx.Node)
+            raise UnsupportedError(
+                f"inferc cannot run {target_name(logits.target)} after the LM head yet"
+                f" (node {logits.meta.get('name', logits.name)}): this model's family is not supported"
+            )
         hidden, weight, *bias = logits.args
         with program.graph.inserting_before(logits):
             head = program.graph.call_function(inferc.lm_head.default, (hidden, weight, bias[0] if bias else None))

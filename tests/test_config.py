@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from inferc.config import CompileConfig, EngineConfig, available_cores, available_memory_bytes, from_dict, parse_bytes
+from inferc.config import (
+    CompileConfig,
+    ContextLength,
+    EngineConfig,
+    available_cores,
+    available_memory_bytes,
+    from_dict,
+    parse_bytes,
+)
 from inferc.errors import ConfigError, UnsupportedError
+
+CONTEXT = ContextLength(4096, 4096)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +90,7 @@ def test_a_token_budget_below_the_sequences_is_refused() -> None:
 
 def test_compile_config_resolves_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "inferc.config"):
-        resolved = CompileConfig().resolve("bfloat16", 4096, 1000)
+        resolved = CompileConfig().resolve("bfloat16", CONTEXT, 1000)
     assert resolved.dtype == resolved.kv_dtype == "bfloat16"
     assert (resolved.max_model_len, resolved.block_size, resolved.certify) == (4096, 16, "full")
     assert "max_model_len=4096" in caplog.text
@@ -89,30 +99,45 @@ def test_compile_config_resolves_and_logs(caplog: pytest.LogCaptureFixture) -> N
 
 def test_given_values_stay() -> None:
     config = CompileConfig(target="reference", dtype="float32", max_model_len=128, block_size=32, certify="none")
-    resolved = config.resolve("bfloat16", 4096, 1000)
+    resolved = config.resolve("bfloat16", CONTEXT, 1000)
     assert (resolved.target, resolved.dtype, resolved.max_model_len) == ("reference", "float32", 128)
     assert (resolved.block_size, resolved.certify) == (32, "none")
 
 
 def test_a_large_model_certifies_layers() -> None:
-    resolved = CompileConfig().resolve("bfloat16", 4096, available_memory_bytes())
+    resolved = CompileConfig().resolve("bfloat16", CONTEXT, available_memory_bytes())
     assert resolved.certify == "layers"
 
 
 def test_a_float16_checkpoint_needs_a_choice() -> None:
     with pytest.raises(UnsupportedError, match="checkpoint's dtype is float16.*--dtype float32"):
-        CompileConfig().resolve("float16", 4096, 1000)
-    assert CompileConfig(dtype="float32").resolve("float16", 4096, 1000).dtype == "float32"
+        CompileConfig().resolve("float16", CONTEXT, 1000)
+    assert CompileConfig(dtype="float32").resolve("float16", CONTEXT, 1000).dtype == "float32"
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len 9000 is more than the 4096 positions"):
-        CompileConfig(max_model_len=9000).resolve("bfloat16", 4096, 1000)
+        CompileConfig(max_model_len=9000).resolve("bfloat16", CONTEXT, 1000)
+
+
+def test_rope_scaling_extends_the_context_when_asked_to() -> None:
+    scaled = ContextLength(4096, 16384)
+    assert CompileConfig().resolve("bfloat16", scaled, 1000).max_model_len == 4096
+    assert CompileConfig(max_model_len=9000).resolve("bfloat16", scaled, 1000).max_model_len == 9000
+    with pytest.raises(ConfigError, match="more than the 16384 positions the model was made for with its rope scaling"):
+        CompileConfig(max_model_len=16385).resolve("bfloat16", scaled, 1000)
+
+
+def test_a_context_that_is_not_known_must_be_given() -> None:
+    unknown = ContextLength(None, None)
+    with pytest.raises(ConfigError, match="no max_position_embeddings.*give --max-model-len"):
+        CompileConfig().resolve("bfloat16", unknown, 1000)
+    assert CompileConfig(max_model_len=9000).resolve("bfloat16", unknown, 1000).max_model_len == 9000
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="kv_dtype float32 differs from dtype bfloat16"):
-        CompileConfig(kv_dtype="float32").resolve("bfloat16", 4096, 1000)
+        CompileConfig(kv_dtype="float32").resolve("bfloat16", CONTEXT, 1000)
 
 
 def test_engine_config_resolves() -> None:

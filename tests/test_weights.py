@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inferc import weights as lib
+from inferc.errors import UnsupportedError
 from inferc.weights import LAYOUTS, Weight, materialize, physical_shape, read_rows, read_whole
 
 A, B, C = random(20, 6), random(13, 6, seed=1), random(4, 5, 6, seed=2)
@@ -62,6 +63,14 @@ def test_stacked_experts_are_packed_one_by_one() -> None:
     assert stored.shape == (2, 2, 3, 16, 2)
     assert torch.equal(stored[1], LAYOUTS["panel16_k2"].pack(torch.cat((A, B))[13:33]))
     assert torch.equal(read_whole(packed, READER)[0], A)
+
+
+def test_a_tensor_without_an_axis_is_refused_by_name() -> None:
+    scale = lib.cast(lib.source("model.scale", (), torch.float32), torch.bfloat16)
+    reader = Tensors({"model.scale": torch.tensor(2.0)})
+    for read in (read_whole, lambda weight, reader: list(materialize(weight, reader))):
+        with pytest.raises(UnsupportedError, match="tensor model.scale is a single number"):
+            read(scale, reader)
 
 
 def test_an_unknown_layout_is_named() -> None:

@@ -7,6 +7,7 @@ atomic rename, so any number of processes may build at once.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -17,7 +18,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from inferc import debug
 from inferc.errors import ConfigError, InfercError
+
+log = logging.getLogger(__name__)
 
 KERNELS_FOLDER = Path(__file__).parent / "kernels"
 
@@ -63,9 +67,26 @@ def find_compiler() -> Compiler:
     )
 
 
-def cache_folder() -> Path:
-    """Where built libraries are kept: $INFERC_CACHE, else ~/.cache/inferc."""
-    return Path(os.environ.get("INFERC_CACHE") or Path.home() / ".cache" / "inferc") / "cpp"
+@lru_cache(maxsize=1)
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Where libraries are built that no cache takes. It goes away with the process."""
+    return tempfile.TemporaryDirectory(prefix="inferc-")
+
+
+def _folders() -> list[Path]:
+    """Where to look for built libraries; new ones go into the last."""
+    try:
+        cache = debug.cache_dir() / "cpp"
+    except RuntimeError as error:  # a user without a home
+        log.warning("%s Kernels are built without a cache: set INFERC_CACHE", error)
+        return [Path(_scratch().name)]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return [cache]
+    except OSError as error:
+        log.warning("%s: %s; kernels are built without a cache: set INFERC_CACHE", cache, error.strerror)
+        return [cache, Path(_scratch().name)]
 
 
 def build(
@@ -74,24 +95,26 @@ def build(
     """Compile `source` once for each instruction set, in parallel; returns the libraries by instruction set.
 
     headers: the files of `folder` that it includes. Raises ConfigError without a compiler, InfercError with the
-    compiler's first error if it refuses the source.
+    compiler's first error if it refuses the source. Where the cache cannot be written, they last as long as the process.
     """
     compiler = find_compiler()
     texts = {name: (folder / name).read_text() for name in headers}
+    places = _folders()
     with ThreadPoolExecutor() as threads:
-        made = threads.map(lambda isa: _build_one(compiler, source, texts, isa), isas)
+        made = threads.map(lambda isa: _build_one(compiler, source, texts, isa, places), isas)
         return dict(zip(isas, made, strict=True))
 
 
-def _build_one(compiler: Compiler, source: str, headers: Mapping[str, str], isa: str) -> Path:
+def _build_one(compiler: Compiler, source: str, headers: Mapping[str, str], isa: str, places: Sequence[Path]) -> Path:
     flags = [*FLAGS, *compiler.flags, *ISA_FLAGS[isa]]
     digest = hashlib.sha256()
     for text in (compiler.version, *flags, source, *(part for item in sorted(headers.items()) for part in item)):
         digest.update(f"{len(text)}:{text}".encode())
-    target = cache_folder() / f"{digest.hexdigest()[:32]}-{isa}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    targets = [place / f"{digest.hexdigest()[:32]}-{isa}.so" for place in places]
+    for target in targets:
+        if os.path.exists(target):  # Path.exists raises where a folder above may not be read
+            return target
+    target = targets[-1]
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         folder = Path(work)
         for name, text in {**headers, "unit.cpp": source}.items():

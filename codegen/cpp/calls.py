@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values, name_of
+from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values
 from inferc.codegen.kernels import argument
 from inferc.errors import UnsupportedError
-from inferc.program import target_name
+from inferc.program import name_of, target_name
 
 MASKS = {"causal": "CAUSAL", "sliding": "SLIDING", "chunked": "CHUNKED"}
 

@@ -13,10 +13,11 @@ from typing import Any
 from torch import fx
 
 from inferc.codegen.cpp import calls
-from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Place, Slot, Values, name_of
+from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Place, Slot, Values
 from inferc.codegen.kernels import kernel_named, needs_kernel
 from inferc.errors import UnsupportedError
-from inferc.program import Program, dtype_name, target_name
+from inferc.manifest import align
+from inferc.program import Program, ancestors, dtype_name, name_of, target_name
 
 ABI = 1
 MAX_UNSYNCED = 6  # calls between two barriers; each hands out at most two of team.h's MAX_TICKETS
@@ -64,7 +65,7 @@ def emit(program: Program, places: Mapping[str, Place], pools: Mapping[str, int]
     assert isinstance(output, (tuple, list)) and len(output) == 2, "a lowered program returns (hidden, logits)"
     hidden, logits = output
     assert isinstance(hidden, fx.Node) and isinstance(logits, fx.Node)
-    step_nodes = _ancestors(hidden)
+    step_nodes = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in step_nodes)
     step = _calls(program, Values(program, places), [n for n in program.graph.nodes if n in step_nodes])
     head = _calls(program, Values(program, places, sampled), [n for n in program.graph.nodes if n in sampled])
@@ -88,17 +89,6 @@ def emit(program: Program, places: Mapping[str, Place], pools: Mapping[str, int]
         "vocab_size": logits_operand.width,
     }
     return CppUnit(source, HEADERS, fields)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo.extend(node.all_input_nodes)
-    return found
 
 
 def _calls(program: Program, values: Values, nodes: Sequence[fx.Node]) -> list[Call]:
@@ -133,17 +123,17 @@ def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
         "per_row": pools.get("S", 0),
         "per_seq": pools.get("B", 0),
         "per_sample": pools.get("sample", 0),
-        "scratch": _align(scratch["const"]),
+        "scratch": align(scratch["const"]),
         "scratch_per_token": scratch["T"],
         "scratch_per_row": scratch["S"],
-        "per_thread": _align(max(vocab * 4 + 64, _partial_bytes(program))),
+        "per_thread": align(max(vocab * 4 + 64, _partial_bytes(program))),
     }
 
 
 def _partial_bytes(program: Program) -> int:
-    """Per thread, room for the splits of two pieces of decode attention over the longest context."""
+    """Per thread, room for the splits of two pieces of decode attention over the longest context that is served."""
     most = 0
-    splits = -(-int(program.info.get("max_position_embeddings", 0)) // KEY_SPLIT)
+    splits = -(-int(program.info["max_model_len"]) // KEY_SPLIT)
     for node in program.graph.nodes:
         if node.op == "call_function" and target_name(node.target) == "inferc.paged_attention":
             _, heads, dim = (int(size) if index else 0 for index, size in enumerate(node.meta["val"].shape))
@@ -160,10 +150,6 @@ def _formula(arena: Mapping[str, int]) -> dict[str, int]:
         "per_seq": arena["per_seq"],
         "per_thread": arena["per_thread"],
     }
-
-
-def _align(size: int) -> int:
-    return -(-size // 64) * 64
 
 
 def _kv_layout(program: Program) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from inferc.errors import UnsupportedError
-from inferc.program import Program, target_name
+from inferc.program import Program, name_of, target_name
 
 CPP_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 POOLS = {"T": "token", "S": "row", "B": "seq", "sample": "sample"}
@@ -165,7 +165,3 @@ def _sizes(node: fx.Node) -> list[int]:
     value = node.meta["val"]
     assert isinstance(value, Tensor), f"{node.name} is not one tensor"
     return [int(size) for size in value.shape[1:]]
-
-
-def name_of(node: fx.Node) -> str:
-    return str(node.meta.get("name", node.name))

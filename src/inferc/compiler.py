@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from inferc import program as program_lib
 from inferc.certify import Certifier, encoder, make_prompts, run_kernels
 from inferc.codegen.cpp import build as cpp_build
 from inferc.codegen.cpp.emit import CppUnit
@@ -29,8 +30,9 @@ from inferc.codegen.cpp.emit import emit as emit_cpp
 from inferc.codegen.emit import ArtifactWriter, make_manifest
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.kernels import Target, kernel_named
-from inferc.codegen.triton.emit import emit_cubins
+from inferc.codegen.triton.emit import Cubins, emit_cubins
 from inferc.config import CompileConfig, ResolvedCompileConfig
+from inferc.errors import VerifyError
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
@@ -80,15 +82,17 @@ def compile(
     """
     start = time.perf_counter()
     config = config or CompileConfig()
-    report = progress or _silent
-    with _terminate_as_interrupt(), OutputFolder(Path(out)) as folder:
+    with _interrupts() as interrupts, OutputFolder(Path(out)) as folder:
+        report = interrupts.checked(progress or _silent)
         checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
         num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
         resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
         too_large = config.certify == "auto" and resolved.certify == "layers"
-        build = _Build(checkpoint, resolved, folder, tokenizer, report, too_large)
+        generation = generation_defaults(checkpoint)
+        build = _Build(checkpoint, resolved, folder, tokenizer, report, interrupts, generation, too_large)
         with _threads_for(num_parameters):
             certificate = build.run()
+        interrupts.check()
         folder.commit()
     return CompileSummary(
         path=folder.out,
@@ -112,10 +116,13 @@ class _Build:
         folder: OutputFolder,
         tokenizer: Any,
         report: Progress,
+        interrupts: _Interrupts,
+        generation: dict[str, Any],
         too_large: bool = False,
     ) -> None:
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
-        self.writer = ArtifactWriter(folder)
+        self.interrupts, self.generation = interrupts, generation
+        self.writer = ArtifactWriter(folder, config.allow_drift)
         self.target = Target.parse(config.target)
         self.tokenizer, self.too_large = tokenizer, too_large
         self.isas = tuple(cpp_build.ISA_FLAGS)
@@ -127,13 +134,14 @@ class _Build:
         if self.target.device == "cpu":
             cpp_build.find_compiler()  # refuse a machine without one before minutes of work
         self.report("read the tokenizer", 0, 1)
-        tokenizer = tokenizer_files(self.checkpoint, self.tokenizer)
+        tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
         for name, data in tokenizer.items():
             self.writer.add(f"tokenizer/{name}", data)
         self.report("capture", 0, 1)
         program = capture(self.checkpoint, self.config.dtype, self.config.max_model_len)
         certifier = None
         if self.config.certify == "full":
+            self._check_lowers(program)
             encode = encoder(tokenizer.get("tokenizer.json"))
             certifier = self._certifier(self.checkpoint, program, "the model itself", encode)
         copied = random_copy(program, self.checkpoint, self.config.dtype) if self.config.certify == "layers" else None
@@ -147,14 +155,27 @@ class _Build:
             self.writer.write_manifest(manifest)
         return None if certifier is None else certifier.certificate.to_json()
 
+    def _lower_config(self) -> LowerConfig:
+        return LowerConfig(self.target, self.config.block_size)
+
+    def _check_lowers(self, program: Program) -> None:
+        """Raise what lowering will refuse: on a copy and unverified, as the reference runs first and may take minutes."""
+        twin = program_lib.from_json(program_lib.to_json(program))
+        for each in build_pipeline(self._lower_config()):
+            self.report("check the kernels", 0, 1)
+            each(twin)
+        plan = memory_plan(twin)
+        if self.target.device == "cpu":
+            emit_cpp(twin, plan.values, plan.pools)
+
     def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
         """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
-        config = LowerConfig(self.target, self.config.block_size)
+        config = self._lower_config()
         self.records = lower(program, config, observe=self._observer(certifier, len(build_pipeline(config))))
         plan = memory_plan(program)
         unit = emit_cpp(program, plan.values, plan.pools) if self.target.device == "cpu" else None
         libraries = {} if unit is None else self._write_libraries(unit)
-        cubins = emit_cubins(program)
+        cubins = self._cubins(program)
         for name, data in cubins.files.items():
             self.writer.add(name, data)
         self.kernels = [*_kernel_rows(program, self.target), *cubins.kernels]
@@ -176,6 +197,17 @@ class _Build:
         )
         self.writer.write_manifest(manifest)
         return manifest
+
+    def _cubins(self, program: Program) -> Cubins:
+        """The Triton kernels, which no step of today's targets needs: a compiler that fails leaves them out."""
+        try:
+            return emit_cubins(program)
+        except VerifyError:  # a launch record of ours that does not fit its cubin
+            raise
+        except Exception as error:  # noqa: BLE001  whatever Triton, its driver and ptxas raise
+            reason = " ".join(str(error).split())[:200]
+            log.warning("the artifact gets no cuda kernels: triton failed (%s: %s)", type(error).__name__, reason)
+            return Cubins()
 
     def _write_libraries(self, unit: CppUnit) -> dict[str, str]:
         """Compile the step for each instruction set; returns the library files by ISA, best first."""
@@ -220,7 +252,8 @@ class _Build:
         layers = copied.config.num_hidden_layers
         log.info("certificate: on a random copy of the first %d layers", layers)
         with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
-            build = _Build(copied, self.config, folder, None, _silent)
+            silent = self.interrupts.checked(_silent)
+            build = _Build(copied, self.config, folder, None, silent, self.interrupts, self.generation)
             build.isas = detect_isa()[:1]  # the one that runs here
             program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
             scope = f"a random copy of the first {layers} layers, which hold every kind of layer of the model"
@@ -239,7 +272,7 @@ class _Build:
 
     def _model_facts(self, program: Program) -> dict[str, Any]:
         """What the runtime must know of the model."""
-        defaults = generation_defaults(self.checkpoint)
+        defaults = self.generation
         config = self.checkpoint.config.to_dict()
         return {
             **program.info,
@@ -284,21 +317,46 @@ def _threads_for(num_parameters: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C, so that what is half-written goes away. Only the main thread may do so."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
+@dataclass
+class _Interrupts:
+    """Whether a signal asked to stop.
 
-    def interrupt(_number: int, _frame: Any) -> None:
+    The exception that the handler raises may land in a `__del__` or a weakref's callback, which Python makes it a
+    printed line of; so every stage, and the last step before the artifact appears, look here too.
+    """
+
+    seen: bool = False
+
+    def handle(self, _number: int, _frame: Any) -> None:
+        self.seen = True
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    def check(self) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+
+    def checked(self, progress: Progress) -> Progress:
+        """`progress` behind a check."""
+
+        def report(stage: str, done: int, total: int) -> None:
+            self.check()
+            progress(stage, done, total)
+
+        return report
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    """Let SIGTERM and SIGINT unwind, so that what is half-written goes away. Only the main thread may do so."""
+    interrupts = _Interrupts()
+    usual: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    ours = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    for number in ours:
+        signal.signal(number, interrupts.handle)
     try:
-        yield
+        yield interrupts
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, usual[number])

@@ -52,6 +52,14 @@ ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True)
+class ContextLength:
+    """How many tokens of a sequence a model was made for; None where its config does not say."""
+
+    trained: int | None  # the default of max_model_len
+    longest: int | None  # what its rope scaling reaches, at least `trained`
+
+
+@dataclass(frozen=True)
 class CompileConfig:
     """How to compile a model. Lengths are in tokens."""
 
@@ -70,7 +78,7 @@ class CompileConfig:
         if self.block_size != "auto" and self.block_size % 16:
             raise ConfigError(f"block_size {self.block_size} is not a multiple of 16; use {DEFAULT_BLOCK_SIZE} or 32")
 
-    def resolve(self, model_dtype: str, max_position_embeddings: int, float32_bytes: int) -> ResolvedCompileConfig:
+    def resolve(self, model_dtype: str, context: ContextLength, float32_bytes: int) -> ResolvedCompileConfig:
         """Turn every "auto" into a value for a model of this dtype, context and size (in float32), and log them."""
         if self.dtype == "auto" and model_dtype not in get_args(DType):
             raise UnsupportedError(
@@ -81,24 +89,34 @@ class CompileConfig:
         kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype != dtype:
             raise UnsupportedError(f"kv_dtype {kv_dtype} differs from dtype {dtype}, which is not built; leave it out")
-        length = max_position_embeddings if self.max_model_len == "auto" else self.max_model_len
-        if length > max_position_embeddings:
-            raise ConfigError(
-                f"max_model_len {length} is more than the {max_position_embeddings} positions the model was made for;"
-                f" use at most {max_position_embeddings}"
-            )
         resolved = ResolvedCompileConfig(
             target=self.target,
             dtype=dtype,
             quantize=None,
             kv_dtype=kv_dtype,
-            max_model_len=length,
+            max_model_len=self._resolve_length(context),
             block_size=DEFAULT_BLOCK_SIZE if self.block_size == "auto" else self.block_size,
             certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
             allow_drift=self.allow_drift,
         )
         log.info("compile config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
         return resolved
+
+    def _resolve_length(self, context: ContextLength) -> int:
+        if self.max_model_len == "auto":
+            if context.trained is None:
+                raise ConfigError(
+                    "the model's config does not say how long a sequence may be (it has no max_position_embeddings);"
+                    " give --max-model-len"
+                )
+            return context.trained
+        if context.longest is not None and self.max_model_len > context.longest:
+            scaled = "" if context.longest == context.trained else " with its rope scaling"
+            raise ConfigError(
+                f"max_model_len {self.max_model_len} is more than the {context.longest} positions the model was made"
+                f" for{scaled}; use at most {context.longest}"
+            )
+        return self.max_model_len
 
 
 @dataclass(frozen=True)

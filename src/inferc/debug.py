@@ -18,5 +18,4 @@ def dump_dir() -> Path | None:
 
 def cache_dir() -> Path:
     """INFERC_CACHE: where compiled kernels are kept between compiles; `~/.cache/inferc` when unset."""
-    value = os.environ.get("INFERC_CACHE")
-    return Path(value) if value else Path.home() / ".cache" / "inferc"
+    return Path(os.environ.get("INFERC_CACHE") or Path.home() / ".cache" / "inferc")

@@ -159,6 +159,23 @@ def target_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def name_of(node: fx.Node) -> str:
+    """The stable name that people see, in messages and comments."""
+    return str(node.meta.get("name", node.name))
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and all that they are computed from."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
 class _Printer:
     def __init__(self, program: Program) -> None:
         self.program = program

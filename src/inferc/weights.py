@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from inferc.errors import UnsupportedError
+
 
 class TensorReader(Protocol):
     """Where a source tensor's rows come from (a checkpoint, or a module's parameters)."""
@@ -181,18 +183,25 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
     raise AssertionError(f"unknown weight op {weight.op}")
 
 
+def num_rows(weight: Weight) -> int:
+    """The length of axis 0. Raises UnsupportedError for a tensor without one."""
+    if not weight.shape:
+        raise UnsupportedError(
+            f"tensor {next(weight.sources())} is a single number (0-dimensional); expected weights with one axis or more"
+        )
+    return weight.shape[0]
+
+
 def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
     """The whole logical tensor."""
-    if not weight.shape:
-        raise AssertionError("a weight has at least one axis")
-    return read_rows(weight, reader, 0, weight.shape[0])
+    return read_rows(weight, reader, 0, num_rows(weight))
 
 
 def materialize(weight: Weight, reader: TensorReader, chunk_bytes: int = 64 << 20) -> Iterator[Tensor]:
     """The stored tensor in order, a chunk of rows at a time: concatenated they have `physical_shape(weight)`."""
     layout = LAYOUTS[weight.layout] if weight.op == "pack" else None
     unit = PANEL if layout and len(weight.shape) == 2 else 1
-    row_bytes = max(1, weight.num_bytes // weight.shape[0])
+    row_bytes = max(1, weight.num_bytes // num_rows(weight))
     step = max(unit, chunk_bytes // row_bytes // unit * unit)
     for start in range(0, weight.shape[0], step):
         rows = read_rows(weight, reader, start, min(start + step, weight.shape[0]))

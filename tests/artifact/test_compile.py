@@ -1,5 +1,6 @@
 """Compiling: the same bytes every time, all of an artifact or nothing of it, and refusals before any work."""
 
+import importlib
 import json
 import os
 import shutil
@@ -7,16 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from random_models import make_random_model
+from safetensors.torch import load_file, save_file
 
 from inferc.compiler import compile
 from inferc.config import CompileConfig
-from inferc.errors import ConfigError
+from inferc.errors import ArtifactError, ConfigError, UnsupportedError, VerifyError
 from inferc.runtime.artifact import inspect_artifact, load_artifact
 
 QUICK = CompileConfig(target="reference", certify="none")
@@ -80,6 +84,74 @@ def test_a_signal_leaves_nothing(tiny_llama_folder: Path, tmp_path: Path, number
         process.stdout.read()
     assert process.returncode != 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [(signal.SIGINT, "write weights"), (signal.SIGTERM, "capture"), (signal.SIGTERM, "write weights")],
+)
+def test_a_signal_that_python_swallows_leaves_nothing(
+    tiny_llama_folder: Path, tmp_path: Path, number: signal.Signals, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is raised in a `__del__` is printed, and no more; after the last of the weights nothing is reported."""
+
+    class Finalised:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        if name == stage and (name == "capture" or total - done < 64):
+            Finalised()
+
+    swallowed: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda info: swallowed.append(info.exc_type))
+    with pytest.raises(KeyboardInterrupt):
+        compile(tiny_llama_folder, tmp_path / "out", QUICK, progress=interrupt)
+    assert swallowed == [KeyboardInterrupt]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_kernels_is_refused_before_its_reference_runs(tmp_path: Path) -> None:
+    folder = make_random_model("gemma", tmp_path / "gemma")
+    stages: list[str] = []
+    with pytest.raises(UnsupportedError):
+        compile(
+            folder, tmp_path / "out", CompileConfig(certify="full"), progress=lambda stage, *_: stages.append(stage)
+        )
+    assert "run the reference" not in stages
+    assert "capture" in stages
+
+
+def test_a_failing_triton_leaves_its_kernels_out(
+    tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But a launch record of ours that does not fit its cubin is a mistake, and stops the compile."""
+    pytest.importorskip("triton")
+    error: Exception = RuntimeError("ptxas died\nof a signal")
+
+    def fail(*_args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("inferc.codegen.triton.silu_mul.build", fail)
+    clear = importlib.import_module("inferc.codegen.triton.silu_mul").compiled.cache_clear
+    clear()
+    compile(tiny_llama_folder, tmp_path / "out", QUICK)
+    assert "gets no cuda kernels: triton failed (RuntimeError: ptxas died of a signal)" in caplog.text
+    assert not list((tmp_path / "out").rglob("*.cubin"))
+    error = VerifyError("silu_mul: the cubin is for sm_80")
+    with pytest.raises(VerifyError, match="the cubin is for sm_80"):
+        compile(tiny_llama_folder, tmp_path / "again", QUICK)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_broken_weights_are_refused(tmp_path: Path) -> None:
+    folder = make_random_model("llama", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ArtifactError, match="tensor model.layers.1.mlp.up_proj.weight has 1 numbers that are NaN"):
+        compile(folder, tmp_path / "out", QUICK)
+    compile(folder, tmp_path / "out", replace(QUICK, allow_drift=True))
 
 
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:

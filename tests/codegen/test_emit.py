@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from inferc import weights as weight_lib
-from inferc.codegen.emit import ArtifactWriter, plan_weight_files
+from inferc.codegen.emit import ArtifactWriter, count_broken, plan_weight_files
 from inferc.codegen.folder import OutputFolder
+from inferc.errors import ArtifactError, ConfigError
+from inferc.frontend.checkpoint import TensorDictReader
 from inferc.manifest import ALIGNMENT, CHUNK_BYTES, ChunkDigests
 from inferc.weights import Weight, constant
 
@@ -92,6 +94,53 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert seen == sorted(seen)
     assert {total for _, total in seen} == {64 + 448 + 512 + 64}
     assert seen[-1][0] == 64 + 448 + 512 + 40
+
+
+BROKEN = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_broken_numbers_are_counted(dtype: torch.dtype) -> None:
+    finite = torch.tensor([0.0, -0.0, 1e-40, -1.0, torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
+    assert count_broken(finite) == 0
+    assert count_broken(torch.cat([finite, torch.tensor(BROKEN, dtype=dtype), finite]).view(3, 5)) == 3
+    assert count_broken(torch.full((3 << 18,), float("nan"), dtype=dtype)) == 3 << 18
+    assert count_broken(torch.full((4,), -1)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_broken_weight_is_refused_by_the_tensors_name(
+    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {name: torch.ones(16, 4, dtype=dtype) for name in ("q_proj", "k_proj")}
+    tensors["k_proj"][3, :2] = torch.tensor(BROKEN[:2])
+    reader = TensorDictReader(tensors)
+    parts = tuple(weight_lib.source(name, (16, 4), dtype) for name in tensors)
+    weights = {"qkv": weight_lib.pack(weight_lib.concat(parts), "panel16_k1")}
+    with OutputFolder(tmp_path / "out") as folder:
+        with pytest.raises(
+            ArtifactError, match="tensor k_proj has 2 numbers that are NaN or infinite; expected finite"
+        ):
+            ArtifactWriter(folder).add_weights(weights, reader, lambda done, total: None)
+        ArtifactWriter(folder, allow_broken=True).add_weights(weights, reader, lambda done, total: None)
+    assert "tensor k_proj has 2 numbers" in caplog.text
+
+
+def test_a_weight_that_overflows_is_refused(tmp_path: Path) -> None:
+    weights = {"w": weight_lib.cast(constant(torch.tensor([1.0, 1e6])), torch.float16)}
+    with (
+        OutputFolder(tmp_path / "out") as folder,
+        pytest.raises(ArtifactError, match="w has 1 .* infinite as float16;"),
+    ):
+        ArtifactWriter(folder).add_weights(weights, NoReader(), lambda done, total: None)
+
+
+def test_a_manifest_that_cannot_be_written(tmp_path: Path) -> None:
+    with OutputFolder(tmp_path / "out") as folder:
+        folder.path.rmdir()
+        folder.path.write_text("in the way")
+        with pytest.raises(ConfigError, match="cannot write .*/out/engine.json: "):
+            ArtifactWriter(folder).write_manifest({})
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,13 +115,60 @@ def test_a_read_only_parent_is_refused(tmp_path: Path) -> None:
         OutputFolder(tmp_path / "out").__enter__()
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from inferc.codegen.folder import OutputFolder
+
+OutputFolder(Path(sys.argv[1])).__enter__().write("x", b"x")
+os._exit(1)
+"""
+
+
 def test_what_a_killed_compile_left_goes_away(tmp_path: Path) -> None:
-    dead = tmp_path / ".out.partial-999999999-ab"
-    dead.mkdir()
-    (dead / "x").write_text("x")
-    alive = tmp_path / f".out.partial-{os.getppid()}-cd"
-    alive.mkdir()
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path / "out"], check=False)
+    assert len(list(tmp_path.iterdir())) == 1
     with OutputFolder(tmp_path / "out") as folder:
         folder.write("x", b"x")
         folder.commit()
-    assert contents(tmp_path) == [alive.name, "out", "out/x"]
+    assert contents(tmp_path) == ["out", "out/x"]
+
+
+def test_a_live_compile_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in another container has a process id that means nothing here."""
+    monkeypatch.setattr("os.getpid", lambda: 999999999)
+    with OutputFolder(tmp_path / "out") as first:
+        monkeypatch.undo()
+        first.write("program.json", b"first")
+        with OutputFolder(tmp_path / "out") as second:
+            second.write("x", b"second")
+            second.commit()
+        assert contents(first.path) == ["program.json"]
+    assert contents(tmp_path) == ["out", "out/x"]
+
+
+def test_a_kill_between_two_renames_keeps_the_old_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system cannot swap two folders; here the second rename is the last thing that is tried."""
+
+    class Killed(BaseException):
+        pass
+
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "artifact":
+            raise Killed
+        return real(path, target)
+
+    write_artifact(tmp_path / "out", "old")
+    with pytest.raises(Killed), OutputFolder(tmp_path / "out") as folder:
+        folder.write("program.json", b"new")
+        monkeypatch.setattr("ctypes.CDLL", lambda *_args, **_kwargs: object())
+        monkeypatch.setattr(Path, "rename", rename)
+        folder.commit()
+    monkeypatch.undo()
+    with OutputFolder(tmp_path / "out"):
+        pass
+    (kept,) = tmp_path.iterdir()
+    assert kept.name.startswith("out.previous-")
+    assert (kept / "program.json").read_text() == "old"

@@ -13,7 +13,7 @@ from random_models import make_random_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inferc.errors import ArtifactError
+from inferc.errors import ArtifactError, UnsupportedError
 from inferc.frontend import trace
 from inferc.frontend.bind import Binding, bind
 from inferc.frontend.load import Checkpoint, load
@@ -104,6 +104,27 @@ def test_a_checkpoint_that_does_not_fit(change: Change, message: str, tmp_path: 
     with pytest.raises(ArtifactError, match=message) as caught:
         bound(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.k_proj.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.2.w2.weight"),  # one of many in a parameter
+    ],
+)
+def test_quantized_numbers_without_scales(family: str, name: str, dtype: str, tmp_path: Path) -> None:
+    folder = make_random_model(family, tmp_path / "m")
+    changed(folder, lambda t: t.update({name: (t[name] * 100).to(getattr(torch, dtype))}))
+    with pytest.raises(UnsupportedError, match=f"tensor {name} is stored as {dtype} and .* expects float32: it looks"):
+        bound(folder)
+
+
+def test_a_checkpoint_in_another_float_binds(tmp_path: Path) -> None:
+    folder = make_random_model("llama", tmp_path / "m")
+    changed(folder, lambda t: t.update({name: value.to(torch.float64) for name, value in t.items()}))
+    assert bound(folder)[1].weights["model.norm.weight"].dtype == torch.float64
 
 
 @pytest.mark.parametrize(("part", "parameter"), [("w1", "gate_up_proj"), ("w3", "gate_up_proj"), ("w2", "down_proj")])

@@ -10,11 +10,11 @@ import transformers
 from random_models import make_random_model
 from torch import Tensor
 
-from inferc.errors import ExportError
+from inferc.errors import ExportError, UnsupportedError
 from inferc.frontend import interfaces
-from inferc.frontend.check import check_capture, distinct_prefix, random_copy, shrink
+from inferc.frontend.check import check_capture, check_module, distinct_prefix, random_copy, shrink
 from inferc.frontend.export import capture, export_model
-from inferc.frontend.load import Checkpoint, load
+from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.reference import reference_greedy, reference_model
 from inferc.program import Program
 
@@ -23,6 +23,12 @@ WINDOWS: dict[str, Any] = {
     "sliding_window": 9,
     "num_hidden_layers": 3,
     "max_window_layers": 1,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [float(2 + index) for index in range(8)],
 }
 Attention = Callable[..., tuple[Tensor, None]]
 
@@ -117,7 +123,7 @@ def test_bloom_loses_no_mask(tmp_path: Path) -> None:
     config = transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=320)
     transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ExportError, match="BloomForCausalLM.*attention interface"):
-        capture(tmp_path, "float32")
+        capture(tmp_path, "float32", 64)
 
 
 def test_a_big_model_has_a_small_copy() -> None:
@@ -135,3 +141,51 @@ def test_a_big_model_has_a_small_copy() -> None:
     assert (small.num_attention_heads, small.num_key_value_heads, small.head_dim) == (32, 8, 128)
     assert small.pad_token_id is None
     assert config.vocab_size == 128256
+
+
+def other_activation(module: Any) -> None:
+    module.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def other_scale(module: Any) -> None:
+    module.model.layers[1].self_attn.scaling = 0.01
+
+
+def other_forward(module: Any) -> None:
+    whole = module.model.norm.forward
+    module.model.norm.forward = lambda x: 1.5 * whole(x)
+
+
+def other_config(module: Any) -> None:
+    module.config.rms_norm_eps = 0.5
+
+
+@pytest.mark.parametrize("change", [other_activation, other_scale, other_forward, other_config])
+def test_a_module_that_is_not_its_configs_is_refused(change: Callable[[Any], None], tiny_llama_folder: Path) -> None:
+    module = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama_folder)
+    change(module)
+    with pytest.raises(UnsupportedError, match="computes something else than its config's model") as caught:
+        capture(module, "float32", 64)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "sizes"),
+    [
+        ("llama", "bfloat16", {}),
+        ("mixtral", "float32", {}),
+        ("llama", "float32", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
+        ("phi3", "float32", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64}),
+    ],
+)
+def test_a_module_as_its_class_makes_it_passes(family: str, dtype: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_random_model(family, tmp_path / "m", dtype, **sizes)
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module(input_ids=torch.arange(300)[None])  # a rope that depends on length keeps what it saw
+    check_module(load_module(module))
+    assert module.training
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    module.model.layers[0].mlp.forward = lambda x: x
+    with pytest.raises(UnsupportedError, match="something else"):
+        check_module(load_module(module))

@@ -12,8 +12,10 @@ from torch import Tensor, fx
 
 from inferc import program as program_lib
 from inferc import weights as weight_lib
+from inferc.compiler import compile
+from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, ExportError, UnsupportedError
-from inferc.frontend.export import capture, export_model, export_module
+from inferc.frontend.export import capture, context_length, export_model, export_module
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.reference import reference_logits, reference_model
 from inferc.program import Program, target_name
@@ -162,6 +164,27 @@ def test_refusals(tiny_llama_folder: Path, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_local_experts": 4, "pad_token_id": None}
     with pytest.raises(UnsupportedError, match="GptOssExperts: experts with biases"):
         capture(make_random_model("gpt_oss", tmp_path / "m", **sizes), "float32")
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_context_of_no_tokens_is_refused(length: int, tmp_path: Path) -> None:
+    folder = make_random_model("llama", tmp_path / "m", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": length}))
+    with pytest.raises(ConfigError, match=f"max_position_embeddings {length}, expected at least 1"):
+        context_length(load(folder).config)
+    with pytest.raises(ConfigError, match=f"max_position_embeddings {length}, expected at least 1"):
+        capture(folder, "float32")
+
+
+def test_a_context_that_the_config_does_not_say_must_be_given(tmp_path: Path) -> None:
+    config = transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=320)
+    assert context_length(config) == ContextLength(None, None)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no max_position_embeddings; give max_model_len"):
+        export_model(load(tmp_path), "float32")
+    with pytest.raises(ConfigError, match="no max_position_embeddings.*; give --max-model-len"):
+        compile(tmp_path, tmp_path / "out", CompileConfig(certify="none"))
 
 
 def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

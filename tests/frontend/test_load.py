@@ -119,3 +119,16 @@ def test_modules() -> None:
         empty = transformers.LlamaForCausalLM(config)
     with pytest.raises(ConfigError, match="meta device"):
         load_module(empty)
+
+
+def test_a_module_with_hooks_is_refused() -> None:
+    config = transformers.LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "model_type"})
+    module: Any = transformers.LlamaForCausalLM(config)
+    module(input_ids=torch.tensor([[1, 2]]), output_hidden_states=True)  # installs hooks of transformers' own
+    load_module(module)
+    for register in (module.model.layers[0].register_forward_hook, module.model.norm.register_forward_pre_hook):
+        handle = register(lambda *_args: None)
+        with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM: model\.(layers\.0|norm) has a forward hook"):
+            load_module(module)
+        handle.remove()
+    load_module(module)

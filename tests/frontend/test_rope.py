@@ -1,10 +1,12 @@
 """Rope that depends on the sequence's length is fixed for one length, and the Program says so."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from random_models import make_random_model
 
 from inferc import weights as weight_lib
@@ -13,7 +15,7 @@ from inferc.frontend import trace
 from inferc.frontend.export import capture
 from inferc.frontend.load import Checkpoint, load
 from inferc.frontend.reference import reference_logits, reference_model
-from inferc.frontend.rope import fix_rope
+from inferc.frontend.rope import fix_rope, longest_context
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {
@@ -40,7 +42,8 @@ def test_dynamic_is_fixed_by_the_longest_sequence(tmp_path: Path) -> None:
         program = capture(checkpoint, "float32", length, check=not same)
         found = weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader)
         assert torch.allclose(found, default_frequencies()) == same
-        assert program.info["rope"] == [{"module": "model.rotary_emb", "kind": "dynamic", "max_model_len": length}]
+        record = {"module": "model.rotary_emb", "kind": "dynamic", "max_model_len": length}
+        assert program.info["rope"] == [{**record, "differs_up_to": 0 if same else 256}]
         assert program.info["max_model_len"] == length
 
 
@@ -54,11 +57,52 @@ def test_longrope_takes_short_or_long_factors(length: int, first: float, tmp_pat
     assert torch.equal(model.model.rotary_emb.inv_freq, found)
 
 
-def test_longrope_is_captured(tmp_path: Path) -> None:
+def test_longrope_is_captured_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = checkpoint_with(LONG, tmp_path / "m")
+    caplog.set_level(logging.WARNING, "torch.__trace")
+    assert capture(checkpoint, "float32", 64).info["rope"][0]["differs_up_to"] == 0
+    assert caplog.messages == []
     program = capture(checkpoint, "float32", 65)
+    assert program.info["rope"][0]["differs_up_to"] == 64
+    (warning,) = caplog.messages
+    assert "longrope's long factors for 65 tokens is used for all lengths" in warning
+    assert "for sequences up to 64 tokens compile with --max-model-len 64" in warning
     found = weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader)
     assert float(found[0]) == pytest.approx(0.5)
+
+
+ORIGINAL = {"original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+
+
+@pytest.mark.parametrize(
+    ("rope", "trained", "longest"),
+    [
+        ({"rope_type": "default"}, 64, 64),
+        ({"rope_type": "yarn", "factor": 4.0, **ORIGINAL}, 64, 256),
+        ({"rope_type": "yarn", "factor": 4.0, **ORIGINAL}, 256, 256),
+        ({"rope_type": "yarn", "factor": 4.0, **ORIGINAL}, 100, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 256, 256),
+        ({"rope_type": "linear", "factor": 4.0, **ORIGINAL}, 64, 256),
+        ({**LLAMA3, "factor": 4.0}, 64, 256),
+        ({**LLAMA3, "factor": 32.0}, 1024, 1024),
+        ({**LONG, "factor": 4.0}, 64, 256),
+        ({**LONG, "factor": None}, 256, 256),
+    ],
+)
+def test_the_longest_context(rope: dict[str, Any], trained: int, longest: int) -> None:
+    config = transformers.LlamaConfig(max_position_embeddings=trained, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert longest_context(config, trained) == longest
+
+
+def test_the_longest_context_of_layers_with_their_own_rope() -> None:
+    rope = {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, **ORIGINAL},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    config = transformers.Olmo3Config(layer_types=list(rope), num_hidden_layers=2, rope_parameters=rope)
+    assert longest_context(config, 64) == 256
 
 
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 from random_models import make_random_model
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 from inferc.errors import ConfigError, UnsupportedError
@@ -142,3 +142,62 @@ def test_generation_defaults_of_a_module(folder: Path) -> None:
     (folder / "generation_config.json").write_text("nonsense")
     with pytest.raises(ConfigError, match="not a JSON object"):
         generation_defaults(load(folder))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("eos_token_id", "</s>", '"</s>", expected a token id or a list of them'),
+        ("eos_token_id", [1, "</s>"], "expected a token id or a list of them"),
+        ("temperature", "hot", '"hot", expected a number'),
+        ("top_k", 1.5, "1.5, expected a whole number"),
+        ("top_p", [0.9], "expected a number"),
+        ("do_sample", "yes", "expected true or false"),
+        ("stop_strings", [3], "expected a string or a list of them"),
+        ("bos_token_id", True, "expected a token id"),
+    ],
+)
+def test_a_generation_field_of_another_kind(field: str, value: Any, expected: str, folder: Path) -> None:
+    edit(folder / "generation_config.json", **{field: value})
+    with pytest.raises(ConfigError, match=f"generation_config.json: {field} is .*{expected}") as caught:
+        generation_defaults(load(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_may_be_written_as_floats(folder: Path) -> None:
+    edit(folder / "generation_config.json", top_k=50.0, temperature=1, eos_token_id=[1.0])
+    defaults = generation_defaults(load(folder))
+    assert (repr(defaults["top_k"]), defaults["temperature"], repr(defaults["eos_token_id"])) == ("50", 1, "[1]")
+
+
+def test_eos_ids_that_the_model_does_not_have(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[1, 4000, -1])
+    assert eos_token_ids(generation_defaults(load(folder))) == [1]
+    assert "eos_token_id 4000, -1 left out" in caplog.text
+    edit(folder / "generation_config.json", eos_token_id=4000)
+    with pytest.raises(ConfigError, match="eos_token_id is 4000, and the model has the ids 0 to 319"):
+        generation_defaults(load(folder))
+
+
+def test_a_vocabulary_larger_than_the_models(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=300)
+    with pytest.raises(ConfigError, match=r"its tokenizer has token id 300 \(.*\), and the model has 300 ids"):
+        tokenizer_files(load(folder))
+
+
+def test_added_tokens_beyond_the_models(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert tokenizer_files(load(folder))
+    assert "no ids for 1 added tokens (<pad>)" in caplog.text
+    tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 320)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="token id 320 \\('<pad>'\\), and the model has 320 ids"):
+        tokenizer_files(load(folder))
+
+
+def test_a_tokenizer_without_a_vocabulary(folder: Path) -> None:
+    Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="gives no token ids for any text"):
+        tokenizer_files(load(folder))

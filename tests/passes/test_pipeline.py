@@ -78,6 +78,16 @@ def test_a_requested_pass_that_finds_nothing_is_a_warning(caplog: pytest.LogCapt
     assert "rewrote nothing" not in caplog.text
 
 
+def test_a_pass_that_a_fine_model_does_without_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inferc")
+    program = example(lambda x: aten.relu.default(x), {"x": rows(4)}).program
+    optional = tuple(each for each in build_pipeline(LowerConfig(Target("cpu"))) if each.name.startswith("fuse_"))
+    run_passes(program, optional)
+    found = [record for record in caplog.records if "rewrote nothing" in record.message]
+    assert len(found) == len(optional)
+    assert {record.levelno for record in found} == {logging.INFO}
+
+
 def test_the_order_is_the_documented_one() -> None:
     names = [each.name for each in build_pipeline(LowerConfig(Target("reference")))]
     assert len(set(names)) == len(names)

@@ -7,9 +7,9 @@ import torch
 from graphs import Example, example, random
 
 from inferc.errors import UnsupportedError
-from inferc.passes.select_rows import SelectRows
-from inferc.passes.split_head import SplitHead
-from inferc.passes.verify import verify
+from inferc.passes.select_rows import ROW_WISE, SelectRows
+from inferc.passes.split_head import AFTER_HEAD, SplitHead
+from inferc.passes.verify import LOWERED, verify
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 INPUTS = {
@@ -123,6 +123,12 @@ def test_the_head_becomes_a_second_result_in_float32() -> None:
     made.check_untouched(SplitHead())
 
 
-def test_refuses_an_output_without_a_linear() -> None:
-    with pytest.raises(UnsupportedError, match="split_head found aten.relu"):
-        SplitHead()(head(aten.relu.default).program)
+def test_refuses_what_no_kernel_does_to_logits() -> None:
+    for function, op in ((aten.relu.default, "aten.relu"), (lambda x: aten.div.Tensor(x, 2.0), "aten.div")):
+        with pytest.raises(UnsupportedError, match=f"inferc cannot run {op}.* after the LM head yet"):
+            SplitHead()(head(function).program)
+
+
+def test_every_op_that_runs_on_selected_rows_can_be_lowered() -> None:
+    assert not ROW_WISE - LOWERED - {aten._to_copy.default}
+    assert not set(AFTER_HEAD) - LOWERED - {aten._to_copy.default}

@@ -164,7 +164,7 @@ def toy(shape: Shape) -> tuple[Program, dict[str, Tensor]]:
     p.graph.output((hidden, logits))
     p.kv_groups = (KVGroup("full", tuple(range(s.layers)), s.kv_heads, s.dim, s.window, s.dtype),)
     p.block_size, p.num_layers = s.block_size, s.layers
-    p.info = {"vocab_size": s.vocab, "max_position_embeddings": s.max_positions}
+    p.info = {"vocab_size": s.vocab, "max_model_len": s.max_positions}
     choose(p)
     return p, b.tensors
 

@@ -41,7 +41,7 @@ struct StepArgs {
 struct SampleArgs {
   const StepArgs* step;  // of the step whose rows are sampled
   int64_t vocab_size;
-  const int32_t* seq_slots;  // per row [num_rows], as everything up to num_logprobs
+  const int32_t* seq_slots;  // per row [num_rows], as everything up to num_logprobs; a slot with state has one row
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;

@@ -56,8 +56,7 @@ def logits_of(runner: ModelRunner, plan: StepPlan) -> NDArray[Any]:
     """The step's float32 logits, [rows, vocab_size]."""
     seen: list[NDArray[Any]] = []
     runner.set_observer(lambda entry, layer, value: seen.append(value) if entry["name"] == "logits" else None)
-    runner.submit(plan)
-    assert runner.wait().error is None
+    runner.score(plan, np.zeros(len(plan.logits_rows), np.int32))  # sampling has one row a slot
     runner.set_observer(None)
     return np.concatenate(seen)
 
@@ -142,6 +141,15 @@ def test_equal_layers_become_one_loop() -> None:
     lengths = [unit.source.count("linear<") for unit in units]
     assert lengths[0] == lengths[1]
     assert "for (i64 i = 0; i < 7; ++i) {  // layers 1 to 7" in units[1].source
+
+
+def test_scratch_is_for_the_contexts_that_are_served() -> None:
+    """Not for all that the model was made for."""
+    program, where, pools = with_places(Shape(max_positions=1 << 17))
+    whole = emit(program, where, pools).arena["per_thread"]
+    program.info |= {"max_model_len": 2048, "max_position_embeddings": 1 << 17}
+    served = emit(program, where, pools).arena["per_thread"]
+    assert served == emit(*with_places(Shape(max_positions=2048))).arena["per_thread"] < whole
 
 
 def with_places(shape: Shape) -> tuple[Any, Any, Any]:

@@ -1,0 +1,19 @@
+"""A pytest plugin that compiles the C++ with a sanitizer: `make sanitize`, which also loads its runtime into Python."""
+
+import pytest
+
+from inferc.codegen.cpp import build
+
+FLAGS = {
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined"),
+    "thread": ("-fsanitize=thread",),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sanitize", choices=tuple(FLAGS), required=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    which: str = config.getoption("--sanitize")
+    build.FLAGS = (*build.FLAGS, "-O1", "-g", *FLAGS[which])  # type: ignore[assignment]  # of any length
