@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.program import dtype_name, target_name
+from inferc.program import dtype_name, name_of, target_name
 
 DEVICES = ("cpu", "cuda", "reference")
 
@@ -297,19 +297,15 @@ def select(node: fx.Node, target: Target) -> Kernel:
     told = "; ".join(reason for reason in reasons if reason != OTHER_CASE)
     kinds = ", ".join(_describe(arg) for arg in node.args)
     told = told or f"{op}({kinds}): expected bfloat16 or float32"
-    raise UnsupportedError(f"{told} (node {_name(node)}, target {target.spec})")
+    raise UnsupportedError(f"{told} (node {name_of(node)}, target {target.spec})")
 
 
 def cannot_run(node: fx.Node, target: Target | None = None) -> UnsupportedError:
     """The refusal of a model that needs an op which is not built, on `target` or anywhere."""
     on = f" on target {target.spec}" if target else ""
     return UnsupportedError(
-        f"inferc cannot run {target_name(node.target)} yet (node {_name(node)}): this model's family is not supported{on}"
+        f"inferc cannot run {target_name(node.target)} yet (node {name_of(node)}): this model's family is not supported{on}"
     )
-
-
-def _name(node: fx.Node) -> str:
-    return str(node.meta.get("name", node.name))
 
 
 def kernel_named(name: str) -> Kernel:

@@ -263,8 +263,9 @@ class AsyncEngine:
     async def watch(self, died: asyncio.Event, on_state: Callable[[State], Awaitable[None]]) -> None:
         """Return when the engine has died: every stream has ended then, and no request is taken any more.
 
-        died is set by whoever started the engine. on_state hears of every change that is not `drain`'s. The engine is asked for its counters again and again,
-        and a step that does not end within HUNG_SECONDS makes it "hung" until it answers.
+        died is set by whoever started the engine. on_state hears of every change that is not `drain`'s. The engine is
+        asked for its counters again and again, and a step that does not end within HUNG_SECONDS makes it "hung" until
+        it answers.
         """
         asked, answered = time.monotonic(), asyncio.Event()
         self._ping(answered)

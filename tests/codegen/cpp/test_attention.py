@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 import torch
-from cpp_kernels import DTYPES, ISAS, Kernels, assert_near
+from cpp_kernels import DTYPES, Kernels, assert_near
 from torch import Tensor
 
 ops = torch.ops.inferc
 MASKS = ("causal", "sliding", "chunked")
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    made = Kernels(request.param)
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    torch.manual_seed(0)
-    kind: torch.dtype = request.param
-    return kind
 
 
 @dataclass(frozen=True)

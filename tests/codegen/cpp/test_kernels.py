@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from cpp_kernels import DTYPES, ISAS, Kernels, assert_near, packed
+from cpp_kernels import DTYPES, Kernels, assert_near, packed
 from torch import Tensor
 
 ops = torch.ops.inferc
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    made = Kernels(request.param)
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    torch.manual_seed(0)
-    kind: torch.dtype = request.param
-    return kind
 
 
 def nan(*sizes: int, dtype: torch.dtype) -> Tensor:

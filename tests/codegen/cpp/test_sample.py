@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from cpp_kernels import ISAS, Kernels
+from cpp_kernels import Kernels
 from numpy.typing import NDArray
 
 from inferc.runtime import abi
 from inferc.runtime.step import F32, SampleRows, TokenLists
 
 VOCAB = 1003
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    made = Kernels(request.param)
-    yield made
-    made.close()
 
 
 def rows_with(**fields: Any) -> SampleRows:
