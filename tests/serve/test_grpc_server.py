@@ -17,6 +17,7 @@ from serving import ENV, INFERC, Server, wait_until
 
 from inferc.client import SERVICE, Client, ServerError
 from inferc.errors import ConfigError, RequestError
+from inferc.serve.async_engine import HUNG_SECONDS
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.server import ServeConfig, serve
 
@@ -362,6 +363,21 @@ def test_a_dead_engine_is_not_serving_and_the_log_says_why(tiny_artifact: Path) 
         assert "SIGKILL" in server.log and "Traceback" not in server.log
         server.terminate()
         assert server.process.wait(30) == 1
+
+
+@pytest.mark.slow  # HUNG_SECONDS
+def test_an_engine_that_hangs_is_not_serving_until_it_answers_again(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-num-seqs", "1") as server, Client(server.address) as client:
+        stream = client.generate("abc", **ENDLESS)
+        tokens = len(next(stream).token_ids)
+        with grpc.insecure_channel(server.address) as channel:
+            assert check(channel) == SERVING
+            server.engine.suspend()
+            wait_until(lambda: check(channel) == NOT_SERVING, "health says NOT_SERVING", seconds=HUNG_SECONDS + 30)
+            server.engine.resume()
+            wait_until(lambda: check(channel) == SERVING, "health says SERVING again")
+        assert tokens + sum(len(piece.token_ids) for piece in stream) == ENDLESS["n"] * ENDLESS["max_tokens"]
+        assert "has not ended its step" in server.log and "the engine answers again" in server.log
 
 
 def test_the_engine_does_not_outlive_its_server(tiny_artifact: Path) -> None:
