@@ -64,7 +64,7 @@ void mul_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<
   zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return mul(x, set1(b)); });
 }
 
-// How a norm ends: see ops.py. `early`: round the normalised x before it is scaled.
+// How a norm ends: see ops/norms.py. `early`: round the normalised x before it is scaled.
 struct Norm {
   float eps, offset;
   bool early;

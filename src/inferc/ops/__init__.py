@@ -1,0 +1,38 @@
+"""Our ops: each with its schema, its reference in PyTorch and its fake kernel.
+
+The reference is what correctness means for every backend. Rows are tokens: `[num_tokens, …]`, no batch axis,
+except in the captured form of `attention`, which sees the tensors as the Hugging Face model makes them.
+"""
+
+from inferc.ops.attention import (
+    attention,
+    kv_write,
+    kv_write_in_place,
+    paged_attention,
+    rope_kv_write,
+    rope_kv_write_in_place,
+    visible,
+)
+from inferc.ops.elementwise import silu_mul
+from inferc.ops.experts import moe_experts, moe_routing
+from inferc.ops.linear import lm_head
+from inferc.ops.norms import rms_norm, rms_norm_add
+from inferc.ops.rope import rope, rope_table
+
+__all__ = [
+    "attention",
+    "kv_write",
+    "kv_write_in_place",
+    "lm_head",
+    "moe_experts",
+    "moe_routing",
+    "paged_attention",
+    "rms_norm",
+    "rms_norm_add",
+    "rope",
+    "rope_kv_write",
+    "rope_kv_write_in_place",
+    "rope_table",
+    "silu_mul",
+    "visible",
+]

@@ -1,0 +1,182 @@
+"""Attention as captured, and over the paged KV cache.
+
+The canonical KV cache of one group is one tensor
+`[num_blocks, num_layers_of_group, 2, block_size, num_kv_heads, head_dim]` (index 0 of axis 2 is K, 1 is V);
+a backend may store the same bytes in another order and says so in `kv_layout`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inferc.ops.registry import define, like_first
+from inferc.ops.rope import rope
+
+
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_args: object) -> Tensor:
+    if q.dim() == 3:
+        return q.new_empty((*q.shape[:2], v.shape[2]))
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, str mask, int window, float softcap) -> Tensor",
+    _attention_fake,
+)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, mask: str, window: int, softcap: float
+) -> Tensor:
+    """Attention as captured: what the Hugging Face model asked of its attention interface.
+
+    q [batch, num_heads, T, head_dim]; k, v [batch, num_kv_heads, T, head_dim]; result [batch, T, num_heads, v_dim].
+    Once the batch is flattened: q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]; result
+    [T, num_heads, v_dim].
+    mask is "causal", "sliding" (the last `window` keys, the row's own included) or "chunked" (keys of the same
+    chunk of `window`); window is 0 for "causal"; softcap 0.0 means none; sinks [num_heads] joins the softmax's sum.
+    """
+    if q.dim() == 3:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attention(q, k, v, sinks, scale, mask, window, softcap)[0]
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    length = q.shape[2]
+    rows = torch.arange(length, device=q.device)
+    scores = scores.masked_fill(~visible(rows, rows, mask, window), float("-inf"))
+    return _softmax(scores, sinks).matmul(v.float()).to(q.dtype).transpose(1, 2).contiguous()
+
+
+def visible(queries: Tensor, keys: Tensor, mask: str, window: int) -> Tensor:
+    """Which key positions each query position sees: bool [len(queries), len(keys)]."""
+    query, key = queries[:, None], keys[None, :]
+    seen = key <= query
+    if mask == "sliding":
+        seen = seen & (key > query - window)
+    elif mask == "chunked":
+        seen = seen & (torch.div(key, window, rounding_mode="floor") == torch.div(query, window, rounding_mode="floor"))
+    return seen
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last axis of scores [..., heads, queries, keys]; sinks [heads] is one more, valueless key."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+
+
+def _kv_write_fake(kv_cache: Tensor, *_args: object) -> Tensor:
+    return torch.empty_like(kv_cache)
+
+
+@define("kv_write(Tensor kv_cache, Tensor k, Tensor v, Tensor slot_mapping, int layer) -> Tensor", _kv_write_fake)
+def kv_write(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
+    """Write new K and V into their slots and return the cache: a new value in the graph, in place when run.
+
+    kv_cache canonical (see the module); k, v [num_tokens, num_kv_heads, head_dim]; slot_mapping [num_tokens] i64;
+    layer counts within the KV group.
+    """
+    return kv_write_in_place(kv_cache.clone(), k, v, slot_mapping, layer)
+
+
+def kv_write_in_place(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
+    """`kv_write` as a runner does it."""
+    block_size = kv_cache.shape[3]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[block, layer, 0, offset] = k.to(kv_cache.dtype)
+    kv_cache[block, layer, 1, offset] = v.to(kv_cache.dtype)
+    return kv_cache
+
+
+def _rope_kv_write_fake(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_cache: Tensor, *_a: object
+) -> tuple[Tensor, Tensor]:
+    return like_first(q), torch.empty_like(kv_cache)
+
+
+@define(
+    "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor table, Tensor kv_cache, Tensor slot_mapping, int layer,"
+    " bool interleaved=False) -> (Tensor, Tensor)",
+    _rope_kv_write_fake,
+)
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope` on q and k, then `kv_write`: returns (rotated q, cache)."""
+    return rope(q, table, interleaved), kv_write(kv_cache, rope(k, table, interleaved), v, slot_mapping, layer)
+
+
+def rope_kv_write_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rope_kv_write` as a runner does it."""
+    written = kv_write_in_place(kv_cache, rope(k, table, interleaved), v, slot_mapping, layer)
+    return rope(q, table, interleaved), written
+
+
+def _paged_attention_fake(q: Tensor, *_args: object) -> Tensor:
+    return like_first(q)
+
+
+@define(
+    "paged_attention(Tensor q, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens,"
+    " Tensor? sinks, int layer, float scale, str mask, int window, float softcap) -> Tensor",
+    _paged_attention_fake,
+)
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    layer: int,
+    scale: float,
+    mask: str,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Attention of new queries over the paged cache, which holds their own K and V already.
+
+    q, result [num_tokens, num_heads, head_dim]; kv_cache canonical (see the module); block_table
+    [num_seqs, max_blocks] i32; query_start_loc [num_seqs + 1] i32; seq_lens [num_seqs] i32, this step included.
+    The queries of a sequence are its last positions. mask, window, softcap and sinks as in `attention`.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1.
+    """
+    block_size = kv_cache.shape[3]
+    groups = q.shape[1] // kv_cache.shape[4]
+    out = torch.empty_like(q)
+    for seq in range(seq_lens.shape[0]):
+        start, end, length = int(query_start_loc[seq]), int(query_start_loc[seq + 1]), int(seq_lens[seq])
+        blocks = block_table[seq, : -(-length // block_size)].long()
+        k, v = (
+            kv_cache[blocks, layer, part].flatten(0, 1)[:length].float().repeat_interleave(groups, 1).transpose(0, 1)
+            for part in (0, 1)
+        )
+        scores = torch.matmul(q[start:end].float().transpose(0, 1), k.transpose(1, 2)) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        positions = torch.arange(length, device=q.device)
+        scores = scores.masked_fill(
+            ~visible(positions[length - (end - start) :], positions, mask, window), float("-inf")
+        )
+        out[start:end] = _softmax(scores, sinks).matmul(v).transpose(0, 1).to(q.dtype)
+    return out

@@ -1,0 +1,54 @@
+"""Norms over the last axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inferc.ops.registry import define, like_first
+
+
+@define(
+    "rms_norm(Tensor x, Tensor weight, float eps, float weight_offset=0.0, bool round_before_scale=True) -> Tensor",
+    like_first,
+)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> Tensor:
+    """RMSNorm over the last axis, computed in float32.
+
+    x, result [..., size]; weight [size]. `round_before_scale` rounds the normalised x to its dtype before the
+    multiplication by the weight (Llama) instead of after it (Gemma, gpt-oss); `weight_offset` is added to the
+    weight in float32 (Gemma: 1).
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if round_before_scale:
+        normed = normed.to(x.dtype)
+        scale = weight if weight_offset == 0.0 else (weight.float() + weight_offset).to(x.dtype)
+        return (normed * scale).to(x.dtype)
+    return (normed * (weight.float() + weight_offset)).to(x.dtype)
+
+
+def _rms_norm_add_fake(x: Tensor, residual: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
+    return like_first(x), like_first(residual)
+
+
+@define(
+    "rms_norm_add(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset=0.0,"
+    " bool round_before_scale=True) -> (Tensor, Tensor)",
+    _rms_norm_add_fake,
+)
+def rms_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`sum = x + residual` (rounded to their dtype) and its RMSNorm: returns (normed, sum)."""
+    total = x + residual
+    return rms_norm(total, weight, eps, weight_offset, round_before_scale), total
