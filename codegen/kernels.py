@@ -202,6 +202,14 @@ class _Cpp:
         return "" if self.check is None else self.check(node)
 
 
+def _pointwise(node: fx.Node, target: Target) -> str:
+    if target.device != "cpu":
+        return OTHER_TARGET
+    from inferc.codegen.cpp.pointwise import why_not
+
+    return why_not(node)
+
+
 def _reference(node: fx.Node, target: Target) -> str:
     return "" if target.device == "reference" else OTHER_TARGET
 
@@ -224,6 +232,8 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("aten.add.Tensor", "add", "self", (), (), _same_shapes),
     ("aten.mul.Tensor", "mul", "self", (), (), _same_shapes),
     ("aten.index_select", "index_select", "self", (), (), _first_axis),
+    ("inferc.linear_add", "linear_add", "x", ("weight",), ("bias",), None),
+    ("inferc.layer_norm", "layer_norm", "x", (), ("weight", "bias"), None),
     ("inferc.rms_norm", "rms_norm", "x", (), ("weight",), None),
     ("inferc.rms_norm_add", "rms_norm_add", "x", (), ("weight",), None),
     ("inferc.rope", "rope", "x", (), (), _rope_fits),
@@ -231,6 +241,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), _rope_and_cache),
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
     ("inferc.silu_mul", "silu_mul", "gate", (), (), None),
+    ("inferc.gelu_mul", "gelu_mul", "gate", (), (), None),
     ("inferc.moe_routing", "moe_routing", "router_logits", (), (), _routing_fits),
     ("inferc.moe_experts", "moe_experts", "x", ("gate_up", "down"), (), _experts_fit),
     ("inferc.lm_head", "lm_head", "weight", ("weight",), ("bias",), None),
@@ -250,6 +261,9 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
         for op, name, deciding, packed, plain, check in _CPP_ROWS
         for dtype in (torch.bfloat16, torch.float32)
     ]
+    kernels.append(
+        Kernel("cpp", "inferc.pointwise", "cpp.pointwise", _pointwise, "inferc.codegen.cpp.pointwise:pointwise")
+    )
     table = _Cpp("inv_freq", torch.float32)
     kernels.append(
         Kernel(
@@ -264,7 +278,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
-_REFERENCE_OPS = sorted({row[0] for row in _CPP_ROWS} | {"inferc.rope_table", "inferc.attention"})
+_REFERENCE_OPS = sorted({row[0] for row in _CPP_ROWS} | {"inferc.rope_table", "inferc.attention", "inferc.pointwise"})
 
 KERNELS: tuple[Kernel, ...] = (
     *_cpp_kernels(),

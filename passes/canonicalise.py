@@ -1,8 +1,9 @@
 """Remove what computes nothing, so that later patterns see one spelling.
 
 Assertions, casts to the same dtype, aliases, copies, dropout, `x * 1.0`, slices of a whole axis, views to the same
-shape, empty parts of concatenations, and a widening cast followed by its inverse go; splits become slices; axes count from the end, so that dropping a leading axis later
-changes no argument.
+shape, empty parts of concatenations, and a widening cast followed by its inverse go; splits become slices, `addmm`
+linears, tensors that are filled part by part concatenations; axes count from the end, so that dropping a leading axis
+later changes no argument.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from inferc import weights as weight_lib
 from inferc.passes.rewrite import arguments, infer_type
 from inferc.program import Program
 
@@ -29,6 +31,7 @@ ALIASES = (
 )
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+NEW_TENSORS = (aten.new_empty.default, aten.new_zeros.default, aten.empty.memory_format)
 ASSERTIONS = (
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
@@ -74,6 +77,9 @@ def _identity(node: fx.Node) -> fx.Node | None:
             narrow, wide = first.meta["val"].dtype, source.meta["val"].dtype
             if _same_type(node, first) and torch.promote_types(narrow, wide) == wide:
                 return first
+    if target == aten.copy.default:  # over the whole of a part that is written
+        written = args[1]
+        return written if isinstance(written, fx.Node) and _same_type(node, written) else None
     if target in (*VIEWS, aten.expand.default, aten.slice.Tensor) and _same_type(node, source):
         return source
     if target == aten.transpose.int and source.target == aten.transpose.int:
@@ -127,6 +133,57 @@ def _cat(program: Program, node: fx.Node) -> bool:
     if len(full) == 1:
         node.replace_all_uses_with(full[0])
     node.args = (full, dim)
+    return True
+
+
+def _filled(program: Program, node: fx.Node) -> bool:
+    """A new tensor whose parts are written one after the other is their concatenation."""
+    parts: list[tuple[int, int, fx.Node]] = []
+    base: Any = node
+    dim = node.args[2] if len(node.args) > 2 else 0
+    while base.target == aten.slice_scatter.default:
+        base, part, axis, start, end, step = arguments(base)
+        if axis != dim or step != 1 or not isinstance(part, fx.Node):
+            return False
+        size = base.meta["val"].shape[axis]
+        parts.append((int(start or 0), min(int(size if end is None else end), int(size)), part))
+    if not parts or base.target not in NEW_TENSORS or any(user.target == node.target for user in node.users):
+        return False
+    parts.sort(key=lambda each: each[0])
+    ends = [0, *(stop for _, stop, _ in parts)]
+    if [start for start, _, _ in parts] != ends[:-1] or ends[-1] != base.meta["val"].shape[dim]:
+        return False
+    node.target, node.args, node.kwargs = aten.cat.default, ([part for _, _, part in parts], dim), {}
+    return True
+
+
+def _addmm(program: Program, node: fx.Node) -> bool:
+    """`bias + x @ weight` is a linear of the transposed weight."""
+    if node.target != aten.addmm.default:
+        return False
+    bias, x, weight, beta, alpha = arguments(node)
+    if (beta, alpha) != (1, 1) or any(each.op != "get_attr" for each in (bias, weight)):
+        return False
+    transposed = weight_lib.permute(program.weight(weight), (1, 0))
+    made = program.add_weight(f"{weight.target}.1_0", transposed, before=node)
+    node.target, node.args, node.kwargs = aten.linear.default, (x, made, bias), {}
+    return True
+
+
+def _embedding(program: Program, node: fx.Node) -> bool:
+    """`table[indices + n]` is a lookup in the table without its first n rows."""
+    if node.target != aten.embedding.default:
+        return False
+    table, index = node.args[0], node.args[1]
+    assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
+    if index.target != aten.add.Tensor or not isinstance(index.args[1], int) or arguments(index)[2] != 1:
+        return False
+    skipped, size = index.args[1], program.weight(table).shape[0]
+    if skipped < 0 or table.op != "get_attr":
+        return False
+    shorter = weight_lib.slice_(program.weight(table), 0, skipped, size)
+    node.args = (program.add_weight(f"{table.target}.{skipped}", shorter, before=node), index.args[0])
+    node.kwargs = {}
     return True
 
 
@@ -203,6 +260,9 @@ def _negative(dim: Any, rank: int) -> Any:
 RULES: tuple[Callable[[Program, fx.Node], bool], ...] = (
     _type_as,
     _softmax,
+    _filled,
+    _addmm,
+    _embedding,
     _cat,
     _split,
     _to_copy,

@@ -7,6 +7,7 @@ and writes `[T, heads, head_dim]`. One rule per op; an op without a rule is refu
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,9 +185,18 @@ def _view(flat: Flattener, node: fx.Node) -> fx.Node:
     before, after = flat.sizes(source), flat.sizes(node)
     if before == after:
         return flat.first(node)
-    if not (flat.layout(source).tokens_first and flat.layout(node).tokens_first):
+    if not _keeps_tokens(flat.layout(source), flat.layout(node), source, node):
         raise refuse(node, "it mixes tokens with the axes before them")
     return flat.emit(node, aten.view.default, flat.first(node), [-1, *after])
+
+
+def _keeps_tokens(before: Layout, after: Layout, source: fx.Node, node: fx.Node) -> bool:
+    """Whether as many elements lie before the tokens' axis as did, and so as many behind it."""
+
+    def size(layout: Layout, value: Any) -> int:
+        return math.prod(int(each) for each in value.shape[int(layout.batched) : layout.token_axis])
+
+    return size(before, source.meta["val"]) == size(after, node.meta["val"])
 
 
 def _expand(flat: Flattener, node: fx.Node) -> fx.Node:
@@ -251,7 +261,8 @@ _ELEMENTWISE = (
     *(aten._to_copy, aten.clone, aten.neg, aten.abs, aten.cos, aten.sin, aten.exp, aten.log, aten.sqrt, aten.rsqrt),
     *(aten.reciprocal, aten.sigmoid, aten.silu, aten.tanh, aten.relu, aten.gelu, aten.erf, aten.clamp, aten.maximum),
     *(aten.minimum, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor),
-    *(aten.pow.Tensor_Scalar, aten.where.self),
+    *(aten.pow.Tensor_Scalar, aten.where.self, aten.square, aten.floor, aten.log1p, aten.expm1),
+    *(aten.gt.Scalar, aten.lt.Scalar),
 )
 _ALONG_AXES = (
     *(aten.mean.dim, aten.sum.dim_IntList, aten.amax, aten.amin, aten.softmax.int, aten.log_softmax.int, aten.cumsum),
@@ -268,7 +279,9 @@ RULES: dict[Any, Callable[[Flattener, fx.Node], fx.Node]] = {
     **{_overload(op): _elementwise for op in _ELEMENTWISE},
     **{_overload(op): _along_axes for op in _ALONG_AXES},
     aten.embedding.default: _same,
+    aten.layer_norm.default: _same,
     aten.linear.default: _linear,
+    aten.repeat_interleave.self_int: _along_axes,
     aten.view.default: _view,
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,

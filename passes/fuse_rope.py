@@ -1,93 +1,25 @@
 """Fuse rotary position embedding: one table of cosines and sines a step, one `rope` for each of q and k.
 
-Matches the table back to the positions, so YaRN's attention factor becomes the table's `scaling`; what llama3 and YaRN
-do to the frequencies is inside the constant `inv_freq`. Rotation may cover the first part of a head only.
+A rotation is recognised by what it computes and not by its spelling (see rotations.py). YaRN's attention factor becomes
+the table's `scaling`; what llama3 and YaRN do to the frequencies is inside the constant `inv_freq`. Rotation may cover
+the first part of a head only, or a head that is itself a part of another.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, ops
+from torch import fx
 
-from inferc.passes.rewrite import Rewrite, merge_equal, shared
-from inferc.program import Program
+from inferc import debug
+from inferc.passes.rewrite import infer_types, merge_equal, short_name
+from inferc.passes.rotations import Interpreter, Rotation, Terms, rotation
+from inferc.program import Program, ancestors, name_of
 
-aten = ops.aten
-
-
-def _angle(positions: Any, inv_freq: Any) -> Any:
-    rows = aten._to_copy.default(aten.unsqueeze.default(positions, -1), dtype=torch.float32)
-    return aten.mul.Tensor(rows, inv_freq)
-
-
-def _full_table(function: Any, positions: Any, inv_freq: Any, scaling: Any, dtype: Any) -> Any:
-    """Each angle twice: [num_tokens, 1, rotary_dim]."""
-    angle = _angle(positions, inv_freq)
-    values = function(aten.cat.default([angle, angle], -1))
-    if scaling is not None:
-        values = aten.mul.Tensor(values, scaling)
-    return shared(aten.unsqueeze.default(aten._to_copy.default(values, dtype=dtype), -2))
-
-
-def _rotate_half(x: Any, cos: Any, sin: Any, half: Any, end: Any) -> Any:
-    turned = aten.cat.default(
-        [aten.neg.default(aten.slice.Tensor(x, -1, half, end)), aten.slice.Tensor(x, -1, 0, half)], -1
-    )
-    return aten.add.Tensor(aten.mul.Tensor(x, cos), aten.mul.Tensor(turned, sin))
-
-
-def _rotated(x: Any, positions: Any, inv_freq: Any, scaling: Any, dtype: Any, half: Any, end: Any) -> Any:
-    cos = _full_table(aten.cos.default, positions, inv_freq, scaling, dtype)
-    sin = _full_table(aten.sin.default, positions, inv_freq, scaling, dtype)
-    return _rotate_half(x, cos, sin, half, end)
-
-
-def whole_head(x: Tensor, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, half: int, end: int) -> Tensor:
-    return _rotated(x, positions, inv_freq, None, dtype, half, end)
-
-
-def whole_head_scaled(
-    x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, half: int, end: int
-) -> Tensor:
-    return _rotated(x, positions, inv_freq, scaling, dtype, half, end)
-
-
-def part_of_head(
-    x: Tensor, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, half: int, end: int, rest: int
-) -> Tensor:
-    first = aten.slice.Tensor(x, -1, 0, end)
-    out = _rotated(first, positions, inv_freq, None, dtype, half, end)
-    return aten.cat.default([out, aten.slice.Tensor(x, -1, end, rest)], -1)
-
-
-def part_of_head_scaled(
-    x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, half: int, end: int, rest: int
-) -> Tensor:
-    first = aten.slice.Tensor(x, -1, 0, end)
-    out = _rotated(first, positions, inv_freq, scaling, dtype, half, end)
-    return aten.cat.default([out, aten.slice.Tensor(x, -1, end, rest)], -1)
-
-
-def replacement(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> Tensor:
-    return ops.inferc.rope.default(x, ops.inferc.rope_table.default(positions, inv_freq, scaling))
-
-
-def check(x: Tensor, inv_freq: Tensor, half: int, end: int, rest: int | None = None) -> str | None:
-    if x.dim() != 3:
-        return f"x has shape {list(x.shape)}, expected [num_tokens, heads, head_dim]"
-    if inv_freq.shape[0] != half or 2 * half != end:
-        return f"{inv_freq.shape[0]} frequencies for halves [0, {half}) and [{half}, {end})"
-    if (end if rest is None else rest) != x.shape[-1]:
-        return f"it covers {end if rest is None else rest} of {x.shape[-1]} elements of a head"
-    return None
-
-
-_halves = Rewrite(
-    "fuse_rope", (whole_head, part_of_head, whole_head_scaled, part_of_head_scaled), replacement, (check,)
-)
+log = logging.getLogger(__name__)
+aten, inferc = torch.ops.aten, torch.ops.inferc
 
 
 @dataclass(frozen=True)
@@ -97,8 +29,53 @@ class FuseRope:
     name: str = "fuse_rope"
 
     def __call__(self, program: Program) -> int:
-        count = _halves(program)
+        known = Interpreter(program.graph).known
+        rotated = {node: terms for node, terms in known.items() if terms.source is not None and terms.table is not None}
+        covered: set[fx.Node] = set()
+        count = 0
+        # From the end, so that of a rotation and its parts the whole is found.
+        for node in reversed(list(rotated)):
+            if node in covered or all(user in covered for user in node.users):
+                continue
+            found = _rotation(node, rotated[node])
+            if isinstance(found, str):
+                if debug.level() >= 2:
+                    log.info("%s: no rewrite at %s: %s", self.name, name_of(node), found)
+                continue
+            _rewrite(program, node, found)
+            inner = ancestors([node]) & rotated.keys()
+            covered |= {each for each in inner if rotated[each].source is rotated[node].source}
+            count += 1
         if count:
-            merge_equal(program, ops.inferc.rope_table.default)
+            merge_equal(program, inferc.rope_table.default)
             program.drop_unused()
         return count
+
+
+def _rotation(node: fx.Node, terms: Terms) -> Rotation | str:
+    value = node.meta["val"]
+    if value.dim() != 3:
+        return f"it has shape {list(value.shape)}, expected [num_tokens, heads, head_dim]"
+    found = rotation(terms, int(value.shape[1]), int(value.shape[2]))
+    if isinstance(found, Rotation) and found.source.meta["val"].dtype != value.dtype:
+        return f"it makes {value.dtype} of {found.source.meta['val'].dtype}"
+    return found
+
+
+def _rewrite(program: Program, node: fx.Node, found: Rotation) -> None:
+    graph, made = program.graph, []
+    with graph.inserting_before(node):
+        x = found.source
+        if (found.start, found.stop) != (0, x.meta["val"].shape[-1]):
+            x = graph.call_function(aten.slice.Tensor, (x, -1, found.start, found.stop))
+            made.append(x)
+        table = graph.call_function(
+            inferc.rope_table.default, (found.table.positions, found.table.inv_freq, found.scaling)
+        )
+        rope = graph.call_function(inferc.rope.default, (x, table, *([found.pairs] if found.pairs != "halves" else [])))
+    made += [table, rope]
+    infer_types(program, made)
+    for each in made:
+        each.meta.update(name=f"{name_of(node)}.{short_name(each)}", layer=node.meta.get("layer"))
+    rope.meta["name"] = name_of(node)
+    node.replace_all_uses_with(rope)

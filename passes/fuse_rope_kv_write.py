@@ -19,7 +19,7 @@ def pattern(
     k: Tensor,
     v: Tensor,
     table: Tensor,
-    interleaved: bool,
+    pairs: str,
     kv_cache: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -32,8 +32,8 @@ def pattern(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    rotated = inferc.rope.default(q, table, interleaved)
-    written = inferc.kv_write.default(kv_cache, inferc.rope.default(k, table, interleaved), v, slot_mapping, layer)
+    rotated = inferc.rope.default(q, table, pairs)
+    written = inferc.kv_write.default(kv_cache, inferc.rope.default(k, table, pairs), v, slot_mapping, layer)
     places = (block_table, query_start_loc, seq_lens)
     return inferc.paged_attention.default(
         rotated, written, *places, sinks, layer, scale, mask, window, softcap
@@ -45,7 +45,7 @@ def replacement(
     k: Tensor,
     v: Tensor,
     table: Tensor,
-    interleaved: bool,
+    pairs: str,
     kv_cache: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -58,7 +58,7 @@ def replacement(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    both = inferc.rope_kv_write.default(q, k, v, table, kv_cache, slot_mapping, layer, interleaved)
+    both = inferc.rope_kv_write.default(q, k, v, table, kv_cache, slot_mapping, layer, pairs)
     rotated, written = operator.getitem(both, 0), operator.getitem(both, 1)
     places = (block_table, query_start_loc, seq_lens)
     return inferc.paged_attention.default(

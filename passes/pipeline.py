@@ -15,7 +15,11 @@ from inferc.errors import VerifyError
 from inferc.passes.canonicalise import Canonicalise
 from inferc.passes.choose_kernels import ChooseKernels
 from inferc.passes.flatten_batch import FlattenBatch
+from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
+from inferc.passes.fuse_layer_norm import fuse_layer_norm
+from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
 from inferc.passes.fuse_moe_routing import fuse_moe_routing, fuse_moe_routing_plain
+from inferc.passes.fuse_pointwise import FusePointwise
 from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_wide
 from inferc.passes.fuse_rms_norm_add import fuse_rms_norm_add
 from inferc.passes.fuse_rope import FuseRope
@@ -26,6 +30,7 @@ from inferc.passes.pack_projections import PackProjections
 from inferc.passes.plan_memory import PlanMemory
 from inferc.passes.select_rows import SelectRows
 from inferc.passes.split_head import SplitHead
+from inferc.passes.ungroup_heads import UngroupHeads
 from inferc.passes.verify import CAPTURED, LOWERED, SERVABLE, check_ops, verify
 from inferc.program import Program
 
@@ -71,14 +76,21 @@ def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FlattenBatch(),  # before every pattern: they are written over rows of tokens
         fuse_rms_norm_wide,  # before fuse_rms_norm, which matches the float32 part of what this one matches whole
         fuse_rms_norm,
+        fuse_layer_norm,
         FuseRope(),
+        UngroupHeads(),  # after the rotations, which read the parts of a head together
+        fuse_gelu,
+        fuse_gelu_mul,
         fuse_silu_mul,
         fuse_moe_routing,
         fuse_moe_routing_plain,
         PackProjections(),  # after the routing, which keeps routers out of the packing
         PageKVCache(config.block_size),
-        fuse_rms_norm_add,
+        fuse_parallel_residual,  # before fuse_linear_add, which would take one of the two
+        fuse_linear_add,
+        fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block
         fuse_rope_kv_write,
+        FusePointwise(),  # what is left
         SelectRows(),  # after the residual is fused, which it then follows
         SplitHead(),
         ChooseKernels(config.target),
@@ -91,13 +103,20 @@ OPTIONAL = frozenset(
         "canonicalise",
         "fuse_rms_norm_wide",
         "fuse_rms_norm",
+        "fuse_layer_norm",
         "fuse_rope",
+        "ungroup_heads",
+        "fuse_gelu",
+        "fuse_gelu_mul",
         "fuse_silu_mul",
         "fuse_moe_routing",
         "fuse_moe_routing_plain",
         "pack_projections",
+        "fuse_parallel_residual",
+        "fuse_linear_add",
         "fuse_rms_norm_add",
         "fuse_rope_kv_write",
+        "fuse_pointwise",
     }
 )
 """Passes of the pipeline whose pattern a fine model may do without: another norm, no residual in front of one, no MoE.

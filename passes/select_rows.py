@@ -27,9 +27,13 @@ ROW_WISE = frozenset(
         aten.add.Tensor,
         aten.mul.Tensor,
         aten.linear.default,
+        inferc.layer_norm.default,
+        inferc.linear_add.default,
+        inferc.pointwise.default,
         inferc.rms_norm.default,
         inferc.rms_norm_add.default,
         inferc.silu_mul.default,
+        inferc.gelu_mul.default,
         inferc.moe_routing.default,
         inferc.moe_experts.default,
     }

@@ -15,8 +15,8 @@ from inferc.passes.rewrite import infer_type
 from inferc.program import Program, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-# What may be done to logits: a scale, a cast (which float32 logits make needless).
-AFTER_HEAD = (aten.mul.Tensor, aten._to_copy.default)
+# What may be done to logits: a scale, a softcap, a cast (which float32 logits make needless).
+AFTER_HEAD = (aten.mul.Tensor, aten._to_copy.default, inferc.pointwise.default)
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class SplitHead:
         after: list[fx.Node] = []
         while logits.target in AFTER_HEAD:
             after.insert(0, logits)
-            logits = logits.args[0]
-            assert isinstance(logits, fx.Node)
+            logits = _operand(logits)
         if logits.target != aten.linear.default:
             if logits.target == aten.index_select.default:  # select_rows stopped at what it does not know
                 logits = logits.args[0]
@@ -54,9 +53,25 @@ class SplitHead:
         for node in after:
             if node.target == aten._to_copy.default:
                 node.replace_all_uses_with(last)
-            else:
-                node.meta["val"], last = infer_type(program, node), node
+                continue
+            if node.target == inferc.pointwise.default:
+                node.args = (*node.args[:2], torch.float32)
+            node.meta["val"], last = infer_type(program, node), node
         output.args = ((hidden, last),)
         output.meta["val"] = (hidden.meta["val"], last.meta["val"])  # type: ignore[union-attr]
         program.drop_unused()
         return 1
+
+
+def _operand(node: fx.Node) -> fx.Node:
+    """The logits that are changed. Raises UnsupportedError where they are put together with other rows."""
+    source = node.args[0]
+    if isinstance(source, (list, tuple)):
+        if len(source) != 1:
+            raise UnsupportedError(
+                f"inferc cannot run {target_name(node.target)} after the LM head yet"
+                f" (node {node.meta.get('name', node.name)}): it reads more than the logits"
+            )
+        source = source[0]
+    assert isinstance(source, fx.Node)
+    return source

@@ -25,7 +25,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "kv_write": (CACHE, random(5, 2, 4), random(5, 2, 4), SLOTS, 1),
     "rope_kv_write": (random(5, 4, 4), random(5, 2, 4), random(5, 2, 4), TABLE, CACHE, SLOTS, 1),
     "paged_attention": (random(5, 4, 4), CACHE, *PLACES, None, 0, 0.5, "causal", 0, 0.0),
+    "layer_norm": (random(5, 8), random(8), random(8), 1e-5),
+    "linear_add": (random(5, 8), random(6, 8), None, random(5, 6)),
+    "pointwise": ([random(5, 6), random(5, 1).bfloat16()], "x0 * x1 + 1.0", torch.bfloat16),
     "silu_mul": (random(5, 6), random(5, 6)),
+    "gelu_mul": (random(5, 6), random(5, 6), "tanh"),
     "moe_routing": (random(5, 4), 2, True),
     "moe_experts": (
         random(5, 8),
@@ -44,12 +48,18 @@ def types(value: Any) -> Any:
     return [types(each) for each in value]
 
 
+def faked(mode: FakeTensorMode, arg: Any) -> Any:
+    if isinstance(arg, list):
+        return [faked(mode, each) for each in arg]
+    return mode.from_tensor(arg) if isinstance(arg, Tensor) else arg
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_fake_kernel_has_the_references_type(name: str) -> None:
     op = getattr(inferc, name).default
     real = op(*CALLS[name])
     with FakeTensorMode() as mode:
-        fake = op(*(mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in CALLS[name]))
+        fake = op(*(faked(mode, arg) for arg in CALLS[name]))
     assert types(fake) == types(real)
 
 
@@ -72,15 +82,55 @@ def test_rms_norm_is_torchs_in_float32_and_rounds_once_or_twice() -> None:
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), twice, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_rotates_pairs_by_their_angle_and_leaves_the_rest(interleaved: bool) -> None:
+def pairs_of(x: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:
+    return (x[..., 0:4:2], x[..., 1:4:2]) if neighbours else (x[..., :2], x[..., 2:4])
+
+
+@pytest.mark.parametrize("pairs", reference.rope_pairs)
+def test_rope_rotates_pairs_by_their_angle_and_leaves_the_rest(pairs: str) -> None:
     positions, inv_freq, x = torch.tensor([0, 3, 8]), torch.tensor([1.0, 0.25]), random(3, 2, 6)
-    out = reference.rope(x, reference.rope_table(positions, inv_freq, 1.0), interleaved)
-    first, second = (x[..., 0:4:2], x[..., 1:4:2]) if interleaved else (x[..., :2], x[..., 2:4])
+    out = reference.rope(x, reference.rope_table(positions, inv_freq, 1.0), pairs)
+    first, second = pairs_of(x, pairs != "halves")
     turned = torch.complex(first, second) * torch.polar(torch.ones(()), positions[:, None] * inv_freq)[:, None]
-    got = torch.complex(*((out[..., 0:4:2], out[..., 1:4:2]) if interleaved else (out[..., :2], out[..., 2:4])))
-    torch.testing.assert_close(got, turned)
+    torch.testing.assert_close(torch.complex(*pairs_of(out, pairs == "neighbours")), turned)
     torch.testing.assert_close(out[..., 4:], x[..., 4:])
+
+
+def test_layer_norm_is_torchs_in_float32_and_rounds_once() -> None:
+    x, weight, bias = random(5, 2, 8), random(8, seed=1), random(8, seed=2)
+    expected = F.layer_norm(x, (8,), weight, bias, 1e-5)
+    torch.testing.assert_close(reference.layer_norm(x, weight, bias, 1e-5), expected)
+    by_head = reference.layer_norm(x, torch.stack((weight, 2 * weight)), None, 1e-5)
+    torch.testing.assert_close(by_head[:, 1], 2 * F.layer_norm(x[:, 1], (8,), weight, None, 1e-5))
+    rounded = reference.layer_norm(x.bfloat16(), weight.bfloat16(), None, 1e-5)
+    wide = F.layer_norm(x.bfloat16().float(), (8,), weight.bfloat16().float(), None, 1e-5)
+    torch.testing.assert_close(rounded, wide.bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("x0 * 0.5 - x1 / 2.0", lambda x, y: x * 0.5 - y / 2),
+        ("t0 = tanh(x0); t0 * t0 + -x1", lambda x, y: torch.tanh(x) ** 2 - y),
+        ("where(x0 > x1, x0, 0.0)", lambda x, y: torch.where(x > y, x, 0.0)),
+        ("where(x0 < 0.25, min(x0, x1), max(x1, 0.5))", lambda x, y: torch.where(x < 0.25, x.minimum(y), y.clamp(0.5))),
+        ("gelu(x0) + gelu_tanh(x1)", lambda x, y: F.gelu(x) + F.gelu(y, approximate="tanh")),
+        ("sigmoid(x0) * silu(x1)", lambda x, y: torch.sigmoid(x) * F.silu(y)),
+        ("sqrt(abs(x0)) + rsqrt(exp(x1)) + log(1.0 + abs(x1))", None),
+        ("floor(x0 * 4.0) + erf(x1)", lambda x, y: torch.floor(4 * x) + torch.erf(y)),
+    ],
+)
+def test_pointwise_computes_its_expression(expression: str, expected: Any) -> None:
+    x, y = random(5, 6), random(5, 1, seed=1)
+    found = reference.pointwise([x, y], expression, torch.float32)
+    wanted = expected(x, y) if expected else x.abs().sqrt() + y.exp().rsqrt() + y.abs().log1p()
+    torch.testing.assert_close(found, wanted.expand(5, 6))
+
+
+@pytest.mark.parametrize("expression", ["", "x0; x1", "x0 if x1 else x0", "__import__('os')", "x0 ** 2.0"])
+def test_pointwise_takes_nothing_but_arithmetic(expression: str) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        reference.pointwise([random(5, 6), random(5, 6)], expression, torch.float32)
 
 
 @pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding", 3), ("chunked", 4)])

@@ -16,7 +16,7 @@ from inferc.program import name_of, target_name
 MASKS = {"causal": "CAUSAL", "sliding": "SLIDING", "chunked": "CHUNKED"}
 
 
-class _Builder:
+class Builder:
     """Collects the slots and what is touched while the text of one call is put together."""
 
     def __init__(self, node: fx.Node, values: Values) -> None:
@@ -70,6 +70,10 @@ class _Builder:
         node = self.arg(name)
         if not isinstance(node, fx.Node) or node.op != "placeholder":
             raise UnsupportedError(f"{name_of(self.node)}: {name} must be an input of the step")
+        return self.step_input(node)
+
+    def step_input(self, node: fx.Node) -> str:
+        """A placeholder's data in the step's struct."""
         target = str(node.target)
         for per_group in ("slot_mapping", "block_table"):
             if target.startswith(per_group + "_"):
@@ -96,7 +100,7 @@ def part(node: fx.Node, index: int) -> fx.Node | None:
     return None
 
 
-def _float(value: float) -> str:
+def cpp_float(value: float) -> str:
     if not math.isfinite(value):
         raise UnsupportedError(f"constant {value} in the graph")
     return f"{float(value)!r}f"
@@ -107,40 +111,46 @@ def _bool(value: bool) -> str:
 
 
 def embedding(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     out, operand = b.write()
     kind = operand.cpp_type
-    text = f"embedding<{kind}>(t, {b.weight('weight')}, {b.input('indices')}, {operand.rows}, {operand.width}, {out});"
-    return b.done(text)
+    sizes = f"{operand.rows}, {operand.width}"
+    return b.done(f"embedding<{kind}>(t, {b.weight('weight')}, {b.input('indices')}, {sizes}, {out});")
 
 
 def embedding_panel(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     out, operand = b.write()
     kind = operand.cpp_type
     return b.done(f"embedding_panel<{kind}>(t, {b.panels('weight')}, {b.input('indices')}, {operand.rows}, {out});")
 
 
 def linear(node: fx.Node, values: Values) -> Call:
-    return _matrix(_Builder(node, values), "input")
+    return _matrix(Builder(node, values), "input")
+
+
+def linear_add(node: fx.Node, values: Values) -> Call:
+    return _matrix(Builder(node, values), "x")
 
 
 def lm_head(node: fx.Node, values: Values) -> Call:
-    return _matrix(_Builder(node, values), "hidden")
+    return _matrix(Builder(node, values), "hidden")
 
 
-def _matrix(b: _Builder, name: str) -> Call:
+def _matrix(b: Builder, name: str) -> Call:
     x, left = b.read(name)
+    residual = f"{b.read('residual')[0]}, " if target_name(b.node.target) == "inferc.linear_add" else ""
     out, result = b.write()
     types = f"{left.cpp_type}, {result.cpp_type}"
-    return b.done(f"linear<{types}>(t, {x}, {result.rows}, {b.panels('weight')}, {b.weight('bias')}, {out});")
+    weights = f"{b.panels('weight')}, {b.weight('bias')}"
+    return b.done(f"linear<{types}>(t, {x}, {result.rows}, {weights}, {residual}{out});")
 
 
 def _elementwise(node: fx.Node, values: Values, name: str, left: str, right: str) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     x, _ = b.read(left)
     scalar = not isinstance(b.arg(right), fx.Node)
-    y = _float(b.arg(right)) if scalar else b.read(right)[0]
+    y = cpp_float(b.arg(right)) if scalar else b.read(right)[0]
     out, result = b.write()
     name = f"{name}_scalar" if scalar else name
     return b.done(f"{name}<{result.cpp_type}>(t, {x}, {y}, {result.rows}, {result.width}, {out});")
@@ -160,21 +170,26 @@ def silu_mul(node: fx.Node, values: Values) -> Call:
     return _elementwise(node, values, "silu_mul", "gate", "up")
 
 
+def gelu_mul(node: fx.Node, values: Values) -> Call:
+    name = "gelu_tanh_mul" if argument(node, "approximate") == "tanh" else "gelu_mul"
+    return _elementwise(node, values, name, "gate", "up")
+
+
 def index_select(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     x, _ = b.read("self")
     out, result = b.write()
     kind = result.cpp_type
     return b.done(f"index_select<{kind}>(t, {x}, {b.input('index')}, {result.rows}, {result.width}, {out});")
 
 
-def _norm(b: _Builder) -> str:
-    eps, offset = _float(b.arg("eps")), _float(b.arg("weight_offset"))
+def _norm(b: Builder) -> str:
+    eps, offset = cpp_float(b.arg("eps")), cpp_float(b.arg("weight_offset"))
     return f"Norm{{{{{eps}, {offset}, {_bool(b.arg('round_before_scale'))}}}}}"
 
 
 def rms_norm(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     x, _ = b.read("x")
     out, result = b.write()
     width = int(node.meta["val"].shape[-1])
@@ -182,8 +197,20 @@ def rms_norm(node: fx.Node, values: Values) -> Call:
     return b.done(f"rms_norm<{result.cpp_type}>(t, {x}, {b.weight('weight')}, {_norm(b)}, {sizes}, {out});")
 
 
+def layer_norm(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    out, result = b.write()
+    width = int(node.meta["val"].shape[-1])
+    # Heads may each have their own weight, one after the other in memory.
+    own = b.arg("weight") is not None and b.arg("weight").meta["val"].dim() == 2
+    sizes = f"{result.rows}, {result.width // width}, {width}, {width if own else 0}"
+    weights = f"{b.weight('weight')}, {b.weight('bias')}"
+    return b.done(f"layer_norm<{result.cpp_type}>(t, {x}, {weights}, {cpp_float(b.arg('eps'))}, {sizes}, {out});")
+
+
 def rms_norm_add(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     x, _ = b.read("x")
     residual, _ = b.read("residual")
     out, result = b.write(0)
@@ -197,25 +224,25 @@ def rms_norm_add(node: fx.Node, values: Values) -> Call:
 
 
 def rope_table(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     out, result = b.write()
     positions, frequencies, half = b.input("positions"), b.weight("inv_freq"), result.width // 2
-    scaling = _float(b.arg("scaling"))
+    scaling = cpp_float(b.arg("scaling"))
     return b.done(f"rope_table(t, {positions}, {frequencies}, {scaling}, {result.rows}, {half}, {out});")
 
 
 def rope(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     x, _ = b.read("x")
     table, rotary = b.read("table")
     out, result = b.write()
     _, heads, dim = node.meta["val"].shape
-    how = f"{rotary.width // 2}, {_bool(b.arg('interleaved'))}, {result.rows}, {heads}, {dim}"
+    how = f"{rotary.width // 2}, {b.arg('pairs').upper()}, {result.rows}, {heads}, {dim}"
     return b.done(f"rope<{result.cpp_type}>(t, {x}, {table}, {how}, {out});")
 
 
 def kv_write(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     k, operand = b.read("k")
     v, _ = b.read("v")
     cache = b.cache(writes=True)
@@ -223,13 +250,13 @@ def kv_write(node: fx.Node, values: Values) -> Call:
 
 
 def rope_kv_write(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     q, operand = b.read("q")
     k, _ = b.read("k")
     v, _ = b.read("v")
     table, rotary = b.read("table")
     out, _ = b.write(0)
-    how = f"{rotary.width // 2}, {_bool(b.arg('interleaved'))}"
+    how = f"{rotary.width // 2}, {b.arg('pairs').upper()}"
     heads = b.arg("q").meta["val"].shape[1]
     cache, slots = b.cache(writes=True), b.input("slot_mapping")
     text = f"rope_kv_write<{operand.cpp_type}>(t, {q}, {k}, {v}, {table}, {how}, {cache}, {slots}, {operand.rows}, {heads}, {out});"
@@ -237,14 +264,14 @@ def rope_kv_write(node: fx.Node, values: Values) -> Call:
 
 
 def paged_attention(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     q, operand = b.read("q")
     cache = b.cache(writes=False)
     out, _ = b.write()
     group = values.cache_group(b.arg("kv_cache"))
     table, starts, lengths = b.input("block_table"), b.input("query_start_loc"), b.input("seq_lens")
     heads = int(node.meta["val"].shape[1])
-    scale, softcap = _float(b.arg("scale")), _float(b.arg("softcap"))
+    scale, softcap = cpp_float(b.arg("scale")), cpp_float(b.arg("softcap"))
     mask = MASKS[b.arg("mask")]
     b.reads.append(("partials", 0, 1))
     b.writes.append(("partials", 0, 1))
@@ -256,7 +283,7 @@ def paged_attention(node: fx.Node, values: Values) -> Call:
 
 
 def moe_routing(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     x, operand = b.read("router_logits")
     ids, _ = b.write(0)
     weights, _ = b.write(1)
@@ -265,7 +292,7 @@ def moe_routing(node: fx.Node, values: Values) -> Call:
 
 
 def moe_experts(node: fx.Node, values: Values) -> Call:
-    b = _Builder(node, values)
+    b = Builder(node, values)
     x, operand = b.read("x")
     ids, choices = b.read("expert_ids")
     weights, _ = b.read("expert_weights")

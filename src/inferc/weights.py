@@ -177,10 +177,20 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
             return read_rows(weight.args[0], reader, start, stop).permute(weight.perm)
         return read_whole(weight.args[0], reader).permute(weight.perm)[start:stop]
     if weight.op == "reshape":
-        return read_whole(weight.args[0], reader).reshape(weight.shape)[start:stop]
+        return _read_reshaped(weight, reader, start, stop)
     if weight.op == "pack":
         return read_rows(weight.args[0], reader, start, stop)
     raise AssertionError(f"unknown weight op {weight.op}")
+
+
+def _read_reshaped(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
+    """Rows of a reshape, from those rows of its argument that hold their elements."""
+    source = weight.args[0]
+    row, source_row = math.prod(weight.shape[1:]), math.prod(source.shape[1:])
+    low, high = start * row, stop * row
+    first = low // source_row
+    rows = read_rows(source, reader, first, -(-high // source_row)).reshape(-1)
+    return rows[low - first * source_row : high - first * source_row].view(stop - start, *weight.shape[1:])
 
 
 def num_rows(weight: Weight) -> int:

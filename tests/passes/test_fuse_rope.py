@@ -86,6 +86,73 @@ def test_the_first_part_of_a_head() -> None:
     model(graph, size=4).check(FuseRope(), 1, golden)
 
 
+def neighbours(x: Any, step: int) -> Any:
+    return aten.slice.Tensor(x, -1, step, 8, 2)
+
+
+def stacked(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
+    """Cohere: each angle twice by repeat_interleave, the turned head by stack."""
+    angle = aten.mul.Tensor(aten.unsqueeze.default(positions, -1), inv_freq)
+    both = aten.repeat_interleave.self_int(angle, 2, -1)
+    cos, sin = (aten.unsqueeze.default(function(both), -2) for function in (aten.cos.default, aten.sin.default))
+    turned = aten.stack.default([aten.neg.default(neighbours(q, 1)), neighbours(q, 0)], -1)
+    turned = aten.view.default(turned, [-1, 4, 8])
+    return aten.add.Tensor(aten.mul.Tensor(q, cos), aten.mul.Tensor(turned, sin))
+
+
+def by_parts(q: Any, positions: Any, inv_freq: Any, first: Any, second: Any) -> Any:
+    angle = aten.unsqueeze.default(aten.mul.Tensor(aten.unsqueeze.default(positions, -1), inv_freq), -2)
+    cos, sin = aten.cos.default(angle), aten.sin.default(angle)
+    low = aten.sub.Tensor(aten.mul.Tensor(first, cos), aten.mul.Tensor(second, sin))
+    high = aten.add.Tensor(aten.mul.Tensor(first, sin), aten.mul.Tensor(second, cos))
+    return aten.cat.default([low, high], -1)
+
+
+def chunks(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
+    """gpt-oss: the halves are turned apart and joined."""
+    return by_parts(q, positions, inv_freq, aten.slice.Tensor(q, -1, 0, 4), aten.slice.Tensor(q, -1, 4, 8))
+
+
+def joined(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
+    """DeepSeek: neighbours are read, halves written."""
+    return by_parts(q, positions, inv_freq, neighbours(q, 0), neighbours(q, 1))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "pairs"), [(stacked, ", 'neighbours'"), (chunks, ""), (joined, ", 'neighbours_to_halves'")]
+)
+def test_a_rotation_is_found_in_any_spelling(spelling: Any, pairs: str) -> None:
+    golden = f"""
+        %q: float32[s0, 4, 8] = input
+        %k: float32[s0, 2, 8] = input
+        %positions: int64[s0] = input
+        %0: float32[s0, 8] = inferc.rope_table(%positions, @inv_freq, 1.0)
+        %1: float32[s0, 4, 8] = inferc.rope(%q, %0{pairs})
+        return (%1)
+    """
+    model(spelling).check(FuseRope(), 1, golden)
+
+
+def test_the_last_part_of_a_head() -> None:
+    def graph(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
+        cos, sin = table(positions, inv_freq)
+        last = rotated(aten.slice.Tensor(q, -1, 4, 8), cos, sin, 4)
+        return aten.cat.default([aten.slice.Tensor(q, -1, 0, 4), last], -1)
+
+    golden = """
+        %q: float32[s0, 4, 8] = input
+        %k: float32[s0, 2, 8] = input
+        %positions: int64[s0] = input
+        %0: float32[s0, 4, 4] = aten.slice.Tensor(%q, -1, 4, 8)
+        %1: float32[s0, 4] = inferc.rope_table(%positions, @inv_freq, 1.0)
+        %2: float32[s0, 4, 4] = inferc.rope(%0, %1)
+        %3: float32[s0, 4, 4] = aten.slice.Tensor(%q, -1, 0, 4)
+        %4: float32[s0, 4, 8] = aten.cat([%3, %2], -1)
+        return (%4)
+    """
+    model(graph, size=4).check(FuseRope(), 1, golden)
+
+
 def test_keeps_a_rotation_that_is_another() -> None:
     def swapped(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
         cos, sin = table(positions, inv_freq)
@@ -144,7 +211,7 @@ def test_rotation_joins_the_write_of_k_and_v() -> None:
         %block_table: int32[1, 2] = input
         %query_start_loc: int32[2] = input
         %seq_lens: int32[1] = input
-        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.rope_kv_write(%q, %k, %v, %table, %kv_cache, %slot_mapping, 0, False)
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.rope_kv_write(%q, %k, %v, %table, %kv_cache, %slot_mapping, 0, 'halves')
         %1: float32[s0, 4, 8] = getitem(%0, 0)
         %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
         %3: float32[s0, 4, 8] = inferc.paged_attention(%1, %2, %block_table, %query_start_loc, %seq_lens, None, 0, 0.5, 'causal', 0, 0.0)

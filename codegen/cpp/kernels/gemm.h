@@ -140,9 +140,9 @@ INLINE void gemm_panels(const Panels<T>& w, i64 begin, i64 end, i64 rows, R row_
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, row_of, emit);
 }
 
-// x [rows, k]; out [rows, n] in O; bias [n] or null.
-template <class T, class O>
-void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
+// x [rows, k]; bias [n] or null; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16.
+template <class T, class E>
+INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, E emit) {
   i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   i64 grain = groups * blocks / (team.count * 8);
   team.each(groups * blocks, grain < 1 ? 1 : grain, [&](i64 begin, i64 end) {
@@ -157,10 +157,24 @@ void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, R
           [&](i64 row, i64 panel, Vec acc) {
             i64 width = w.n - panel * 16;
             if (bias) acc = add(acc, load(bias + panel * 16, width));
-            store(out[row0 + row] + panel * 16, acc, width);
+            emit(row0 + row, panel * 16, acc, width);
           });
       begin += stop - group;
     }
+  });
+}
+
+// out [rows, n] in O.
+template <class T, class O>
+void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
+  linear_to(team, x, rows, w, bias, [&](i64 row, i64 column, Vec acc, i64 width) { store(out[row] + column, acc, width); });
+}
+
+// out = residual + the product, which is rounded first. out may be where residual is.
+template <class T, class O>
+void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual, Rows<O> out) {
+  linear_to(team, x, rows, w, bias, [&](i64 row, i64 column, Vec acc, i64 width) {
+    store(out[row] + column, add(load(residual[row] + column, width), rounded<O>(acc)), width);
   });
 }
 

@@ -36,14 +36,18 @@ inline void rope_table(Team& team, const i64* positions, const float* inv_freq, 
   });
 }
 
+// Which elements are a pair, of x and of the result: see ops/rope.py.
+enum Pairs { HALVES, NEIGHBOURS, NEIGHBOURS_TO_HALVES };
+
 // One head: out may not be x.
 template <class T>
-INLINE void rope_head(const T* x, const float* table, i64 half, bool interleaved, i64 dim, T* out) {
-  if (interleaved) {
+INLINE void rope_head(const T* x, const float* table, i64 half, Pairs pairs, i64 dim, T* out) {
+  if (pairs != HALVES) {
     for (i64 i = 0; i < half; ++i) {
       float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]), c = table[i], s = table[half + i];
-      from_float(out[2 * i], a * c - b * s);
-      from_float(out[2 * i + 1], b * c + a * s);
+      i64 first = pairs == NEIGHBOURS ? 2 * i : i, second = pairs == NEIGHBOURS ? 2 * i + 1 : i + half;
+      from_float(out[first], a * c - b * s);
+      from_float(out[second], b * c + a * s);
     }
   } else {
     for (i64 i = 0; i < half; i += LANES) {
@@ -69,12 +73,12 @@ INLINE void write_value(const Cache<T>& cache, i64 slot, i64 head, const T* v) {
 
 // x, out [rows, heads * dim].
 template <class T>
-void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, bool interleaved, i64 rows, i64 heads, i64 dim,
+void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, Pairs pairs, i64 rows, i64 heads, i64 dim,
           Rows<T> out) {
   team.each(rows * heads, row_grain(dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / heads, column = i % heads * dim;
-      rope_head(x[row] + column, table[row], half, interleaved, dim, out[row] + column);
+      rope_head(x[row] + column, table[row], half, pairs, dim, out[row] + column);
     }
   });
 }
@@ -95,17 +99,17 @@ constexpr i64 MAX_HEAD_DIM = 512;
 // rope on q [rows, heads * dim] into out, and on k on its way into the cache.
 template <class T>
 void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table, i64 half,
-                   bool interleaved, Cache<T> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+                   Pairs pairs, Cache<T> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   i64 dim = cache.dim, all = heads + cache.heads;
   team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / all, head = i % all;
       if (head < heads) {
-        rope_head(q[row] + head * dim, table[row], half, interleaved, dim, out[row] + head * dim);
+        rope_head(q[row] + head * dim, table[row], half, pairs, dim, out[row] + head * dim);
       } else {
         head -= heads;
         T rotated[MAX_HEAD_DIM];
-        rope_head(k[row] + head * dim, table[row], half, interleaved, dim, rotated);
+        rope_head(k[row] + head * dim, table[row], half, pairs, dim, rotated);
         write_key(cache, slots[row], head, rotated);
         write_value(cache, slots[row], head, v[row] + head * dim);
       }

@@ -7,8 +7,8 @@ namespace inferc {
 // Rows per ticket so that a piece is worth taking (a few thousand elements).
 INLINE i64 row_grain(i64 width) { return width >= 4096 ? 1 : 4096 / width; }
 
-template <class T>
-void embedding(Team& team, const T* table, const i32* ids, i64 rows, i64 width, Rows<T> out) {
+template <class T, class I>
+void embedding(Team& team, const T* table, const I* ids, i64 rows, i64 width, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) memcpy(out[row], table + i64(ids[row]) * width, width * sizeof(T));
   });
@@ -56,12 +56,30 @@ void silu_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 wi
   zip<T>(team, gate, up, rows, width, out, [](Vec x, Vec y) { return mul(silu(x), y); });
 }
 template <class T>
+void gelu_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
+  zip<T>(team, gate, up, rows, width, out, [](Vec x, Vec y) { return mul(gelu(x), y); });
+}
+template <class T>
+void gelu_tanh_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
+  zip<T>(team, gate, up, rows, width, out, [](Vec x, Vec y) { return mul(gelu_tanh(x), y); });
+}
+template <class T>
 void add_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return add(x, set1(b)); });
 }
 template <class T>
 void mul_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return mul(x, set1(b)); });
+}
+
+// Generated arithmetic: f(row, part, i, n) gives n elements from i on of one of the `parts` of a row, of `width` each.
+template <class T, class F>
+INLINE void pointwise(Team& team, i64 rows, i64 parts, i64 width, Rows<T> out, F f) {
+  team.each(rows, row_grain(parts * width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row)
+      for (i64 part = 0; part < parts; ++part)
+        for (i64 i = 0; i < width; i += LANES) store(out[row] + part * width + i, f(row, part, i, width - i), width - i);
+  });
 }
 
 // How a norm ends: see ops/norms.py. `early`: round the normalised x before it is scaled.
@@ -93,6 +111,38 @@ void rms_norm(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows,
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / parts, part = i % parts * width;
       norm_row(x[row] + part, weight, norm, width, out[row] + part);
+    }
+  });
+}
+
+template <class T>
+INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, i64 width, T* out) {
+  Vec total = zero(), squares = zero();
+  for (i64 i = 0; i < width; i += LANES) total = add(total, load(x + i, width - i));
+  const Vec mean = set1(sum(total) / float(width));
+  for (i64 i = 0; i < width; i += LANES) {
+    Vec v = keep(sub(load(x + i, width - i), mean), 0, int(width - i), zero());
+    squares = fma(v, v, squares);
+  }
+  const Vec scale = set1(1.0f / sqrtf(sum(squares) / float(width) + eps));
+  for (i64 i = 0; i < width; i += LANES) {
+    Vec v = mul(sub(load(x + i, width - i), mean), scale);
+    if (weight) v = mul(v, load(weight + i, width - i));
+    if (bias) v = add(v, load(bias + i, width - i));
+    store(out + i, v, width - i);
+  }
+}
+
+// Weights and biases (or null) of part p of a row start at p * own elements.
+template <class T>
+void layer_norm(Team& team, Rows<const T> x, const T* weight, const T* bias, float eps, i64 rows, i64 parts, i64 width,
+                i64 own, Rows<T> out) {
+  team.each(rows * parts, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      i64 row = i / parts, part = i % parts;
+      const T* w = weight ? weight + part * own : nullptr;
+      const T* b = bias ? bias + part * own : nullptr;
+      layer_norm_row(x[row] + part * width, w, b, eps, width, out[row] + part * width);
     }
   });
 }

@@ -215,6 +215,37 @@ INLINE Vec tanh(Vec x) {
   return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
 }
 
+INLINE Vec sigmoid(Vec x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
+INLINE Vec absolute(Vec x) { return max(x, sub(zero(), x)); }
+// erf within 1.5e-7. Source: Abramowitz and Stegun, 7.1.26.
+INLINE Vec erf(Vec x) {
+  Vec a = absolute(x), t = div(set1(1.0f), fma(a, set1(0.3275911f), set1(1.0f)));
+  Vec p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  Vec y = sub(set1(1.0f), mul(mul(p, t), exp(sub(zero(), mul(a, a)))));
+  return less(x, zero(), sub(zero(), y), y);
+}
+INLINE Vec gelu(Vec x) { return mul(mul(x, set1(0.5f)), add(set1(1.0f), erf(mul(x, set1(0.70710678118654752f))))); }
+INLINE Vec gelu_tanh(Vec x) {
+  Vec inner = mul(set1(0.79788456080286536f), fma(mul(mul(x, x), x), set1(0.044715f), x));
+  return mul(mul(x, set1(0.5f)), add(set1(1.0f), tanh(inner)));
+}
+// f of every lane, for what is too rare for a vector form.
+template <class F>
+INLINE Vec each_lane(Vec x, F f) {
+  float lanes[LANES];
+  store(lanes, x);
+  for (float& lane : lanes) lane = f(lane);
+  return load(lanes);
+}
+INLINE Vec log_each(Vec x) { return each_lane(x, [](float lane) { return logf(lane); }); }
+INLINE Vec floor_each(Vec x) { return each_lane(x, [](float lane) { return floorf(lane); }); }
+INLINE Vec sqrt_each(Vec x) { return each_lane(x, [](float lane) { return sqrtf(lane); }); }
+INLINE Vec rsqrt_each(Vec x) { return div(set1(1.0f), sqrt_each(x)); }
+
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
 template <class T>
 struct Dot;

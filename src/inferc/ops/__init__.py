@@ -13,25 +13,32 @@ from inferc.ops.attention import (
     rope_kv_write_in_place,
     visible,
 )
-from inferc.ops.elementwise import silu_mul
+from inferc.ops.elementwise import gelu_mul, silu_mul
 from inferc.ops.experts import moe_experts, moe_routing
-from inferc.ops.linear import lm_head
-from inferc.ops.norms import rms_norm, rms_norm_add
+from inferc.ops.linear import linear_add, lm_head
+from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
+from inferc.ops.pointwise import pointwise
+from inferc.ops.rope import PAIRS as rope_pairs
 from inferc.ops.rope import rope, rope_table
 
 __all__ = [
     "attention",
+    "gelu_mul",
     "kv_write",
     "kv_write_in_place",
+    "layer_norm",
+    "linear_add",
     "lm_head",
     "moe_experts",
     "moe_routing",
     "paged_attention",
+    "pointwise",
     "rms_norm",
     "rms_norm_add",
     "rope",
     "rope_kv_write",
     "rope_kv_write_in_place",
+    "rope_pairs",
     "rope_table",
     "silu_mul",
     "visible",

@@ -99,7 +99,7 @@ def _rope_kv_write_fake(
 
 @define(
     "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor table, Tensor kv_cache, Tensor slot_mapping, int layer,"
-    " bool interleaved=False) -> (Tensor, Tensor)",
+    ' str pairs="halves") -> (Tensor, Tensor)',
     _rope_kv_write_fake,
 )
 def rope_kv_write(
@@ -110,10 +110,10 @@ def rope_kv_write(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     layer: int,
-    interleaved: bool = False,
+    pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
     """`rope` on q and k, then `kv_write`: returns (rotated q, cache)."""
-    return rope(q, table, interleaved), kv_write(kv_cache, rope(k, table, interleaved), v, slot_mapping, layer)
+    return rope(q, table, pairs), kv_write(kv_cache, rope(k, table, pairs), v, slot_mapping, layer)
 
 
 def rope_kv_write_in_place(
@@ -124,11 +124,11 @@ def rope_kv_write_in_place(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     layer: int,
-    interleaved: bool = False,
+    pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
     """`rope_kv_write` as a runner does it."""
-    written = kv_write_in_place(kv_cache, rope(k, table, interleaved), v, slot_mapping, layer)
-    return rope(q, table, interleaved), written
+    written = kv_write_in_place(kv_cache, rope(k, table, pairs), v, slot_mapping, layer)
+    return rope(q, table, pairs), written
 
 
 def _paged_attention_fake(q: Tensor, *_args: object) -> Tensor:

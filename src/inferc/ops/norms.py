@@ -52,3 +52,20 @@ def rms_norm_add(
     """`sum = x + residual` (rounded to their dtype) and its RMSNorm: returns (normed, sum)."""
     total = x + residual
     return rms_norm(total, weight, eps, weight_offset, round_before_scale), total
+
+
+@define("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", like_first)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last axis, in float32, rounded once.
+
+    x, result [..., size]; weight and bias [size], or [heads, size] for heads that each have their own.
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+    wide = x.float()
+    centered = wide - wide.mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        normed = normed * weight.float()
+    if bias is not None:
+        normed = normed + bias.float()
+    return normed.to(x.dtype)

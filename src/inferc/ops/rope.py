@@ -23,23 +23,24 @@ def rope_table(positions: Tensor, inv_freq: Tensor, scaling: float) -> Tensor:
     return torch.cat((angle.cos() * scaling, angle.sin() * scaling), -1)
 
 
-@define("rope(Tensor x, Tensor table, bool interleaved=False) -> Tensor", like_first)
-def rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
+PAIRS = ("halves", "neighbours", "neighbours_to_halves")
+
+
+@define('rope(Tensor x, Tensor table, str pairs="halves") -> Tensor', like_first)
+def rope(x: Tensor, table: Tensor, pairs: str = "halves") -> Tensor:
     """Rotate the first `rotary_dim` elements of every head, in float32, rounded once.
 
-    x, result [num_tokens, heads, head_dim]; table from `rope_table`. Pairs are (i, i + rotary_dim / 2), or
-    (2 i, 2 i + 1) when `interleaved`. Source: Su et al. 2021, arXiv:2104.09864.
+    x, result [num_tokens, heads, head_dim]; table from `rope_table`. Pair i is elements (i, i + rotary_dim / 2) of
+    x and of the result for "halves", (2 i, 2 i + 1) for "neighbours"; "neighbours_to_halves" reads the one and writes
+    the other (DeepSeek). Source: Su et al. 2021, arXiv:2104.09864.
     """
     half = table.shape[-1] // 2
     cos, sin = table[:, None, :half], table[:, None, half:]
     rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    if interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-    else:
+    if pairs == "halves":
         first, second = rotated[..., :half], rotated[..., half:]
-    out_first, out_second = first * cos - second * sin, second * cos + first * sin
-    if interleaved:
-        out = torch.stack((out_first, out_second), -1).flatten(-2)
     else:
-        out = torch.cat((out_first, out_second), -1)
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    out = torch.stack(turned, -1).flatten(-2) if pairs == "neighbours" else torch.cat(turned, -1)
     return torch.cat((out.to(x.dtype), rest), -1)

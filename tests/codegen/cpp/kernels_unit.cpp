@@ -48,6 +48,43 @@ EXPORT void test_linear(void* pool, i64 dtype, const void* x, i64 ldx, i64 rows,
   })
 }
 
+EXPORT void test_linear_add(void* pool, i64 dtype, const void* x, i64 rows, const void* w, i64 n, i64 k, const void* bias,
+                            const void* residual, void* out) {
+  FOR_DTYPE(dtype, {
+    Panels<T> panels{as<T>(w), n, k};
+    on(pool, [&](Team& t) {
+      linear<T, T>(t, rows_of<const T>(x, k), rows, panels, as<T>(bias), rows_of<const T>(residual, n), rows_of<T>(out, n));
+    });
+  })
+}
+
+EXPORT void test_layer_norm(void* pool, i64 dtype, const void* x, i64 ldx, const void* weight, const void* bias, float eps,
+                            i64 rows, i64 parts, i64 width, i64 own, void* out) {
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) {
+      layer_norm<T>(t, rows_of<const T>(x, ldx), as<T>(weight), as<T>(bias), eps, rows, parts, width, own,
+                    rows_of<T>(out, parts * width));
+    });
+  })
+}
+
+// One function of simd.h over float32.
+EXPORT void test_function(void* pool, i64 function, const float* x, i64 count, float* out) {
+  auto run = [&](auto f) {
+    on(pool, [&](Team& t) {
+      pointwise<float>(t, 1, 1, count, Rows<float>{out, count}, [&](i64, i64, i64 i, i64 n) { return f(load(x + i, n)); });
+    });
+  };
+  if (function == 0) run([](Vec v) { return erf(v); });
+  if (function == 1) run([](Vec v) { return gelu(v); });
+  if (function == 2) run([](Vec v) { return gelu_tanh(v); });
+  if (function == 3) run([](Vec v) { return sigmoid(v); });
+  if (function == 4) run([](Vec v) { return tanh(v); });
+  if (function == 5) run([](Vec v) { return floor_each(v); });
+  if (function == 6) run([](Vec v) { return log_each(absolute(v)); });
+  if (function == 7) run([](Vec v) { return rsqrt_each(absolute(v)); });
+}
+
 EXPORT void test_rms_norm(void* pool, i64 dtype, const void* x, i64 ldx, const void* residual, const void* weight, float eps,
                           float offset, i64 early, i64 rows, i64 parts, i64 width, void* out, void* total) {
   Norm norm{eps, offset, early != 0};
@@ -73,6 +110,8 @@ EXPORT void test_zip(void* pool, i64 dtype, i64 op, const void* a, i64 lda, cons
       if (op == 2) silu_mul<T>(t, x, y, rows, width, z);
       if (op == 3) add_scalar<T>(t, x, 0.3f, rows, width, z);
       if (op == 4) mul_scalar<T>(t, x, 0.3f, rows, width, z);
+      if (op == 5) gelu_mul<T>(t, x, y, rows, width, z);
+      if (op == 6) gelu_tanh_mul<T>(t, x, y, rows, width, z);
     });
   })
 }
@@ -95,13 +134,13 @@ EXPORT void test_index_select(void* pool, i64 dtype, const void* x, i64 ldx, con
 }
 
 EXPORT void test_rope(void* pool, i64 dtype, const void* x, i64 ldx, const i64* positions, const float* inv_freq,
-                      float scaling, i64 half, i64 interleaved, i64 rows, i64 heads, i64 dim, float* table, void* out) {
+                      float scaling, i64 half, i64 pairs, i64 rows, i64 heads, i64 dim, float* table, void* out) {
   FOR_DTYPE(dtype, {
     on(pool, [&](Team& t) {
       auto angles = rows_of<float>(table, 2 * half);
       rope_table(t, positions, inv_freq, scaling, rows, half, angles);
       t.barrier();
-      rope<T>(t, rows_of<const T>(x, ldx), angles, half, interleaved != 0, rows, heads, dim, rows_of<T>(out, heads * dim));
+      rope<T>(t, rows_of<const T>(x, ldx), angles, half, Pairs(pairs), rows, heads, dim, rows_of<T>(out, heads * dim));
     });
   })
 }
@@ -115,7 +154,7 @@ EXPORT void test_kv_write(void* pool, i64 dtype, i64 fused, const void* q, const
     auto key = rows_of<const T>(k, ld), value = rows_of<const T>(v, ld);
     on(pool, [&](Team& t) {
       if (fused)
-        rope_kv_write<T>(t, rows_of<const T>(q, ld), key, value, rows_of<const float>(table, 2 * half), half, false, c, slots,
+        rope_kv_write<T>(t, rows_of<const T>(q, ld), key, value, rows_of<const float>(table, 2 * half), half, HALVES, c, slots,
                          rows, heads, rows_of<T>(out, heads * dim));
       else kv_write<T>(t, c, key, value, slots, rows);
     });

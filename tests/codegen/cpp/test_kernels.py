@@ -9,6 +9,8 @@ import torch
 from cpp_kernels import DTYPES, Kernels, assert_near, packed
 from torch import Tensor
 
+from inferc.ops import rope_pairs
+
 ops = torch.ops.inferc
 
 
@@ -35,6 +37,51 @@ def test_linear(kernels: Kernels, dtype: torch.dtype) -> None:
             kernels.run("test_linear", dtype, *args)
             expected = x.float() @ weight.float().T + (bias.float() if with_bias else 0.0)
             assert_near(out, expected.to(out.dtype))
+
+
+def test_linear_add(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n, k in ((1, 1, 1), (3, 90, 33), (12, 100, 34), (200, 70, 48)):
+        x, weight, bias = (
+            torch.randn(rows, k).to(dtype),
+            (torch.randn(n, k) / k**0.5).to(dtype),
+            torch.randn(n).to(dtype),
+        )
+        residual, out = torch.randn(rows, n).to(dtype), nan(rows, n, dtype=dtype)
+        for each in (None, bias):
+            kernels.run("test_linear_add", dtype, x, rows, packed(weight), n, k, each, residual, out)
+            assert_near(out, ops.linear_add(x, weight, each, residual))
+        kernels.run("test_linear_add", dtype, x, rows, packed(weight), n, k, bias, residual, residual)  # in place
+        assert torch.equal(residual, out)
+
+
+def test_layer_norm(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, parts, width in ((1, 1, 1), (5, 1, 33), (3, 4, 16), (70, 2, 80)):
+        wide = (torch.randn(rows, parts * width + 3) * 2 + 1).to(dtype)
+        heads = wide[:, : parts * width].reshape(rows, parts, width)
+        for own in (False, True):
+            shape = (parts, width) if own else (width,)
+            weight, bias, out = (
+                torch.randn(shape).to(dtype),
+                torch.randn(shape).to(dtype),
+                nan(rows, parts * width, dtype=dtype),
+            )
+            for w, b in ((weight, bias), (weight, None), (None, None)):
+                args = (w, b, 1e-5, rows, parts, width, width if own else 0, out)
+                kernels.run("test_layer_norm", dtype, wide, wide.shape[1], *args)
+                assert_near(out.view(rows, parts, width), ops.layer_norm(heads, w, b, 1e-5))
+
+
+def test_functions(kernels: Kernels) -> None:
+    x = torch.cat((torch.linspace(-12, 12, 1003), torch.tensor([0.0, -0.0, 1e-6, 60.0, -60.0])))
+    gelu = torch.nn.functional.gelu
+    expected = (
+        *(torch.erf(x), gelu(x), gelu(x, approximate="tanh"), torch.sigmoid(x), torch.tanh(x), torch.floor(x)),
+        *(x.abs().log(), x.abs().rsqrt()),
+    )
+    for function, wanted in enumerate(expected):
+        out = nan(*x.shape, dtype=torch.float32)
+        kernels("test_function", kernels.threads, function, x, len(x), out)
+        torch.testing.assert_close(out, wanted, rtol=2e-6, atol=1e-6)
 
 
 def test_linear_of_long_rows_is_cut_along_k(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -85,7 +132,9 @@ def test_elementwise(kernels: Kernels, dtype: torch.dtype) -> None:
     for rows, width in ((1, 1), (3, 47), (130, 64)):
         both = torch.randn(rows, 2 * width + 1).to(dtype) * 3
         a, b = both[:, :width], both[:, width : 2 * width]
-        for op, expected in enumerate((a + b, a * b, ops.silu_mul(a, b), a + 0.3, a * 0.3)):
+        gated = ops.silu_mul(a, b), ops.gelu_mul(a, b, "none"), ops.gelu_mul(a, b, "tanh")
+        products = (a + b, a * b, gated[0], a + 0.3, a * 0.3, gated[1], gated[2])
+        for op, expected in enumerate(products):
             out = nan(rows, width, dtype=dtype)
             args: tuple[Any, ...] = (a, both.shape[1], b, both.shape[1], rows, width, out)
             kernels("test_zip", kernels.threads, DTYPES.index(dtype), op, *args)
@@ -104,17 +153,17 @@ def test_lookups(kernels: Kernels, dtype: torch.dtype) -> None:
         assert torch.equal(out, table[ids.long()])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope(kernels: Kernels, dtype: torch.dtype, interleaved: bool) -> None:
+@pytest.mark.parametrize("pairs", rope_pairs)
+def test_rope(kernels: Kernels, dtype: torch.dtype, pairs: str) -> None:
     for rows, heads, dim, half in ((1, 1, 16, 8), (5, 3, 64, 32), (9, 2, 32, 10)):
         x, positions = torch.randn(rows, heads, dim).to(dtype), torch.randint(0, 40000, (rows,))
         inv_freq = 10000.0 ** (-torch.arange(half).float() / half)
         out, table = nan(rows, heads, dim, dtype=dtype), nan(rows, 2 * half, dtype=torch.float32)
-        args = (positions, inv_freq, 1.5, half, interleaved, rows, heads, dim, table, out)
+        args = (positions, inv_freq, 1.5, half, rope_pairs.index(pairs), rows, heads, dim, table, out)
         kernels.run("test_rope", dtype, x, heads * dim, *args)
         expected = ops.rope_table(positions, inv_freq, 1.5)
         assert_near(table, expected)
-        assert_near(out, ops.rope(x, expected, interleaved))
+        assert_near(out, ops.rope(x, expected, pairs))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

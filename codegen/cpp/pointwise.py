@@ -1,0 +1,127 @@
+"""C++ for `inferc.pointwise`: the expression as one lambda over vectors, its inputs read where and as they lie."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from inferc.codegen.cpp.calls import Builder, cpp_float
+from inferc.codegen.cpp.values import CPP_TYPES, Call, Values
+from inferc.ops.pointwise import parse, walk
+
+_OPERATORS: dict[type[ast.AST], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
+# Functions that simd.h calls otherwise.
+_NAMES = {"abs": "absolute", **{name: f"{name}_each" for name in ("floor", "log", "rsqrt", "sqrt")}}
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    left: str
+    right: str
+
+
+def why_not(node: fx.Node) -> str:
+    """Why the kernel cannot run a node, "" where it can (see codegen/kernels.py)."""
+    inputs: Any = node.args[0]
+    strange = [each.meta["val"].dtype for each in (*inputs, node) if each.meta["val"].dtype not in CPP_TYPES]
+    if strange:
+        return f"elementwise arithmetic on {strange[0]}: expected {', '.join(map(str, CPP_TYPES))}"
+    return "" if parts(node) else "elementwise arithmetic whose operands repeat in two ways"
+
+
+def parts(node: fx.Node) -> tuple[int, int] | None:
+    """(parts, width): how a row divides, so that every input is whole, or repeated, or one number in each part."""
+    sizes = [int(size) for size in node.meta["val"].shape[1:]]
+    inputs: Any = node.args[0]
+    shapes = [_padded(each, len(sizes)) for each in inputs]
+    for split in range(len(sizes) + 1):
+        outer, inner = sizes[:split], sizes[split:]
+        fits = all(
+            shape[:split] in (outer, [1] * split) and shape[split:] in (inner, [1] * (len(sizes) - split))
+            for shape in shapes
+        )
+        if fits:
+            return math.prod(outer), math.prod(inner)
+    return None
+
+
+def _padded(node: fx.Node, count: int) -> list[int]:
+    """An input's sizes, aligned with the result's but for its tokens; a weight has no tokens."""
+    shape = list(node.meta["val"].shape)
+    if node.op != "get_attr":
+        shape = shape[1:]
+    sizes = [int(size) for size in shape]
+    return [1] * (count - len(sizes)) + sizes
+
+
+def pointwise(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    found = parts(node)
+    assert found is not None, "why_not refuses it"
+    count, width = found
+    captured, reads = [], []
+    inputs: Any = node.args[0]
+    for index, each in enumerate(inputs):
+        source, read = _input(b, each, index, count, width)
+        captured.append(f"a{index} = {source}")
+        reads.append(f"const Vec x{index} = {read};")
+    out, result = b.write()
+    named, value = parse(str(node.args[1]))
+    lines = [f"const Vec {name} = {_cpp(part)};" for name, part in named]
+    body = " ".join([*reads, *lines, f"return {_cpp(value)};"])
+    sizes = f"{result.rows}, {count}, {width}"
+    lambda_ = f"[{', '.join(captured)}](i64 row, i64 part, i64 i, i64 n) {{{{ (void)part, (void)i, (void)n; {body} }}}}"
+    return b.done(f"pointwise<{result.cpp_type}>(t, {sizes}, {out}, {lambda_});")
+
+
+def _input(b: Builder, node: fx.Node, index: int, count: int, width: int) -> tuple[str, str]:
+    """What the lambda keeps of an input, and how it reads n elements of part `part` of row `row` from i on."""
+    size = math.prod(_padded(node, node.meta["val"].dim()))
+    if node.op == "get_attr":
+        kind = CPP_TYPES[node.meta["val"].dtype]
+        at = _offset(size, count, width)
+        text = f"s.weight<{kind}>({b.slot(b.values.weight(node))})"
+        return text, f"load(a{index} + {at}, n)" if size >= width > 1 else f"set1(to_float(a{index}[{at}]))"
+    if node.op == "placeholder":
+        return b.step_input(node), f"set1(float(a{index}[row]))"
+    operand = b.values.operand(node)
+    b.reads.append(operand.extent)
+    if size == count * width or (size == width and width > 1):
+        return b.view(operand), f"load(a{index}[row] + {_offset(size, count, width)}, n)"
+    return b.view(operand), f"set1(to_float(a{index}[row][{'part' if size > 1 else '0'}]))"
+
+
+def _offset(size: int, count: int, width: int) -> str:
+    if size == count * width and count > 1:
+        return f"part * {width} + i"
+    return "i" if size == width and width > 1 else "part" if size > 1 else "0"
+
+
+def _cpp(node: ast.expr) -> str:
+    text = walk(node, _Names(), lambda number: f"set1({cpp_float(number)})", _function, _operator)
+    assert isinstance(text, str), "a comparison stands only in where"
+    return text
+
+
+class _Names(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+def _function(name: str, args: list[Any]) -> str:
+    if name == "where":
+        condition, *choices = args
+        return f"less({condition.left}, {condition.right}, {', '.join(choices)})"
+    return f"{_NAMES.get(name, name)}({', '.join(args)})"
+
+
+def _operator(kind: type[ast.AST], left: Any, right: Any) -> Any:
+    if kind is ast.Lt:
+        return _Comparison(left, right)
+    if kind is ast.Gt:
+        return _Comparison(right, left)
+    return f"{_OPERATORS[kind]}({left}, {right})"
