@@ -202,6 +202,17 @@ class _Cpp:
         return "" if self.check is None else self.check(node)
 
 
+def _cat(node: fx.Node, target: Target) -> str:
+    if target.device != "cpu":
+        return OTHER_TARGET
+    parts: Any = node.args[0]
+    rank = node.meta["val"].dim()
+    if (argument(node, "dim") % rank) != rank - 1:
+        return f"a concatenation along axis {argument(node, 'dim')}: expected the last"
+    dtypes = {each.meta["val"].dtype for each in parts}
+    return "" if dtypes <= PANELS.keys() and len(dtypes) == 1 else OTHER_CASE
+
+
 def _pointwise(node: fx.Node, target: Target) -> str:
     if target.device != "cpu":
         return OTHER_TARGET
@@ -224,6 +235,7 @@ def _triton_silu_mul(node: fx.Node, target: Target) -> str:
 
 PANELS = {torch.float32: "panel16_k1", torch.bfloat16: "panel16_k2"}
 
+_BIASES = ("gate_up_bias", "down_bias")
 # op, name, argument whose dtype decides, weights that are packed, weights that are not, further condition
 _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
     ("aten.embedding", "embedding_panel", "weight", ("weight",), (), _packed_lookup),
@@ -232,6 +244,8 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("aten.add.Tensor", "add", "self", (), (), _same_shapes),
     ("aten.mul.Tensor", "mul", "self", (), (), _same_shapes),
     ("aten.index_select", "index_select", "self", (), (), _first_axis),
+    ("inferc.head_linear", "head_linear", "x", ("weight",), (), None),
+    ("inferc.linear_wide", "linear_wide", "x", ("weight",), (), None),
     ("inferc.linear_add", "linear_add", "x", ("weight",), ("bias",), None),
     ("inferc.layer_norm", "layer_norm", "x", (), ("weight", "bias"), None),
     ("inferc.rms_norm", "rms_norm", "x", (), ("weight",), None),
@@ -242,8 +256,8 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
     ("inferc.silu_mul", "silu_mul", "gate", (), (), None),
     ("inferc.gelu_mul", "gelu_mul", "gate", (), (), None),
-    ("inferc.moe_routing", "moe_routing", "router_logits", (), (), _routing_fits),
-    ("inferc.moe_experts", "moe_experts", "x", ("gate_up", "down"), (), _experts_fit),
+    ("inferc.moe_routing", "moe_routing", "router_logits", (), ("bias",), _routing_fits),
+    ("inferc.moe_experts", "moe_experts", "x", ("gate_up", "down"), _BIASES, _experts_fit),
     ("inferc.lm_head", "lm_head", "weight", ("weight",), ("bias",), None),
 )
 
@@ -261,6 +275,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
         for op, name, deciding, packed, plain, check in _CPP_ROWS
         for dtype in (torch.bfloat16, torch.float32)
     ]
+    kernels.append(Kernel("cpp", "aten.cat", "cpp.cat", _cat, "inferc.codegen.cpp.calls:cat"))
     kernels.append(
         Kernel("cpp", "inferc.pointwise", "cpp.pointwise", _pointwise, "inferc.codegen.cpp.pointwise:pointwise")
     )
@@ -278,7 +293,9 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
-_REFERENCE_OPS = sorted({row[0] for row in _CPP_ROWS} | {"inferc.rope_table", "inferc.attention", "inferc.pointwise"})
+_REFERENCE_OPS = sorted(
+    {row[0] for row in _CPP_ROWS} | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
+)
 
 KERNELS: tuple[Kernel, ...] = (
     *_cpp_kernels(),

@@ -35,6 +35,7 @@ CHECKS = (
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 )
+VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze")
 # Where a tensor lies is the backend's business; a clone's memory format is kept, as views depend on it.
 PLACEMENT = ("device", "layout", "pin_memory", "non_blocking")
 
@@ -224,11 +225,22 @@ class _Converter:
         self._describe(new, node, self.names.unique(f"{name}.{'out' if ours else op.lstrip('_')}".lstrip(".")), layer)
 
     def _fold(self, node: fx.Node, op: str) -> bool:
-        """A transposed weight becomes another weight: layouts are expressions, not work for every step."""
+        """A transposed or reshaped weight becomes another weight: layouts are expressions, not work for every step."""
         source = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-        if source is None or source.op != "get_attr" or op not in ("transpose", "permute", "t"):
+        if source is None or source.op != "get_attr":
             return False
         weight = self.out.weight(source)
+        if op == "clone":  # as one of the rearrangements needs it
+            self.env[node] = source
+            return True
+        if op in VIEWS:
+            shape = tuple(int(size) for size in node.meta["val"].shape)
+            if shape:
+                name = f"{source.target}.{'x'.join(map(str, shape))}"
+                self.env[node] = self._get_attr(node, name, weight_lib.reshape(weight, shape), source.meta["layer"])
+            return bool(shape)
+        if op not in ("transpose", "permute", "t"):
+            return False
         perm = list(range(len(weight.shape)))
         if op == "permute":
             perm = [int(axis) % len(perm) for axis in node.args[1]]  # type: ignore[union-attr, arg-type]

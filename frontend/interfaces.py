@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.errors import ExportError, UnsupportedError
+from inferc.ops.experts import ACTIVATIONS, activated
 
 NAME = "inferc"
 
@@ -73,6 +74,8 @@ def use(model: Any) -> None:
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
             config._experts_implementation = NAME
+        if hasattr(module, "_apply_gate") and getattr(module, "has_gate", True):
+            module._inferc_gate = gate_of(module)  # here, as numbers cannot be compared while a model is traced
 
 
 def attention(
@@ -151,27 +154,58 @@ def _describe(mask: Any) -> str:
 
 def experts(module: Any, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, *others: Any) -> Tensor:
     """transformers' experts function: hidden [num_tokens, hidden_size]; ids and weights [num_tokens, top_k]."""
-    from transformers.integrations import moe
-
     where = type(module).__name__
-    standard_gate = type(module)._apply_gate is moe._default_apply_gate
-    activation = type(getattr(module, "act_fn", None)).__name__
     for found, what in (
         (bool(others), "more arguments than ids and weights"),
         (not getattr(module, "has_gate", True), "no gate"),
-        (getattr(module, "has_bias", False), "biases"),
         (getattr(module, "has_post_expert_norm", False), "a norm after each expert"),
-        (not standard_gate, "a gate of its own"),
-        (activation not in ("SiLU", "SiLUActivation"), f"the activation {activation}"),
     ):
         if found:
-            raise UnsupportedError(
-                f"{where}: experts with {what}; inferc.moe_experts has SwiGLU experts without biases"
-            )
+            raise UnsupportedError(f"{where}: experts with {what}; inferc.moe_experts has gated experts")
+    gate: Gate = module._inferc_gate
     gate_up, down = module.gate_up_proj, module.down_proj
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    if not module.is_concatenated:
-        raise UnsupportedError(f"{where}: experts with gate and up rows interleaved; expected gate rows, then up rows")
-    out: Tensor = torch.ops.inferc.moe_experts.default(hidden, expert_ids, expert_weights, gate_up, down)
+    biases = [module.gate_up_proj_bias, module.down_proj_bias] if getattr(module, "has_bias", False) else [None, None]
+    if gate.is_interleaved:
+        gate_up = _gate_rows_first(gate_up)
+        biases[0] = None if biases[0] is None else _gate_rows_first(biases[0])
+    out: Tensor = torch.ops.inferc.moe_experts.default(
+        hidden, expert_ids, expert_weights, gate_up, down, *biases, gate.activation, gate.alpha, gate.limit
+    )
     return out
+
+
+def _gate_rows_first(weight: Tensor) -> Tensor:
+    """[num_experts, 2 * size, …] with gate and up rows in turn -> gate rows, then up rows."""
+    num_experts, rows, *rest = weight.shape
+    return weight.view(num_experts, rows // 2, 2, *rest).transpose(1, 2).reshape(num_experts, rows, *rest)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How experts make one activation of gate and up: the arguments of `inferc.moe_experts`, and the rows' order."""
+
+    activation: str
+    alpha: float
+    limit: float
+    is_interleaved: bool
+
+
+def gate_of(module: Any) -> Gate:
+    """Which of the gates that inferc.moe_experts has is the module's, found by running both on a few numbers."""
+    alpha, limit = float(getattr(module, "alpha", 1.0)), float(getattr(module, "limit", 0.0) or 0.0)
+    gate_up = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 4
+    with torch.no_grad(), torch.device("cpu"):
+        expected = module._apply_gate(gate_up)
+    for is_interleaved in (False, True):
+        gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if is_interleaved else gate_up.chunk(2, -1)
+        for activation in ACTIVATIONS:
+            found = activated(gate, up, activation, alpha, limit)
+            if torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+                return Gate(activation, alpha, limit, is_interleaved)
+    activation = type(getattr(module, "act_fn", None)).__name__
+    raise UnsupportedError(
+        f"{type(module).__name__}: experts with a gate of their own ({activation}); inferc.moe_experts has"
+        f" {', '.join(ACTIVATIONS)}"
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inferc.errors import ConfigError, ExportError, InfercError
-from inferc.frontend import interfaces
+from inferc.frontend import dense_experts, interfaces
 
 HINT = 7  # tokens in the traced example: no size of a real model, so that none is mistaken for it
 WRAPPER = "model"  # attribute of _Logits: the first part of every module path in the exported program
@@ -56,14 +56,12 @@ def trace(model: Any) -> Any:
     """The ExportedProgram of `model` (on the meta device) with inputs token_ids and positions, i64 [1, T]."""
     interfaces.register()
     interfaces.use(model)
+    dense_experts.use(model)
     wrapper = _Logits(model, takes_positions(model)).eval()
     example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
-    tokens = torch.export.Dim("T", min=2)
-    shapes = {"token_ids": {1: tokens}, "positions": {1: tokens}}
     try:
         with quiet(), torch.no_grad():
-            exported = torch.export.export(wrapper, (example, example.clone()), dynamic_shapes=shapes, strict=False)
-            return exported.run_decompositions({})
+            return _export(wrapper, example).run_decompositions({})
     except InfercError as error:
         raise type(error)(f"{type(model).__name__}: {error}") from error
     except Exception as error:  # whatever the model's code or torch raises
@@ -73,6 +71,26 @@ def trace(model: Any) -> Any:
             f"{type(model).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}; its code branches on"
             " data or on the number of tokens, or goes past transformers' attention interface"
         ) from error
+
+
+def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
+    """The export with a symbolic number of tokens. Raises whatever the model's code or torch raises."""
+
+    def export(tokens: Any) -> Any:
+        shapes = {"token_ids": {1: tokens}, "positions": {1: tokens}}
+        return torch.export.export(wrapper, (example, example.clone()), dynamic_shapes=shapes, strict=False)
+
+    try:
+        return export(torch.export.Dim("T", min=2))
+    except torch._dynamo.exc.UserError as error:
+        # A guard that always holds (T * min(64, 64 * T) == 64 * T) may be beyond what torch can prove.
+        if "Constraints violated" not in str(error):
+            raise
+        exported = export(torch.export.Dim.AUTO)
+        inputs = [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
+        if any(isinstance(node.meta["val"].shape[1], int) for node in inputs):
+            raise
+        return exported
 
 
 def takes_positions(model: Any) -> bool:

@@ -1,6 +1,6 @@
 """Remove what computes nothing, so that later patterns see one spelling.
 
-Assertions, casts to the same dtype, aliases, copies, dropout, `x * 1.0`, slices of a whole axis, views to the same
+Assertions, casts to the same dtype, aliases, copies, dropout, `x * 1.0`, `x + 0`, slices of a whole axis, views to the same
 shape, empty parts of concatenations, and a widening cast followed by its inverse go; splits become slices, `addmm`
 linears, tensors that are filled part by part concatenations; axes count from the end, so that dropping a leading axis
 later changes no argument.
@@ -63,10 +63,13 @@ def _identity(node: fx.Node) -> fx.Node | None:
         return None
     source = args[0]
     if target in ALIASES:
-        return source
+        # Repeated elements can be viewed in another shape only as a copy.
+        return None if source.target == aten.expand.default and not source.meta["val"].is_contiguous() else source
     if target == aten.dropout.default and (args[1] == 0.0 or not args[2]):
         return source
     if target in (aten.mul.Tensor, aten.div.Tensor) and args[1] == 1.0 and _same_type(node, source):
+        return source
+    if target in (aten.add.Tensor, aten.sub.Tensor) and args[1] == 0 and _same_type(node, source):
         return source
     if target == aten._to_copy.default:
         if _same_type(node, source):
@@ -140,10 +143,13 @@ def _filled(program: Program, node: fx.Node) -> bool:
     """A new tensor whose parts are written one after the other is their concatenation."""
     parts: list[tuple[int, int, fx.Node]] = []
     base: Any = node
-    dim = node.args[2] if len(node.args) > 2 else 0
+    if node.target != aten.slice_scatter.default:
+        return False
+    rank = node.meta["val"].dim()
+    dim = int(arguments(node)[2]) % rank
     while base.target == aten.slice_scatter.default:
         base, part, axis, start, end, step = arguments(base)
-        if axis != dim or step != 1 or not isinstance(part, fx.Node):
+        if axis % rank != dim or step != 1 or not isinstance(part, fx.Node):
             return False
         size = base.meta["val"].shape[axis]
         parts.append((int(start or 0), min(int(size if end is None else end), int(size)), part))

@@ -105,6 +105,10 @@ class Flattener:
 
     def call(self, node: fx.Node) -> None:
         inputs = [arg for arg in node.all_input_nodes if arg in self.on_tokens]
+        if node.target in COUNTS and _counts_tokens(node, self.tokens):
+            self.new[node] = self.new[next(each for each in self.program.inputs() if each.name == "positions")]
+            self.on_tokens.add(node)
+            return
         if not inputs:
             self.new[node] = self.graph.node_copy(node, lambda arg: self.new[arg])
             return
@@ -113,6 +117,17 @@ class Flattener:
             raise cannot_run(node)
         self.new[node] = rule(self, node)
         self.on_tokens.add(node)
+
+
+COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+def _counts_tokens(node: fx.Node, tokens: Any) -> bool:
+    """Whether it makes 0, 1, … of the captured tokens: their positions, as a capture starts at 0."""
+    value = node.meta["val"]
+    plain = node.target == aten.arange.default or node.args[0] == 0
+    plain = plain and (node.target != aten.arange.start_step or len(node.args) < 3 or node.args[2] == 1)
+    return bool(plain and value.dtype == torch.int64 and str(value.shape[0]) == str(tokens))
 
 
 def refuse(node: fx.Node, why: str) -> UnsupportedError:
@@ -262,12 +277,13 @@ _ELEMENTWISE = (
     *(aten.reciprocal, aten.sigmoid, aten.silu, aten.tanh, aten.relu, aten.gelu, aten.erf, aten.clamp, aten.maximum),
     *(aten.minimum, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor),
     *(aten.pow.Tensor_Scalar, aten.where.self, aten.square, aten.floor, aten.log1p, aten.expm1),
-    *(aten.gt.Scalar, aten.lt.Scalar),
+    *(aten.gt.Scalar, aten.lt.Scalar, aten.bitwise_not, aten.masked_fill.Scalar, aten.zeros_like),
+    *(aten.ones_like, aten.polar),
 )
 _ALONG_AXES = (
     *(aten.mean.dim, aten.sum.dim_IntList, aten.amax, aten.amin, aten.softmax.int, aten.log_softmax.int, aten.cumsum),
     *(aten.slice.Tensor, aten.select.int, aten.cat, aten.stack, aten.split.Tensor, aten.split_with_sizes, aten.topk),
-    *(aten.sort.default, aten.sort.stable, aten.squeeze.dim, aten.gather),
+    *(aten.sort.default, aten.sort.stable, aten.squeeze.dim, aten.gather, aten.scatter.value, aten.max.dim),
 )
 
 
@@ -280,6 +296,8 @@ RULES: dict[Any, Callable[[Flattener, fx.Node], fx.Node]] = {
     **{_overload(op): _along_axes for op in _ALONG_AXES},
     aten.embedding.default: _same,
     aten.layer_norm.default: _same,
+    aten.view_as_complex.default: _same,
+    aten.view_as_real.default: _same,
     aten.linear.default: _linear,
     aten.repeat_interleave.self_int: _along_axes,
     aten.view.default: _view,

@@ -41,12 +41,25 @@ def offset_weight(x: Tensor, weight: Tensor, eps: float, weight_offset: float, d
     return aten._to_copy.default(aten.mul.Tensor(_normalised(x, eps), scale), dtype=dtype)
 
 
+def unscaled(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Llama 4's q and k, Gemma 3n's v: without a weight."""
+    return aten._to_copy.default(_normalised(x, eps), dtype=dtype)
+
+
+def alone(x: Tensor, eps: float) -> Tensor:
+    return ops.inferc.rms_norm.default(x, None, eps)
+
+
 def before(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ops.inferc.rms_norm.default(x, weight, eps)
 
 
 def after(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     return ops.inferc.rms_norm.default(x, weight, eps, weight_offset, False)
+
+
+def check_dtype(x: Tensor, dtype: torch.dtype) -> str | None:
+    return None if x.dtype == dtype else f"it takes {x.dtype} and returns {dtype}: one dtype is expected"
 
 
 def check(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
@@ -67,3 +80,4 @@ fuse_rms_norm = Rewrite("fuse_rms_norm", rounded_before_scale, before, (check,))
 fuse_rms_norm_wide = Rewrite(
     "fuse_rms_norm_wide", (offset_weight, rounded_after_scale, promoted_by_scale), after, (check, check_order)
 )
+fuse_rms_norm_unscaled = Rewrite("fuse_rms_norm_unscaled", unscaled, alone, (check_dtype,))

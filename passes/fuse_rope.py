@@ -66,6 +66,11 @@ def _rewrite(program: Program, node: fx.Node, found: Rotation) -> None:
     graph, made = program.graph, []
     with graph.inserting_before(node):
         x = found.source
+        if x.meta["val"].dim() != 3:  # heads in pairs, which were complex numbers
+            heads = int(x.meta["val"].shape[1])
+            x = graph.call_function(aten.view.default, (x, [-1, heads, x.meta["val"].shape[2:].numel()]))
+            infer_types(program, [x])
+            made.append(x)
         if (found.start, found.stop) != (0, x.meta["val"].shape[-1]):
             x = graph.call_function(aten.slice.Tensor, (x, -1, found.start, found.stop))
             made.append(x)

@@ -12,15 +12,18 @@ from typing import Any, Protocol
 from inferc import debug
 from inferc.codegen.kernels import Target
 from inferc.errors import VerifyError
+from inferc.passes.absorb_latent import AbsorbLatent
 from inferc.passes.canonicalise import Canonicalise
 from inferc.passes.choose_kernels import ChooseKernels
 from inferc.passes.flatten_batch import FlattenBatch
+from inferc.passes.fold_weights import FoldWeights
 from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
 from inferc.passes.fuse_layer_norm import fuse_layer_norm
 from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
-from inferc.passes.fuse_moe_routing import fuse_moe_routing, fuse_moe_routing_plain
+from inferc.passes.fuse_linear_wide import fuse_linear_wide
+from inferc.passes.fuse_moe_routing import FuseMoERouting
 from inferc.passes.fuse_pointwise import FusePointwise
-from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_wide
+from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_unscaled, fuse_rms_norm_wide
 from inferc.passes.fuse_rms_norm_add import fuse_rms_norm_add
 from inferc.passes.fuse_rope import FuseRope
 from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
@@ -76,14 +79,17 @@ def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FlattenBatch(),  # before every pattern: they are written over rows of tokens
         fuse_rms_norm_wide,  # before fuse_rms_norm, which matches the float32 part of what this one matches whole
         fuse_rms_norm,
+        fuse_rms_norm_unscaled,  # after the norms that multiply by a weight, whose first part it matches
         fuse_layer_norm,
         FuseRope(),
         UngroupHeads(),  # after the rotations, which read the parts of a head together
+        AbsorbLatent(),  # after ungroup_heads, which parts the heads of q, K and V
         fuse_gelu,
         fuse_gelu_mul,
         fuse_silu_mul,
-        fuse_moe_routing,
-        fuse_moe_routing_plain,
+        fuse_linear_wide,  # of the routers
+        FoldWeights(),  # after fuse_linear_wide, whose weights are cast in the graph
+        FuseMoERouting(),
         PackProjections(),  # after the routing, which keeps routers out of the packing
         PageKVCache(config.block_size),
         fuse_parallel_residual,  # before fuse_linear_add, which would take one of the two
@@ -103,14 +109,17 @@ OPTIONAL = frozenset(
         "canonicalise",
         "fuse_rms_norm_wide",
         "fuse_rms_norm",
+        "fuse_rms_norm_unscaled",
         "fuse_layer_norm",
         "fuse_rope",
         "ungroup_heads",
+        "absorb_latent",
         "fuse_gelu",
         "fuse_gelu_mul",
         "fuse_silu_mul",
         "fuse_moe_routing",
-        "fuse_moe_routing_plain",
+        "fuse_linear_wide",
+        "fold_weights",
         "pack_projections",
         "fuse_parallel_residual",
         "fuse_linear_add",

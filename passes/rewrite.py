@@ -56,13 +56,21 @@ def value_of(arg: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ types
 
 
+def _polar_type(length: Tensor, angle: Tensor) -> Tensor:
+    return (length + angle).to(torch.complex64)
+
+
+# polar's fake kernel makes a symbolic size a number.
+TYPED_AS: dict[Any, Any] = {aten.polar.default: _polar_type}
+
+
 def infer_type(program: Program, node: fx.Node) -> Any:
     """What `node` returns, computed by its op on fake tensors; equal calls, as in equal layers, are computed once."""
     key = (node.target, _type_key(node.args), _type_key(node.kwargs))
     if key not in program.types:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         with program.fake_mode:
-            program.types[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+            program.types[key] = TYPED_AS.get(node.target, node.target)(*args, **kwargs)
     return program.types[key]
 
 

@@ -1,12 +1,13 @@
 """What a piece of graph does to the elements of a head, whatever ops it is spelled with.
 
 Models write rotary embedding as halves or neighbours, with cat, stack, chunk, strided slices or repeat_interleave, on the
-whole head or a part of it. All of it is linear in the head: an output element is a sum of terms `coefficient * trig(angle
+whole head or a part of it, or as complex numbers. All of it is linear in the head: an output element is a sum of terms `coefficient * trig(angle
 of a frequency) * input element`. Terms are followed through the ops as arrays, so two spellings of one rotation are equal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ class Table:
 class Terms:
     """A value as sums of terms: arrays [num_terms, *sizes of the value's rest], coefficient 0 where there is no term.
 
-    element counts flat in the source's rest; -1 where the value is of the table alone.
+    element counts flat in the source's rest; -1 where the value is of the table alone. Complex numbers have one more
+    axis, the last, for their real and imaginary parts.
     """
 
     source: fx.Node | None
@@ -94,7 +96,9 @@ class Interpreter:
         if not inputs:
             return None
         rule = RULES.get(node.target)
-        return rule(self, node) if rule else None
+        if rule is None or (node.target in NOT_COMPLEX and _is_complex(node)):
+            return None
+        return rule(self, node)
 
     def operand(self, arg: Any) -> Terms | None:
         """The terms of an argument; a value without any is its own source."""
@@ -167,6 +171,18 @@ def _trig(kind: int) -> Callable[[Interpreter, fx.Node], Terms | None]:
     return rule
 
 
+def _polar(terms: Interpreter, node: fx.Node) -> Terms | None:
+    """Complex numbers of length 1: cosines and sines."""
+    length, angle = node.args
+    x = terms.operand(angle)
+    is_one = isinstance(length, fx.Node) and length.target == aten.ones_like.default
+    if not is_one or x is None or len(x.trig) != 1 or (x.trig != ANGLE).any() or (x.coefficient != 1.0).any():
+        return None
+    trig = np.stack([np.full_like(x.trig, COS), np.full_like(x.trig, SIN)], -1)
+    doubled: list[NDArray[Any]] = [np.stack([each, each], -1) for each in (x.coefficient, x.frequency, x.element)]
+    return Terms(x.source, x.table, doubled[0], trig, doubled[1], doubled[2])
+
+
 def _neg(terms: Interpreter, node: fx.Node) -> Terms | None:
     x = terms.operand(node.args[0])
     return None if x is None else x.scaled(-1.0)
@@ -186,6 +202,22 @@ def _mul(terms: Interpreter, node: fx.Node) -> Terms | None:
         return None
     if a.source is None:
         a, b = b, a
+    if not _is_complex(node):
+        return _product(a, b)
+    real, imaginary = (a.rearranged(lambda each, at=at: each[..., at]) for at in (0, 1))  # type: ignore[misc]
+    cosine, sine = (b.rearranged(lambda each, at=at: each[..., at]) for at in (0, 1))  # type: ignore[misc]
+    parts = [
+        _sum(_product(real, cosine), _product(imaginary, sine), -1.0),
+        _sum(_product(real, sine), _product(imaginary, cosine), 1.0),
+    ]
+    if parts[0] is None or parts[1] is None:
+        return None
+    arrays = [np.stack(pair, -1) for pair in zip(parts[0].arrays(), parts[1].arrays(), strict=True)]
+    return Terms(a.source, b.table, *arrays)
+
+
+def _product(a: Terms, b: Terms) -> Terms | None:
+    """Elements of a source times cosines and sines."""
     if b.source is not None or a.table is not None or len(a.trig) != 1 or len(b.trig) != 1:
         return None
     if (a.trig != ONE).any() or (b.trig == ANGLE).any():
@@ -199,17 +231,21 @@ def _mul(terms: Interpreter, node: fx.Node) -> Terms | None:
 def _add(sign: float) -> Callable[[Interpreter, fx.Node], Terms | None]:
     def rule(terms: Interpreter, node: fx.Node) -> Terms | None:
         a, b = terms.operand(node.args[0]), terms.operand(node.args[1])
-        if a is None or b is None or a.source is not b.source or a.table != b.table or arguments(node)[2] != 1:
-            return None
-        b = b.scaled(sign)
-        shape = np.broadcast_shapes(a.trig.shape[1:], b.trig.shape[1:])
-        parts = [
-            np.concatenate([np.broadcast_to(each, (len(each), *shape)) for each in pair])
-            for pair in zip(a.arrays(), b.arrays(), strict=True)
-        ]
-        return Terms(a.source, a.table, *parts)
+        return _sum(a, b, sign) if arguments(node)[2] == 1 else None
 
     return rule
+
+
+def _sum(a: Terms | None, b: Terms | None, sign: float) -> Terms | None:
+    if a is None or b is None or a.source is not b.source or a.table != b.table:
+        return None
+    b = b.scaled(sign)
+    shape = np.broadcast_shapes(a.trig.shape[1:], b.trig.shape[1:])
+    parts = [
+        np.concatenate([np.broadcast_to(each, (len(each), *shape)) for each in pair])
+        for pair in zip(a.arrays(), b.arrays(), strict=True)
+    ]
+    return Terms(a.source, a.table, *parts)
 
 
 def _join(stack: bool) -> Callable[[Interpreter, fx.Node], Terms | None]:
@@ -255,8 +291,12 @@ def _view(node: fx.Node, x: Terms) -> Terms | None:
     return None if rest is None else x.rearranged(lambda each: each.reshape(len(each), *rest))
 
 
+def _is_complex(node: fx.Node) -> bool:
+    return bool(node.meta["val"].is_complex())
+
+
 def _unsqueeze(node: fx.Node, x: Terms) -> Terms | None:
-    dim = int(node.args[1])  # type: ignore[arg-type]
+    dim = int(node.args[1]) - _is_complex(node)  # type: ignore[arg-type]
     if dim >= 0:
         return None
     return x.rearranged(lambda each: np.expand_dims(each, each.ndim + 1 + dim))
@@ -293,7 +333,10 @@ REARRANGEMENTS: dict[Any, Callable[[fx.Node, Terms], Terms | None]] = {
     aten.repeat_interleave.self_int: _repeat,
     aten.select.int: _select,
     aten._to_copy.default: lambda node, x: x if node.meta["val"].is_floating_point() else None,
+    aten.view_as_complex.default: lambda node, x: x,
+    aten.view_as_real.default: lambda node, x: x,
 }
+NOT_COMPLEX = (aten.slice.Tensor, aten.view.default, aten.expand.default, aten.permute.default, aten.select.int)
 
 
 SIGNED = (aten.neg.default, aten.cat.default, aten.stack.default)  # what may be done to a head before it is multiplied
@@ -308,6 +351,7 @@ RULES: dict[Any, Callable[[Interpreter, fx.Node], Terms | None]] = {
     **dict.fromkeys(REARRANGEMENTS, _rearrange),
     aten.cos.default: _trig(COS),
     aten.sin.default: _trig(SIN),
+    aten.polar.default: _polar,
     aten.neg.default: _neg,
     aten.mul.Tensor: _mul,
     aten.add.Tensor: _add(1.0),
@@ -326,9 +370,9 @@ def rotation(terms: Terms, heads: int, dim: int) -> Rotation | str:
     if source is None or table is None:
         return "it rotates nothing"
     rest = _rest(source)
-    if rest is None or len(rest) != 2 or rest[0] != heads:
+    if rest is None or len(rest) < 2 or rest[0] != heads:
         return f"it rotates {rest}, expected heads"
-    local = terms.element - np.arange(heads, dtype=np.int32)[:, None] * rest[1]
+    local = terms.element - np.arange(heads, dtype=np.int32)[:, None] * math.prod(rest[1:])
     used = terms.coefficient != 0.0
     columns = [np.where(used, each, 0) for each in (terms.coefficient, terms.trig, terms.frequency, local)]
     if any((each != each[:, :1]).any() for each in columns):

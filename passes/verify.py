@@ -18,6 +18,7 @@ LOWERED = frozenset(
     {
         operator.getitem,
         aten.embedding.default,
+        aten.cat.default,
         aten.linear.default,
         aten.slice.Tensor,
         aten.view.default,
@@ -35,7 +36,9 @@ LOWERED = frozenset(
         inferc.silu_mul.default,
         inferc.gelu_mul.default,
         inferc.pointwise.default,
+        inferc.head_linear.default,
         inferc.linear_add.default,
+        inferc.linear_wide.default,
         inferc.moe_routing.default,
         inferc.moe_experts.default,
         inferc.lm_head.default,

@@ -26,11 +26,13 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "rope_kv_write": (random(5, 4, 4), random(5, 2, 4), random(5, 2, 4), TABLE, CACHE, SLOTS, 1),
     "paged_attention": (random(5, 4, 4), CACHE, *PLACES, None, 0, 0.5, "causal", 0, 0.0),
     "layer_norm": (random(5, 8), random(8), random(8), 1e-5),
+    "linear_wide": (random(5, 8).bfloat16(), random(6, 8).bfloat16()),
+    "head_linear": (random(5, 2, 8), random(2, 6, 8)),
     "linear_add": (random(5, 8), random(6, 8), None, random(5, 6)),
     "pointwise": ([random(5, 6), random(5, 1).bfloat16()], "x0 * x1 + 1.0", torch.bfloat16),
     "silu_mul": (random(5, 6), random(5, 6)),
     "gelu_mul": (random(5, 6), random(5, 6), "tanh"),
-    "moe_routing": (random(5, 4), 2, True),
+    "moe_routing": (random(5, 4), random(4), 2, True, "sigmoid", 2.5, 2, 1, "top2_sum"),
     "moe_experts": (
         random(5, 8),
         torch.zeros(5, 2, dtype=torch.int32),
@@ -196,7 +198,7 @@ def test_kv_write_leaves_its_argument_and_the_in_place_form_does_not() -> None:
 
 
 def test_routing_prefers_the_lower_id_of_equals_and_experts_weigh_their_results() -> None:
-    ids, weights = reference.moe_routing(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), 2, True)
+    ids, weights = reference.moe_routing(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), None, 2, True)
     assert ids.tolist() == [[1, 2]]
     torch.testing.assert_close(weights, torch.tensor([[0.5, 0.5]]))
     x, gate_up, down = random(1, 8), random(4, 12, 8, seed=1), random(4, 8, 6, seed=2)

@@ -129,6 +129,10 @@ def linear(node: fx.Node, values: Values) -> Call:
     return _matrix(Builder(node, values), "input")
 
 
+def linear_wide(node: fx.Node, values: Values) -> Call:
+    return _matrix(Builder(node, values), "x")
+
+
 def linear_add(node: fx.Node, values: Values) -> Call:
     return _matrix(Builder(node, values), "x")
 
@@ -142,7 +146,8 @@ def _matrix(b: Builder, name: str) -> Call:
     residual = f"{b.read('residual')[0]}, " if target_name(b.node.target) == "inferc.linear_add" else ""
     out, result = b.write()
     types = f"{left.cpp_type}, {result.cpp_type}"
-    weights = f"{b.panels('weight')}, {b.weight('bias')}"
+    bias = "nullptr" if target_name(b.node.target) == "inferc.linear_wide" else b.weight("bias")
+    weights = f"{b.panels('weight')}, {bias}"
     return b.done(f"linear<{types}>(t, {x}, {result.rows}, {weights}, {residual}{out});")
 
 
@@ -173,6 +178,28 @@ def silu_mul(node: fx.Node, values: Values) -> Call:
 def gelu_mul(node: fx.Node, values: Values) -> Call:
     name = "gelu_tanh_mul" if argument(node, "approximate") == "tanh" else "gelu_mul"
     return _elementwise(node, values, name, "gate", "up")
+
+
+def cat(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    parts = []
+    for each in node.args[0]:  # type: ignore[union-attr]
+        operand = values.operand(each)  # type: ignore[arg-type]
+        b.reads.append(operand.extent)
+        *_, width = each.meta["val"].shape  # type: ignore[union-attr]
+        parts.append(f"{{{{{b.view(operand)}, {width}, {operand.width // width}}}}}")
+    out, result = b.write()
+    heads = math.prod(int(size) for size in node.meta["val"].shape[1:-1])
+    return b.done(f"cat<{result.cpp_type}>(t, {result.rows}, {heads}, {{{{{', '.join(parts)}}}}}, {out});")
+
+
+def head_linear(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, operand = b.read("x")
+    heads, n, k = b.arg("weight").meta["val"].shape
+    panels = f"Panels<{operand.cpp_type}>{{{{{b.weight('weight')}, {n}, {k}}}}}"
+    out, result = b.write()
+    return b.done(f"head_linear<{result.cpp_type}>(t, {x}, {result.rows}, {heads}, {panels}, {out});")
 
 
 def index_select(node: fx.Node, values: Values) -> Call:
@@ -287,8 +314,12 @@ def moe_routing(node: fx.Node, values: Values) -> Call:
     x, operand = b.read("router_logits")
     ids, _ = b.write(0)
     weights, _ = b.write(1)
-    how = f"{operand.width}, {b.arg('top_k')}, {_bool(b.arg('renormalize'))}"
-    return b.done(f"moe_routing<{operand.cpp_type}>(t, {x}, {operand.rows}, {how}, {ids}, {weights});")
+    groups = f"{b.arg('group_score').upper()}, {operand.width}, {b.arg('top_k')}, {b.arg('num_groups')}, {b.arg('topk_groups')}"
+    how = f"{b.arg('score').upper()}, {groups}, {_bool(b.arg('renormalize'))}, {cpp_float(b.arg('scale'))}"
+    bias = b.arg("bias")
+    types = f"{operand.cpp_type}, {operand.cpp_type if bias is None else CPP_TYPES[bias.meta['val'].dtype]}"
+    routing = f"Routing{{{{{how}}}}}"
+    return b.done(f"moe_routing<{types}>(t, {x}, {b.weight('bias')}, {operand.rows}, {routing}, {ids}, {weights});")
 
 
 def moe_experts(node: fx.Node, values: Values) -> Call:
@@ -302,8 +333,9 @@ def moe_experts(node: fx.Node, values: Values) -> Call:
     b.reads.append(("experts", 0, 1))
     b.writes.append(("experts", 0, 1))
     fields = (
-        f"{x}, {ids}, {weights}, {b.weight('gate_up')}, {b.weight('down')}, {operand.rows}, {choices.width}, {experts}, "
-        f"{hidden}, {inter}, {out}, s.scratch"
+        f"{x}, {ids}, {weights}, {b.weight('gate_up')}, {b.weight('down')}, {b.weight('gate_up_bias')}, "
+        f"{b.weight('down_bias')}, {b.arg('activation').upper()}, {cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, "
+        f"{_bool(b.arg('scale_input'))}, {operand.rows}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
     )
     return b.done(f"moe_experts<{kind}>(t, Experts<{kind}>{{{{{fields}}}}});")
 
@@ -313,4 +345,5 @@ def moe_work_bytes(node: fx.Node) -> tuple[int, int]:
     x: torch.Tensor = argument(node, "x").meta["val"]
     experts, hidden, inter = (int(size) for size in argument(node, "down").meta["val"].shape)
     top_k = int(argument(node, "expert_ids").meta["val"].shape[1])
-    return top_k * inter * x.dtype.itemsize + hidden * 4 + top_k * 4, (experts + 1) * 4 + 4 * 64
+    scaled = top_k * hidden * x.dtype.itemsize if argument(node, "scale_input") else 0
+    return top_k * inter * x.dtype.itemsize + scaled + hidden * 4 + top_k * 4, (experts + 1) * 4 + 5 * 64

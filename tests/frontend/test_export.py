@@ -14,7 +14,7 @@ from inferc import program as program_lib
 from inferc import weights as weight_lib
 from inferc.compiler import compile
 from inferc.config import CompileConfig, ContextLength
-from inferc.errors import ConfigError, ExportError, UnsupportedError
+from inferc.errors import ConfigError, ExportError
 from inferc.frontend.export import capture, context_length, export_model, export_module
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.reference import reference_logits, reference_model
@@ -161,9 +161,6 @@ def test_refusals(tiny_llama_folder: Path, tmp_path: Path) -> None:
         capture(tiny_llama_folder, "int3")
     with pytest.raises(ConfigError, match="max_model_len is 0"):
         capture(tiny_llama_folder, "float32", 0)
-    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_local_experts": 4, "pad_token_id": None}
-    with pytest.raises(UnsupportedError, match="GptOssExperts: experts with biases"):
-        capture(make_random_model("gpt_oss", tmp_path / "m", **sizes), "float32")
 
 
 @pytest.mark.parametrize("length", [0, -3])

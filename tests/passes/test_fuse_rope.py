@@ -118,8 +118,17 @@ def joined(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
     return by_parts(q, positions, inv_freq, neighbours(q, 0), neighbours(q, 1))
 
 
+def as_complex(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
+    """Llama 4: neighbours are the parts of a complex number."""
+    angle = aten.mul.Tensor(aten.unsqueeze.default(positions, -1), inv_freq)
+    turn = aten.unsqueeze.default(aten.polar.default(aten.ones_like.default(angle), angle), -2)
+    numbers = aten.view_as_complex.default(aten.view.default(q, [-1, 4, 4, 2]))
+    return aten.view.default(aten.view_as_real.default(aten.mul.Tensor(numbers, turn)), [-1, 4, 8])
+
+
 @pytest.mark.parametrize(
-    ("spelling", "pairs"), [(stacked, ", 'neighbours'"), (chunks, ""), (joined, ", 'neighbours_to_halves'")]
+    ("spelling", "pairs"),
+    [(as_complex, ", 'neighbours'"), (stacked, ", 'neighbours'"), (chunks, ""), (joined, ", 'neighbours_to_halves'")],
 )
 def test_a_rotation_is_found_in_any_spelling(spelling: Any, pairs: str) -> None:
     golden = f"""

@@ -51,7 +51,7 @@ def test_keeps_linears_of_other_inputs_routers_and_tied_weights() -> None:
         return aten.linear.default(x, a, bias), aten.linear.default(x, b)
 
     def router(x: Any, a: Any, b: Any) -> Any:
-        return inferc.moe_routing.default(aten.linear.default(x, a), 2, True)[0], aten.linear.default(x, b)
+        return inferc.moe_routing.default(aten.linear.default(x, a), None, 2, True)[0], aten.linear.default(x, b)
 
     def tied(x: Any, a: Any) -> Any:
         return aten.linear.default(x, a), aten.linear.default(x, a)

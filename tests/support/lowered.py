@@ -146,7 +146,7 @@ def toy(shape: Shape) -> tuple[Program, dict[str, Tensor]]:
         h, residual = b.part(both, 0), b.part(both, 1)
         if s.experts:
             router = b(aten.linear.default, h, b.weight("router", s.experts, s.hidden))
-            chosen = b(inferc.moe_routing.default, router, s.top_k, True)
+            chosen = b(inferc.moe_routing.default, router, None, s.top_k, True)
             weights = (
                 b.weight("gate_up", s.experts, 2 * s.inter, s.hidden),
                 b.weight("down", s.experts, s.hidden, s.inter),

@@ -178,4 +178,20 @@ void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, R
   });
 }
 
+// Each of `heads` consecutive pieces of k elements of a row times its own weight of w.n output rows.
+template <class T>
+void head_linear(Team& team, Rows<const T> x, i64 rows, i64 heads, Panels<T> w, Rows<T> out) {
+  const i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const i64 weight_size = w.panel(w.count()) - w.panel(0);
+  team.each(heads * groups * blocks, 1, [&](i64 item, i64) {
+    i64 block = item / groups % blocks, head = item / groups / blocks, panel = item % groups * 4;
+    i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;
+    Panels<T> own{w.data + head * weight_size, w.n, w.k};
+    gemm_panels<T>(
+        own, panel, panel + 4 < w.count() ? panel + 4 : w.count(), row1 - row0,
+        [&](i64 row) { return x[row0 + row] + head * w.k; },
+        [&](i64 row, i64 p, Vec acc) { store(out[row0 + row] + head * w.n + p * 16, acc, w.n - p * 16); });
+  });
+}
+
 }  // namespace inferc

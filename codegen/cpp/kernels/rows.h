@@ -1,5 +1,7 @@
 // What works on one row at a time: lookups, norms, activations, elementwise arithmetic.
 #pragma once
+#include <initializer_list>
+
 #include "gemm.h"
 
 namespace inferc {
@@ -31,6 +33,30 @@ template <class T>
 void index_select(Team& team, Rows<const T> x, const i32* index, i64 rows, i64 width, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) memcpy(out[row], x[index[row]], width * sizeof(T));
+  });
+}
+
+// One of the values that are put side by side: [rows, heads * width], or one head for all of them.
+template <class T>
+struct Part {
+  Rows<const T> data;
+  i64 width, heads;
+};
+
+// The parts of each head side by side: out [rows, heads * the widths' sum].
+template <class T>
+void cat(Team& team, i64 rows, i64 heads, std::initializer_list<Part<T>> parts, Rows<T> out) {
+  i64 total = 0;
+  for (const Part<T>& part : parts) total += part.width;
+  team.each(rows, row_grain(heads * total), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) {
+      i64 column = 0;
+      for (const Part<T>& part : parts) {
+        for (i64 head = 0; head < heads; ++head)
+          memcpy(out[row] + head * total + column, part.data[row] + head % part.heads * part.width, part.width * sizeof(T));
+        column += part.width;
+      }
+    }
   });
 }
 
@@ -97,7 +123,7 @@ INLINE void norm_row(const T* x, const T* weight, const Norm& norm, i64 width, T
   }
   Vec scale = set1(1.0f / sqrtf(sum(squares) / float(width) + norm.eps));
   for (i64 i = 0; i < width; i += LANES) {
-    Vec v = mul(load(x + i, width - i), scale), w = load(weight + i, width - i);
+    Vec v = mul(load(x + i, width - i), scale), w = weight ? load(weight + i, width - i) : set1(1.0f);
     if (norm.offset != 0.0f) w = add(w, set1(norm.offset));
     if (norm.early) v = rounded<T>(v), w = rounded<T>(w);
     store(out + i, mul(v, w), width - i);

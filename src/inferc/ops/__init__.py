@@ -15,7 +15,7 @@ from inferc.ops.attention import (
 )
 from inferc.ops.elementwise import gelu_mul, silu_mul
 from inferc.ops.experts import moe_experts, moe_routing
-from inferc.ops.linear import linear_add, lm_head
+from inferc.ops.linear import head_linear, linear_add, linear_wide, lm_head
 from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.pointwise import pointwise
 from inferc.ops.rope import PAIRS as rope_pairs
@@ -24,10 +24,12 @@ from inferc.ops.rope import rope, rope_table
 __all__ = [
     "attention",
     "gelu_mul",
+    "head_linear",
     "kv_write",
     "kv_write_in_place",
     "layer_norm",
     "linear_add",
+    "linear_wide",
     "lm_head",
     "moe_experts",
     "moe_routing",

@@ -8,47 +8,109 @@ from torch import Tensor
 from inferc.ops.elementwise import silu_mul
 from inferc.ops.registry import define, like_first
 
+SCORES = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
+GROUP_SCORES = ("max", "top2_sum")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
 
-def _moe_routing_fake(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+
+def _moe_routing_fake(router_logits: Tensor, bias: Tensor | None, top_k: int, *_args: object) -> tuple[Tensor, Tensor]:
     shape = (router_logits.shape[0], top_k)
     return router_logits.new_empty(shape, dtype=torch.int32), router_logits.new_empty(shape, dtype=torch.float32)
 
 
-@define("moe_routing(Tensor router_logits, int top_k, bool renormalize) -> (Tensor, Tensor)", _moe_routing_fake)
-def moe_routing(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over experts in float32, the top_k largest, renormalised to sum 1 if asked.
+@define(
+    'moe_routing(Tensor router_logits, Tensor? bias, int top_k, bool renormalize, str score="softmax",'
+    ' float scale=1.0, int num_groups=1, int topk_groups=1, str group_score="max") -> (Tensor, Tensor)',
+    _moe_routing_fake,
+)
+def moe_routing(
+    router_logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    score: str = "softmax",
+    scale: float = 1.0,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    group_score: str = "max",
+) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token and their weights, in float32.
 
-    router_logits [num_tokens, num_experts]; result: expert ids [num_tokens, top_k] i32, falling by weight (equal
-    weights: the lower id first), and their weights, float32.
+    Experts are scored by "softmax" over all or "sigmoid"; for "chosen_softmax" and "chosen_sigmoid" by their logits,
+    and weighed by the softmax over the chosen ones or by their sigmoid. `bias` [num_experts] is added for the choice alone. With num_groups > 1 the choice is
+    among the experts of the topk_groups groups with the best "max", or the best sum of two ("top2_sum"). Weights sum
+    to 1 if `renormalize`d, and are multiplied by `scale`.
+
+    router_logits [num_tokens, num_experts]; result: expert ids [num_tokens, top_k] i32, the best choice first (of
+    equals the lower id), and weights [num_tokens, top_k] float32.
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2 (sigmoid, bias and groups).
     """
-    probabilities = router_logits.float().softmax(-1)
-    weights, ids = probabilities.sort(stable=True, dim=-1, descending=True)
-    weights, ids = weights[:, :top_k], ids[:, :top_k]
+    logits = router_logits.float()
+    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(score, logits)
+    choice = scores if bias is None else scores + bias.float()
+    if num_groups > 1:
+        groups = choice.view(len(choice), num_groups, -1)
+        best = groups.amax(-1) if group_score == "max" else groups.topk(2, -1).values.sum(-1)
+        kept = best.sort(stable=True, dim=-1, descending=True).indices[:, :topk_groups]
+        dropped = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        choice = groups.masked_fill(dropped[..., None], -torch.inf).flatten(1)
+    ids = choice.sort(stable=True, dim=-1, descending=True).indices[:, :top_k]
+    weights = scores.gather(1, ids)
+    if score.startswith("chosen"):
+        weights = weights.softmax(-1) if score == "chosen_softmax" else weights.sigmoid()
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return ids.to(torch.int32), weights.contiguous()
+    return ids.to(torch.int32), (weights * scale).contiguous()
 
 
-def _moe_experts_fake(x: Tensor, *_args: object) -> Tensor:
-    return like_first(x)
+def activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
+    """What experts make of gate and up rows: see `moe_experts`."""
+    if activation == "silu":
+        return silu_mul(gate, up)
+    wide, other = gate.float(), up.float()
+    if activation == "swiglu_clamped":
+        wide, other = wide.clamp(max=limit), other.clamp(-limit, limit)
+        return (wide * torch.sigmoid(wide * alpha) * (other + 1)).to(gate.dtype)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return (torch.nn.functional.gelu(wide, approximate=approximate) * other).to(gate.dtype)
 
 
 @define(
-    "moe_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down) -> Tensor",
-    _moe_experts_fake,
+    "moe_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down,"
+    ' Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float alpha=1.0, float limit=0.0,'
+    " bool scale_input=False) -> Tensor",
+    like_first,
 )
-def moe_experts(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """SwiGLU experts, summed by routing weight in float32, in rising expert id.
+def moe_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    scale_input: bool = False,
+) -> Tensor:
+    """Gated experts, summed by routing weight in float32, in rising expert id.
 
     x, result [num_tokens, hidden_size]; expert_ids, expert_weights [num_tokens, top_k]; gate_up
     [num_experts, 2 * intermediate_size, hidden_size], gate rows first; down [num_experts, hidden_size,
-    intermediate_size].
+    intermediate_size]; biases [num_experts, …] of either. activation: "silu", "gelu", "gelu_tanh" of the gate times
+    up, or "swiglu_clamped" (gpt-oss): `gate * sigmoid(alpha * gate) * (up + 1)`, both within `limit`.
+    With `scale_input` (Llama 4) the weight multiplies an expert's input, rounded, and not its result.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):
         rows, choice = torch.where(expert_ids == expert)
         if rows.numel():
-            gate, up = torch.nn.functional.linear(x[rows], gate_up[expert]).chunk(2, -1)
-            result = torch.nn.functional.linear(silu_mul(gate, up), down[expert])
-            out.index_add_(0, rows, result.float() * expert_weights[rows, choice].float()[:, None])
+            biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
+            share = expert_weights[rows, choice].float()[:, None]
+            taken = (x[rows].float() * share).to(x.dtype) if scale_input else x[rows]
+            gate, up = torch.nn.functional.linear(taken, gate_up[expert], biases[0]).chunk(2, -1)
+            hidden = activated(gate, up, activation, alpha, limit)
+            result = torch.nn.functional.linear(hidden, down[expert], biases[1])
+            out.index_add_(0, rows, result.float() if scale_input else result.float() * share)
     return out.to(x.dtype)

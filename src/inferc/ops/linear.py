@@ -18,6 +18,16 @@ def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
+def _linear_wide_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
+@define("linear_wide(Tensor x, Tensor weight) -> Tensor", _linear_wide_fake)
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """The product in float32, not rounded to the model's dtype (routers). x [num_tokens, k]; weight [n, k]."""
+    return torch.nn.functional.linear(x.float(), weight.float())
+
+
 def _linear_add_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     return residual.new_empty(residual.shape)
 
@@ -29,3 +39,13 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     x [num_tokens, in_features]; weight [out_features, in_features]; residual, result [num_tokens, out_features].
     """
     return residual + torch.nn.functional.linear(x, weight, bias)
+
+
+def _head_linear_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0], weight.shape[1]))
+
+
+@define("head_linear(Tensor x, Tensor weight) -> Tensor", _head_linear_fake)
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """A projection of each head by its own weight: x [num_tokens, heads, k]; weight [heads, n, k]; result […, heads, n]."""
+    return torch.einsum("thk,hnk->thn", x.float(), weight.float()).to(x.dtype)

@@ -9,15 +9,15 @@ from inferc.ops.registry import define, like_first
 
 
 @define(
-    "rms_norm(Tensor x, Tensor weight, float eps, float weight_offset=0.0, bool round_before_scale=True) -> Tensor",
+    "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, bool round_before_scale=True) -> Tensor",
     like_first,
 )
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
 ) -> Tensor:
     """RMSNorm over the last axis, computed in float32.
 
-    x, result [..., size]; weight [size]. `round_before_scale` rounds the normalised x to its dtype before the
+    x, result [..., size]; weight [size], or None for 1. `round_before_scale` rounds the normalised x to its dtype before the
     multiplication by the weight (Llama) instead of after it (Gemma, gpt-oss); `weight_offset` is added to the
     weight in float32 (Gemma: 1).
 
@@ -25,6 +25,8 @@ def rms_norm(
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
     if round_before_scale:
         normed = normed.to(x.dtype)
         scale = weight if weight_offset == 0.0 else (weight.float() + weight_offset).to(x.dtype)

@@ -182,17 +182,47 @@ EXPORT void test_attention(void* pool, i64 dtype, const void* q, void* out, void
   })
 }
 
-EXPORT void test_moe(void* pool, i64 dtype, const void* logits, const void* x, const void* gate_up, const void* down, i64 rows,
-                     i64 top_k, i64 renormalize, i64 experts, i64 hidden, i64 inter, i32* ids, float* weights, void* out,
-                     char* work) {
+EXPORT void test_moe_routing(void* pool, i64 dtype, const void* logits, const float* bias, i64 rows, i64 score,
+                             i64 group_score, i64 experts, i64 top_k, i64 groups, i64 kept_groups, i64 renormalize,
+                             float scale, i32* ids, float* weights) {
+  Routing routing{Score(score), GroupScore(group_score), experts, top_k, groups, kept_groups, renormalize != 0, scale};
   FOR_DTYPE(dtype, {
     on(pool, [&](Team& t) {
-      auto chosen = rows_of<i32>(ids, top_k);
-      auto shares = rows_of<float>(weights, top_k);
-      moe_routing<T>(t, rows_of<const T>(logits, experts), rows, experts, top_k, renormalize != 0, chosen, shares);
-      t.barrier();
-      moe_experts<T>(t, Experts<T>{rows_of<const T>(x, hidden), chosen, shares, as<T>(gate_up), as<T>(down), rows, top_k,
-                                   experts, hidden, inter, rows_of<T>(out, hidden), work});
+      moe_routing<T>(t, rows_of<const T>(logits, experts), bias, rows, routing, rows_of<i32>(ids, top_k),
+                     rows_of<float>(weights, top_k));
+    });
+  })
+}
+
+EXPORT void test_moe_experts(void* pool, i64 dtype, const void* x, const i32* ids, const float* weights,
+                             const void* gate_up, const void* down, const void* gate_up_bias, const void* down_bias,
+                             i64 activation, float alpha, float limit, i64 scale_input, i64 rows, i64 top_k, i64 experts,
+                             i64 hidden, i64 inter, void* out, char* work) {
+  FOR_DTYPE(dtype, {
+    Experts<T> m{rows_of<const T>(x, hidden), rows_of<const i32>(ids, top_k), rows_of<const float>(weights, top_k),
+                 as<T>(gate_up), as<T>(down), as<T>(gate_up_bias), as<T>(down_bias), Activation(activation), alpha, limit,
+                 scale_input != 0, rows, top_k, experts, hidden, inter, rows_of<T>(out, hidden), work};
+    on(pool, [&](Team& t) { moe_experts<T>(t, m); });
+  })
+}
+
+EXPORT void test_head_linear(void* pool, i64 dtype, const void* x, i64 rows, i64 heads, const void* w, i64 n, i64 k,
+                             void* out) {
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) {
+      head_linear<T>(t, rows_of<const T>(x, heads * k), rows, heads, Panels<T>{as<T>(w), n, k}, rows_of<T>(out, heads * n));
+    });
+  })
+}
+
+// Two parts of each head; the second is one head for all if `shared`.
+EXPORT void test_cat(void* pool, i64 dtype, const void* a, i64 wa, const void* b, i64 wb, i64 shared, i64 rows, i64 heads,
+                     void* out) {
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) {
+      cat<T>(t, rows, heads,
+             {{rows_of<const T>(a, heads * wa), wa, heads}, {rows_of<const T>(b, shared ? wb : heads * wb), wb, shared ? 1 : heads}},
+             rows_of<T>(out, heads * (wa + wb)));
     });
   })
 }

@@ -10,6 +10,7 @@ from cpp_kernels import DTYPES, Kernels, assert_near, packed
 from torch import Tensor
 
 from inferc.ops import rope_pairs
+from inferc.ops.experts import ACTIVATIONS, GROUP_SCORES, SCORES
 
 ops = torch.ops.inferc
 
@@ -166,35 +167,96 @@ def test_rope(kernels: Kernels, dtype: torch.dtype, pairs: str) -> None:
         assert_near(out, ops.rope(x, expected, pairs))
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_moe(kernels: Kernels, dtype: torch.dtype, renormalize: bool) -> None:
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "softmax": {"renormalize": False},
+    "renormalized": {"renormalize": True},
+    "sigmoid with a bias": {"renormalize": True, "score": "sigmoid", "scale": 2.5, "biased": True},
+    "softmax of the chosen": {"renormalize": False, "score": "chosen_softmax"},
+    "sigmoid of the chosen": {"renormalize": False, "score": "chosen_sigmoid", "scale": 0.5},
+    "best groups": {"renormalize": False, "num_groups": 4, "topk_groups": 2},
+    "groups by their two best": {
+        "renormalize": True,
+        "score": "sigmoid",
+        "biased": True,
+        "num_groups": 4,
+        "topk_groups": 3,
+        "group_score": "top2_sum",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_moe_routing(kernels: Kernels, dtype: torch.dtype, name: str) -> None:
+    how = {"score": "softmax", "scale": 1.0, "num_groups": 1, "topk_groups": 1, "group_score": "max", **ROUTINGS[name]}
+    biased = how.pop("biased", False)
+    for rows, experts, top_k in ((1, 8, 2), (7, 40, 8), (130, 16, 3)):
+        logits, bias = torch.randn(rows, experts).to(dtype), torch.randn(experts) * 0.2 if biased else None
+        logits[0, :] = 0.5  # a tie: the lower ids win
+        ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), nan(rows, top_k, dtype=torch.float32)
+        score, group = SCORES.index(how["score"]), GROUP_SCORES.index(how["group_score"])
+        sizes = (experts, top_k, how["num_groups"], how["topk_groups"])
+        kernels.run(
+            *("test_moe_routing", dtype, logits, bias, rows, score, group, *sizes),
+            *(how["renormalize"], how["scale"], ids, weights),
+        )
+        expected_ids, expected_weights = ops.moe_routing(logits, bias, top_k, **how)
+        assert torch.equal(ids, expected_ids)
+        assert_near(weights, expected_weights)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "silu": {},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "clamped with biases": {"activation": "swiglu_clamped", "alpha": 1.7, "limit": 1.5, "biased": True},
+    "scaled inputs": {"scale_input": True},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_moe_experts(kernels: Kernels, dtype: torch.dtype, name: str) -> None:
+    how = {"activation": "silu", "alpha": 1.0, "limit": 0.0, "scale_input": False, **EXPERTS[name]}
+    biased = how.pop("biased", False)
     for rows, experts, top_k, hidden, inter in (
         (1, 4, 2, 32, 16),
         (7, 8, 2, 50, 80),
         (230, 4, 3, 33, 48),
         (40, 40, 8, 64, 32),
     ):
-        x, logits = torch.randn(rows, hidden).to(dtype), torch.randn(rows, experts).to(dtype)
-        logits[0, :] = 0.5  # a tie: the lower ids win
+        x = torch.randn(rows, hidden).to(dtype)
         gate_up = (torch.randn(experts, 2 * inter, hidden) / hidden**0.5).to(dtype)
         down = (torch.randn(experts, hidden, inter) / inter**0.5).to(dtype)
-        ids, weights = torch.full((rows, top_k), -1, dtype=torch.int32), nan(rows, top_k, dtype=torch.float32)
-        out, work = (
-            nan(rows, hidden, dtype=dtype),
-            torch.full((rows * (top_k * (inter + 1) * 4 + hidden * 4) + 8192,), 255),
-        )
-        stored = (packed(gate_up), packed(down))
-        args = (rows, top_k, renormalize, experts, hidden, inter, ids, weights, out, work.to(torch.uint8))
-        kernels.run("test_moe", dtype, logits, x, *stored, *args)
-        expected_ids, expected_weights = ops.moe_routing(logits, top_k, renormalize)
-        assert torch.equal(ids, expected_ids)
-        assert_near(weights, expected_weights)
-        assert_near(out, ops.moe_experts(x, expected_ids, expected_weights, gate_up, down), factor=2.0)
-        alone = nan(rows, hidden, dtype=dtype)
+        biases = [torch.randn(experts, size).to(dtype) if biased else None for size in (2 * inter, hidden)]
+        ids, weights = ops.moe_routing(torch.randn(rows, experts), None, top_k, True)
+        work = torch.full((rows * (top_k * (inter + hidden + 1) * 4 + hidden * 4) + 8192,), 255).to(torch.uint8)
+        stored = (packed(gate_up), packed(down), *biases)
+        options = (ACTIVATIONS.index(how["activation"]), how["alpha"], how["limit"], how["scale_input"])
+        sizes = (top_k, experts, hidden, inter)
+        out, alone = nan(rows, hidden, dtype=dtype), nan(rows, hidden, dtype=dtype)
+        kernels.run("test_moe_experts", dtype, x, ids, weights, *stored, *options, rows, *sizes, out, work)
+        assert_near(out, ops.moe_experts(x, ids, weights, gate_up, down, *biases, **how), factor=2.0)
         for row in range(0, rows, 9):
-            args = (1, top_k, renormalize, experts, hidden, inter, ids, weights, alone[row], work.to(torch.uint8))
-            kernels.run("test_moe", dtype, logits[row], x[row], *stored, *args)
+            one = (x[row], ids[row], weights[row])
+            kernels.run("test_moe_experts", dtype, *one, *stored, *options, 1, *sizes, alone[row], work)
             assert torch.equal(alone[row], out[row])
+
+
+def test_head_linear(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, heads, n, k in ((1, 1, 1, 1), (3, 4, 48, 20), (200, 2, 33, 64)):
+        x, weight = torch.randn(rows, heads, k).to(dtype), (torch.randn(heads, n, k) / k**0.5).to(dtype)
+        out = nan(rows, heads, n, dtype=dtype)
+        kernels.run("test_head_linear", dtype, x, rows, heads, packed(weight), n, k, out)
+        assert_near(out, ops.head_linear(x, weight))
+
+
+def test_cat(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, heads, first, second in ((1, 1, 1, 1), (5, 3, 16, 7), (70, 4, 2, 33)):
+        a, b = torch.randn(rows, heads, first).to(dtype), torch.randn(rows, heads, second).to(dtype)
+        for shared in (False, True):
+            part = b[:, :1].contiguous() if shared else b
+            out = nan(rows, heads, first + second, dtype=dtype)
+            kernels.run("test_cat", dtype, a, first, part, second, shared, rows, heads, out)
+            assert torch.equal(out, torch.cat((a, part.expand_as(b)), -1))
 
 
 def test_exp_is_within_an_ulp_and_exact_at_zero(kernels: Kernels) -> None:
