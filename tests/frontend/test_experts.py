@@ -55,7 +55,12 @@ def test_another_gate_is_refused_by_name() -> None:
 
 
 def test_dense_experts_are_told_by_their_parts(tmp_path: Any) -> None:
-    sizes = {"num_local_experts": 4, "num_hidden_layers": 1, "attention_chunk_size": 9, "intermediate_size_mlp": 96}
+    sizes: dict[str, Any] = {
+        "num_local_experts": 4,
+        "num_hidden_layers": 1,
+        "attention_chunk_size": 9,
+        "intermediate_size_mlp": 96,
+    }
     program = capture(
         make_random_model("llama4_text", tmp_path / "m", **sizes), "float32"
     )  # checked against eager code

@@ -83,6 +83,9 @@ def make_random_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+        for name, buffer in model.named_buffers():  # what a router adds to its scores
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
