@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from fake_runner import VOCAB_SIZE, make_engine, next_id
+from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id
 
 from inferc.errors import ConfigError, RequestError
+from inferc.kv_pools import CacheGroup
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler, SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status
@@ -18,15 +19,12 @@ def make_scheduler(
     num_blocks: int = 33,
     block_size: int = 4,
     chunked_prefill: bool = True,
+    groups: tuple[CacheGroup, ...] = (FULL,),
 ) -> Scheduler:
+    counts = (num_blocks,) * len(groups)
     return Scheduler(
         SchedulerConfig(
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len,
-            num_blocks,
-            block_size,
-            chunked_prefill=chunked_prefill,
+            max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, groups, chunked_prefill
         )
     )
 
@@ -113,7 +111,7 @@ def test_a_token_computed_beyond_the_end_is_dropped_and_its_block_freed() -> Non
     assert scheduler.cache.num_free == free, "the step in flight still writes to its blocks"
     assert scheduler.schedule() is None
     assert land(scheduler, second) == []
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 1
+    assert scheduler.cache.num_free == (32,)
     assert not scheduler.has_work
 
 
@@ -153,13 +151,13 @@ def test_abort_frees_blocks_at_once_or_after_the_step_in_flight() -> None:
     scheduler.add(waiting)
     scheduler.abort(waiting)
     scheduler.abort(running)
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 2
+    assert scheduler.cache.num_free == (31,)
     assert land(scheduler, plan) == []
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 1
+    assert scheduler.cache.num_free == (32,)
     scheduler.add(idle := sequence("idle", 4))
     land(scheduler, schedule(scheduler))
     scheduler.abort(idle)
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 1
+    assert scheduler.cache.num_free == (32,)
 
 
 def test_nobody_is_admitted_whose_prompt_has_no_room() -> None:
