@@ -107,8 +107,8 @@ class Scheduler:
         if self.cache.gives_back:
             self._give_back()
         self._schedule_decodes()
-        is_served = self._schedule_prefills()
-        if is_served and self.num_preemptions == preemptions and not self.hold:
+        self._schedule_prefills()
+        if self.num_preemptions == preemptions and not self.hold:
             self._admit()
         slots = self.batch.order
         num_new = self._num_new[slots]
@@ -159,13 +159,12 @@ class Scheduler:
         """Whether sequences that left hold blocks until the step in flight lands."""
         return any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
 
-    def _schedule_prefills(self) -> bool:
-        """Go on with prompts of which a part is computed; False if one of them got less than the budget allows."""
+    def _schedule_prefills(self) -> None:
+        """Go on with prompts of which a part is computed. One that gets less than it could leaves no block to others."""
         batch, slots = self.batch, self.batch.order
         missing = batch.num_tokens[slots] - batch.num_computed[slots]
         if not np.count_nonzero(missing > 1):
-            return True
-        is_served = True
+            return
         for i in np.flatnonzero(missing > 1).tolist():
             slot, wanted = int(slots[i]), min(int(missing[i]), self._budget)
             seq = batch.seqs[slot]
@@ -174,8 +173,6 @@ class Scheduler:
             count = self._extend_or_preempt(slot, wanted) if wanted else 0
             self._num_new[slot] = count
             self._budget -= count
-            is_served &= count == wanted
-        return is_served
 
     def _extend_or_preempt(self, slot: int, wanted: int) -> int:
         """Blocks for the next tokens of a prompt, at the cost of those that came later if there is room for none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -100,6 +101,18 @@ def test_a_step_is_as_long_as_there_is_room() -> None:
     assert cache.extend(0, 8, 12) == 4
     assert cache.extend(0, 12, 12) == 4, "block 0 came back"
     cache.check_integrity()
+
+
+def test_room_is_left_for_those_who_still_grow() -> None:
+    one = np.zeros(1, np.int64)
+    for group, is_full_grown in ((WINDOW, True), (FULL, False)):
+        cache = make_cache(num_blocks=6, block_size=4, num_slots=2, max_model_len=20, groups=(group,))
+        assert cache.grow(0, 4)
+        assert [cache.fits(tokens, beside=one) for tokens in (12, 13)] == [True, False]
+        assert cache.fits(16, beside=one[:0])
+        # A window of 6 before 8 new tokens touches 4 blocks at most: one who has them takes no more.
+        assert cache.grow(0, 16)
+        assert cache.fits(4, beside=one) == is_full_grown
 
 
 def test_longest_sequence_of_each_kind_of_pool() -> None:

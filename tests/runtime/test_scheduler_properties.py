@@ -32,7 +32,7 @@ class Arrival:
 class Scene:
     engine: Engine
     requests: list[Arrival]
-    texts: list[list[int]]  # to score, one after another from the first arrival on
+    texts: list[tuple[int, list[int]]]  # to score, with the step at which each arrives
 
 
 @st.composite
@@ -64,9 +64,12 @@ def scenes(draw: st.DrawFn) -> Scene:
     # are given back, from the smallest pool there can be.
     windows = st.builds(CacheGroup, st.sampled_from(["window", "chunk"]), st.integers(1, 14), st.just(8))
     groups = draw(st.lists(st.one_of(st.just(FULL), windows), min_size=1, max_size=3))
-    num_blocks = [
-        1 + draw(st.integers(1 if group.gives_back else max(1, full_length - 2), full_length * 4)) for group in groups
-    ]
+    num_blocks = []
+    for group in groups:
+        low, high = max(1, full_length - 2), full_length * 4
+        if group.gives_back:
+            low, high = 1, draw(st.sampled_from([group.window // block_size + 3, high]))
+        num_blocks.append(1 + draw(st.integers(low, high)))
     engine = make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 12))
@@ -84,9 +87,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     requests = draw(st.lists(arrivals(longest), min_size=1, max_size=7))
     if draw(st.booleans()):
         engine.runner.broken_prompt = requests[0].prompt  # type: ignore[attr-defined]
-    texts: list[list[int]] = []
+    texts: list[tuple[int, list[int]]] = []
     if longest > 1:
-        texts = draw(st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=longest), max_size=2))
+        text = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=longest)
+        texts = draw(st.lists(st.tuples(st.integers(0, 15), text), max_size=2))
     return Scene(engine, requests, texts)
 
 
@@ -105,15 +109,18 @@ def does_not_fit(engine: Engine, arrival: Arrival) -> bool:
 def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str]]:
     """Drive the engine until all is done; the ids and finish reason of each sequence."""
     engine, requests = scene.engine, scene.requests
-    for i, text in enumerate(scene.texts):
-        engine.score(f"text {i}", text)
     scored = 0
     ids: dict[tuple[str, int], list[int]] = defaultdict(list)
     reasons: dict[tuple[str, int], str] = {}
     aborted: set[str] = set()
-    work = sum(arrival.params.n * engine.model.max_model_len for arrival in requests) + sum(map(len, scene.texts))
-    last_arrival = max(arrival.step for arrival in requests)
+    work = sum(arrival.params.n * engine.model.max_model_len for arrival in requests) + sum(
+        len(text) for _, text in scene.texts
+    )
+    last_arrival = max([arrival.step for arrival in requests] + [step for step, _ in scene.texts])
     for step in range(last_arrival + 20 + 4 * work):  # a sequence that starves never ends
+        for i, (arrival_step, text) in enumerate(scene.texts):
+            if arrival_step == step:
+                engine.score(f"text {i}", text)
         for i, arrival in enumerate(requests):
             if arrival.step == step and does_not_fit(engine, arrival):
                 with pytest.raises(RequestError, match="do not fit the whole KV cache"):
@@ -138,7 +145,7 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
             if output.finish_reason is not None:
                 reasons[key] = output.finish_reason
         for name, score in engine.take_scores():
-            text = scene.texts[int(name.split()[1])]
+            _, text = scene.texts[int(name.split()[1])]
             assert score.argmax == [next_id(text[:end]) for end in range(1, len(text))]
             scored += 1
         engine.scheduler.check_integrity()
