@@ -120,7 +120,7 @@ def compile_model(
 
 @command(app, "inspect")
 def inspect(out: Out, as_json: Json = False) -> None:
-    """Show what an artifact holds: targets, sizes, kernels and their resources, certificate."""
+    """Show what an artifact holds: targets, sizes, KV groups, kernels and their resources, certificate."""
     from inferc.runtime.artifact import inspect_artifact
 
     facts = inspect_artifact(out)
