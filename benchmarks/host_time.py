@@ -1,6 +1,6 @@
 """Host time of a step: what scheduling, planning and landing cost beside the model.
 
-python benchmarks/host_time.py [--num-seqs 64] [--steps 2000]
+python benchmarks/host_time.py [--num-seqs 64] [--steps 2000] [--attention full|window|mixed]
 
 A null model answers at once with random ids, so all time is the host's. Reported are medians per decode-only step, in
 microseconds: `schedule` makes the plan, `update` lands it, `engine` is all of `Engine.step`, which also hands the
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import SchedulerConfig
@@ -26,14 +27,15 @@ from inferc.runtime.text import Text, TextStream
 VOCAB_SIZE = 4096
 PROMPT_LEN = 128
 BLOCK_SIZE = 16
+FULL, WINDOW = CacheGroup("full", 0, 1024), CacheGroup("window", 1024, 1024)
+GROUPS = {"full": (FULL,), "window": (WINDOW,), "mixed": (FULL, WINDOW)}
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-llama"
 
 
 class NullRunner:
     """Answers every step with random ids, and does nothing else."""
 
-    def __init__(self, num_blocks: int, num_rows: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_rows: int) -> None:
         self._ids = np.random.default_rng(0).integers(10, VOCAB_SIZE, (64, num_rows)).astype(np.int32)
         self._plans: list[StepPlan] = []
         self._count = 0
@@ -55,11 +57,14 @@ class NullRunner:
         self._plans.clear()
 
 
-def make_engine(num_seqs: int, steps: int) -> Engine:
+def make_engine(num_seqs: int, steps: int, attention: str) -> Engine:
     max_model_len = PROMPT_LEN + 2 * steps
     num_blocks = 1 + num_seqs * -(-max_model_len // BLOCK_SIZE)
-    config = SchedulerConfig(num_seqs, max(512, num_seqs), max_model_len, num_blocks, BLOCK_SIZE)
-    engine = Engine(NullRunner(num_blocks, num_seqs), ModelLimits(VOCAB_SIZE, max_model_len, (1, 6)), config)
+    groups = GROUPS[attention]
+    config = SchedulerConfig(
+        num_seqs, max(512, num_seqs), max_model_len, (num_blocks,) * len(groups), BLOCK_SIZE, groups
+    )
+    engine = Engine(NullRunner(num_seqs), ModelLimits(VOCAB_SIZE, max_model_len, (1, 6)), config)
     rng = np.random.default_rng(1)
     for i in range(num_seqs):
         prompt = rng.integers(10, VOCAB_SIZE, PROMPT_LEN).tolist()
@@ -71,9 +76,9 @@ def make_engine(num_seqs: int, steps: int) -> Engine:
     return engine
 
 
-def measure(num_seqs: int, steps: int) -> dict[str, float]:
+def measure(num_seqs: int, steps: int, attention: str) -> dict[str, float]:
     """Median microseconds of a decode-only step, by part."""
-    engine = make_engine(num_seqs, steps)
+    engine = make_engine(num_seqs, steps, attention)
     parts: dict[str, list[float]] = {"schedule": [], "update": [], "engine": [], "text": []}
     text = Text(MODEL)
     streams = [TextStream(text, SamplingParams(stop=("\n\n\n",))) for _ in range(num_seqs)]
@@ -96,9 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2000)
-    options = parser.parse_args()
-    report = {"num_seqs": options.num_seqs, "steps": options.steps, **measure(options.num_seqs, options.steps)}
-    print(json.dumps(report))
+    parser.add_argument("--attention", choices=GROUPS, default="full", help="the model's KV groups")
+    options = vars(parser.parse_args())
+    print(json.dumps({**options, **measure(**options)}))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Attention over the paged KV cache, and the step's inputs that it needs.
 
 Each attention becomes a write of its new K and V and a read of everything cached. Layers that share kind, window, dtype
-and bytes per token form a KV group with one cache and one block table. Query heads stay grouped over KV heads: K and V
-are never expanded.
+and bytes per token form a KV group with one cache and one block table. An attention whose K and V are those of an
+earlier one writes nothing and reads what that one stored, under its own mask. Query heads stay grouped over KV heads: K
+and V are never expanded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,6 +33,29 @@ class StepInputs:
     kv_caches: list[fx.Node] = field(default_factory=list)
 
 
+@dataclass
+class Stored:
+    """K and V of one attention, and all attentions that read them; the first writes them."""
+
+    readers: list[fx.Node]
+
+    @property
+    def writer(self) -> fx.Node:
+        return self.readers[0]
+
+    @property
+    def reach(self) -> tuple[str, int]:
+        """(kind, window) of the KV group: a token is kept as long as any reader sees it."""
+        masks = {tuple(arguments(node)[5:7]) for node in self.readers}
+        if any(mask == "causal" for mask, _ in masks):
+            return "full", 0
+        if len(masks) == 1:
+            ((mask, window),) = masks
+            return KINDS[mask], int(window)
+        # A chunk's queries see no key that a window of the chunk's size does not.
+        return "window", max(int(window) for _, window in masks)
+
+
 @dataclass(frozen=True)
 class PageKVCache:
     """`block_size` is in tokens. Adds every input of the step struct that was not there."""
@@ -42,27 +67,45 @@ class PageKVCache:
         attentions = [node for node in program.graph.nodes if node.target == inferc.attention.default]
         if program.kv_groups or not attentions:
             return 0
-        members: dict[KVGroup, list[fx.Node]] = {}
-        for node in attentions:
-            members.setdefault(_group_of(node), []).append(node)
+        members: dict[KVGroup, list[Stored]] = {}
+        for stored in stored_kv(program):
+            members.setdefault(_group_of(stored), []).append(stored)
         program.kv_groups = tuple(
-            KVGroup(
-                group.kind,
-                tuple(_layer(node, attentions) for node in nodes),
-                group.num_kv_heads,
-                group.head_dim,
-                group.window,
-                group.dtype,
-            )
-            for group, nodes in members.items()
+            replace(group, layers=tuple(_layer(stored.writer, attentions) for stored in of_group))
+            for group, of_group in members.items()
         )
         program.block_size = self.block_size
         inputs = _add_inputs(program)
-        for index, nodes in enumerate(members.values()):
-            for layer, node in enumerate(nodes):
-                _page(program, inputs, node, index, layer)
+        places = {
+            reader: (index, layer)
+            for index, of_group in enumerate(members.values())
+            for layer, stored in enumerate(of_group)
+            for reader in stored.readers
+        }
+        written: set[tuple[int, int]] = set()
+        for node in attentions:
+            place = places[node]
+            if place not in written:
+                _write(program, inputs, node, *place)
+                written.add(place)
+            _read(program, inputs, node, *place)
         program.drop_unused()
         return len(attentions)
+
+
+def stored_kv(program: Program) -> list[Stored]:
+    """The attentions by their K and V, which are equal where the same ops compute them from the same values."""
+    numbers: dict[Any, int] = {}
+    value: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        inputs = fx.map_arg((node.args, node.kwargs), lambda arg: ("value", value[arg]))
+        key = (node.target, repr(inputs)) if node.op == "call_function" else (node.op, node.target)
+        value[node] = numbers.setdefault(key, len(numbers))
+    found: dict[tuple[int, int], Stored] = {}
+    for node in program.graph.find_nodes(op="call_function", target=inferc.attention.default, sort=True):
+        _, k, v, *_ = arguments(node)
+        found.setdefault((value[k], value[v]), Stored([])).readers.append(node)
+    return list(found.values())
 
 
 def _layer(node: fx.Node, attentions: list[fx.Node]) -> int:
@@ -71,8 +114,10 @@ def _layer(node: fx.Node, attentions: list[fx.Node]) -> int:
     return attentions.index(node) if layer is None else int(layer)
 
 
-def _group_of(node: fx.Node) -> KVGroup:
-    _, k, v, _, _, mask, window, _ = arguments(node)
+def _group_of(stored: Stored) -> KVGroup:
+    """The group that stores it, without its layers."""
+    node = stored.writer
+    _, k, v, *_ = arguments(node)
     key, value = k.meta["val"], v.meta["val"]
     if key.dim() != 3:
         raise UnsupportedError(
@@ -82,7 +127,8 @@ def _group_of(node: fx.Node) -> KVGroup:
         raise UnsupportedError(
             f"{node.meta.get('name')}: K has heads of {key.shape[2]}, V of {value.shape[2]}; the paged cache holds one size"
         )
-    return KVGroup(KINDS[mask], (), int(key.shape[1]), int(key.shape[2]), int(window), key.dtype)
+    kind, window = stored.reach
+    return KVGroup(kind, (), int(key.shape[1]), int(key.shape[2]), window, key.dtype)
 
 
 def _add_inputs(program: Program) -> StepInputs:
@@ -113,21 +159,28 @@ def _add_inputs(program: Program) -> StepInputs:
     return made
 
 
-def _page(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer: int) -> None:
-    q, k, v, sinks, scale, mask, window, softcap = arguments(node)
-    base = str(node.meta.get("name", node.name))
+def _write(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer: int) -> None:
+    """Store the K and V of attention `node`, just before it."""
+    _, k, v, *_ = arguments(node)
     with program.graph.inserting_before(node):
         written = program.graph.call_function(
             inferc.kv_write.default, (inputs.kv_caches[group], k, v, inputs.slot_mappings[group], layer)
         )
-        paged = program.graph.call_function(
-            inferc.paged_attention.default,
-            (q, written, inputs.block_tables[group], inputs.query_start_loc, inputs.seq_lens)
-            + (sinks, layer, scale, mask, window, softcap),
-        )
-    written.meta.update(name=f"{base}.kv_write", layer=node.meta.get("layer"))
-    paged.meta.update(name=base, layer=node.meta.get("layer"))
-    infer_types(program, [written, paged])
-    node.replace_all_uses_with(paged)
+    written.meta.update(name=f"{node.meta.get('name', node.name)}.kv_write", layer=node.meta.get("layer"))
+    infer_types(program, [written])
     # The next layer of the group writes into what this one returned: the order of writes is in the graph.
     inputs.kv_caches[group] = written
+
+
+def _read(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer: int) -> None:
+    """Attention over what is stored, in place of `node`."""
+    q, _, _, sinks, scale, mask, window, softcap = arguments(node)
+    with program.graph.inserting_before(node):
+        paged = program.graph.call_function(
+            inferc.paged_attention.default,
+            (q, inputs.kv_caches[group], inputs.block_tables[group], inputs.query_start_loc, inputs.seq_lens)
+            + (sinks, layer, scale, mask, window, softcap),
+        )
+    paged.meta.update(name=node.meta.get("name", node.name), layer=node.meta.get("layer"))
+    infer_types(program, [paged])
+    node.replace_all_uses_with(paged)

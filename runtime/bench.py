@@ -17,6 +17,7 @@ import numpy as np
 
 from inferc.config import available_memory_bytes
 from inferc.errors import RequestError
+from inferc.kv_pools import CacheGroup, cache_groups
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.engine_loop import EngineClient, Event, Failed
 from inferc.runtime.sampling_params import SamplingParams
@@ -34,8 +35,13 @@ class ModelCost:
     vocab_size: int
     max_model_len: int
     weights_bytes: int  # read once a step, however many tokens it has
-    kv_bytes_per_token: int
+    kv_groups: tuple[CacheGroup, ...]
     num_parameters: int  # that a token is multiplied with
+
+    def kv_bytes(self, context: int) -> int:
+        """K and V that a decode step of one sequence reads when its new token is at position `context`."""
+        groups = self.kv_groups
+        return sum(group.bytes_per_token * (context + 1 - group.first_key(context)) for group in groups)
 
 
 def model_cost(artifact: Artifact) -> ModelCost:
@@ -57,7 +63,7 @@ def model_cost(artifact: Artifact) -> ModelCost:
         vocab_size=int(artifact.model["vocab_size"]),
         max_model_len=artifact.max_model_len,
         weights_bytes=int(sum(share[name] * weight.num_bytes for name, weight in weights.items())),
-        kv_bytes_per_token=artifact.kv_bytes_per_token,
+        kv_groups=cache_groups(artifact.kv_groups),
         num_parameters=int(sum(share[name] * math.prod(weight.shape) for name, weight in weights.items())),
     )
 
@@ -115,8 +121,7 @@ def latency(client: EngineClient, cost: ModelCost, num_threads: int, input_len: 
     itl = statistics.median((run.arrivals[-1] - run.arrivals[0]) / (len(run.arrivals) - 1) for run in runs)
     read = measure_read(num_threads)
     peak = peak_flops(num_threads, cost.dtype, _cpuinfo())
-    context = input_len + output_len / 2
-    step_bytes = cost.weights_bytes + cost.kv_bytes_per_token * context
+    step_bytes = cost.weights_bytes + cost.kv_bytes(input_len + output_len // 2)
     return Latency(
         prefill_tokens_per_s=input_len / ttft,
         decode_tokens_per_s=1 / itl,

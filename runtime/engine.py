@@ -29,11 +29,9 @@ log = logging.getLogger(__name__)
 class Runner(Protocol):
     """What runs steps: the compiled model, its reference, or a test's fake.
 
-    Steps run in the order of `submit`. A slot is reset when no step in flight has it.
+    Steps run in the order of `submit`, and a step begins when the one before it is done: blocks pass from one sequence
+    to another between two steps. A slot is reset when no step in flight has it.
     """
-
-    @property
-    def num_blocks(self) -> int: ...
 
     def submit(self, plan: StepPlan) -> None: ...
 
@@ -64,11 +62,12 @@ class EngineStats:
 
     num_waiting: int = 0
     num_running: int = 0
-    kv_usage: float = 0.0
-    num_blocks: int = 0
+    kv_usage: float = 0.0  # of the KV group that is fullest
+    num_blocks: list[int] = field(default_factory=list)  # of each KV group, block 0 included
     block_size: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_given_back: int = 0  # blocks that left every window while their sequences ran
     prompt_tokens: int = 0
     scheduled_tokens: int = 0
     output_tokens: int = 0
@@ -103,7 +102,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._scorer = Scorer(self.scheduler)
         self._arrival = 0
-        self._stats = EngineStats(num_blocks=config.num_blocks, block_size=config.block_size)
+        self._stats = EngineStats(num_blocks=list(config.num_blocks), block_size=config.block_size)
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -279,6 +278,7 @@ class Engine:
         scheduler = self.scheduler
         self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
         self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
+        self._stats.num_given_back = scheduler.cache.num_given_back
         return replace(self._stats, finished=self._stats.finished.copy())
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inferc.errors import RequestError
+from inferc.kv_pools import CacheLimits, cache_groups, pools_bytes, pools_for_all
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.engine_loop import EngineClient, Event, Failed, Scored
 
@@ -33,8 +34,9 @@ class Perplexity:
 
 def kv_cache_bytes(artifact: Artifact, window: int) -> int:
     """What the windows in flight need of KV cache, and one for the reserved block."""
-    blocks = (IN_FLIGHT + 1) * -(-window // artifact.block_size) + 1
-    return blocks * artifact.block_size * artifact.kv_bytes_per_token
+    limits = CacheLimits(artifact.block_size, window, IN_FLIGHT + 1, window)
+    groups = cache_groups(artifact.kv_groups)
+    return pools_bytes(groups, limits, pools_for_all(groups, limits))
 
 
 def perplexity(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.step import I32, I64
 
 
@@ -23,6 +24,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.size = num_blocks - 1  # that can be given out
         self.free: deque[int] = deque(range(1, num_blocks))
         self.ref_count = np.zeros(num_blocks, np.int32)
 
@@ -45,73 +47,148 @@ class BlockPool:
 class KVCacheManager:
     """Block tables of the running sequences, by slot, over one pool per KV group.
 
-    tables[g] [num_slots, max_blocks] i32, 0 beyond a sequence's blocks; num_held [num_slots] i64 blocks of a slot,
-    the same number in every group.
+    In each group a slot holds blocks [begin, end) of its sequence: `end` rises as it grows, all groups alike but that
+    those which give nothing back may get a prompt's blocks at once; `begin` rises as blocks leave the group's window.
+
+    tables[g] [num_slots, max_blocks] i32, 0 outside of [begin, end); begins, ends [num_groups, num_slots] i64
+    num_grown [num_slots] i64     the least `end` of a slot: blocks it has got in every group
+    next_unseen [num_slots] i64   the first position whose query sees nothing of a block that the slot holds
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_slots: int, max_model_len: int, num_groups: int = 1
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: Sequence[int],
+        limits: CacheLimits,
+        chunked_prefill: bool = True,
     ) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        max_blocks = -(-max_model_len // block_size)
-        self.pools = tuple(BlockPool(num_blocks) for _ in range(num_groups))
-        self.tables: tuple[I32, ...] = tuple(np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups))
-        self.num_held: I64 = np.zeros(num_slots, np.int64)
+        self.block_size = limits.block_size
+        self.groups = tuple(groups)
+        self.pools = tuple(BlockPool(count) for count in num_blocks)
+        max_blocks = limits.blocks_for(limits.max_model_len)
+        num_slots = limits.max_num_seqs
+        self.tables: tuple[I32, ...] = tuple(np.zeros((num_slots, max_blocks), np.int32) for _ in self.groups)
+        self.begins: I64 = np.zeros((len(self.groups), num_slots), np.int64)
+        self.ends: I64 = np.zeros((len(self.groups), num_slots), np.int64)
+        self.num_grown: I64 = np.zeros(num_slots, np.int64)
+        self._first_unseen = self._unseen_from([0] * len(self.groups))
+        self.next_unseen: I64 = np.full(num_slots, self._first_unseen, np.int64)
+        self.gives_back = any(group.gives_back for group in self.groups)
+        self.num_given_back = 0
+        sizes = list(zip(self.groups, self.pools, strict=True))
+        # A step computes what there is room for, so a sequence never holds more than there is.
+        self._most = [min(group.most_blocks(limits), pool.size) for group, pool in sizes]
+        least = 1 if chunked_prefill else limits.max_model_len  # tokens that a step must be able to compute
+        self.max_tokens = min(
+            limits.max_model_len
+            if group.gives_back and group.held_blocks(limits, limits.max_model_len, least) <= pool.size
+            else pool.size * self.block_size
+            for group, pool in sizes
+        )
+        """The longest sequence that can be computed when it has the pools to itself."""
 
     @property
-    def num_free(self) -> int:
-        """Blocks that every group can still give."""
-        return min(len(pool.free) for pool in self.pools)
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence that fits when it has the pool to itself."""
-        return (self.num_blocks - 1) * self.block_size
+    def num_free(self) -> tuple[int, ...]:
+        """Blocks that each group can still give."""
+        return tuple(len(pool.free) for pool in self.pools)
 
     @property
     def usage(self) -> float:
-        """Share of the pool in use, 0 to 1."""
-        total = self.num_blocks - 1
-        return (total - self.num_free) / total if total else 1.0
+        """Share of the fullest group's pool that is in use, 0 to 1."""
+        return max(1.0 - len(pool.free) / pool.size for pool in self.pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def grow(self, slot: int, num_tokens: int) -> bool:
-        """Give `slot` the blocks that hold `num_tokens`, in every group; False, and nothing changed, if too few are free."""
-        held = int(self.num_held[slot])
-        missing = self.blocks_for(num_tokens) - held
-        if missing <= 0:
-            return True
-        if missing > self.num_free:
-            return False
-        for pool, table in zip(self.pools, self.tables, strict=True):
-            table[slot, held : held + missing] = pool.take(missing)
-        self.num_held[slot] = held + missing
+    def fits(self, num_tokens: int, beside: I64) -> bool:
+        """Whether a sequence of `num_tokens` has room in every group, at all times of its prefill.
+
+        beside: slots that shall find one more block each, if they may still come to hold more than they do.
+        """
+        blocks = self.blocks_for(num_tokens)
+        for index, (pool, most) in enumerate(zip(self.pools, self._most, strict=True)):
+            spare = np.count_nonzero(self.ends[index, beside] - self.begins[index, beside] < most)
+            if min(blocks, most) + spare > len(pool.free):
+                return False
         return True
+
+    def grow(self, slot: int, num_tokens: int, whole: int = 0) -> bool:
+        """Give `slot` blocks up to `num_tokens`, in every group; False, and nothing changed, if too few are free.
+
+        whole: as many tokens, if these are more, in the groups that give nothing back.
+        """
+        wanted = [self.blocks_for(num_tokens if group.gives_back else max(num_tokens, whole)) for group in self.groups]
+        missing = [max(0, blocks - int(end)) for blocks, end in zip(wanted, self.ends[:, slot], strict=True)]
+        if any(count > len(pool.free) for count, pool in zip(missing, self.pools, strict=True)):
+            return False
+        for index, count in enumerate(missing):
+            if count:
+                end = int(self.ends[index, slot])
+                self.tables[index][slot, end : end + count] = self.pools[index].take(count)
+                self.ends[index, slot] = end + count
+        self.num_grown[slot] = self.ends[:, slot].min()
+        return True
+
+    def extend(self, slot: int, start: int, count: int, whole: int = 0) -> int:
+        """Make room for the tokens [start, start + count), or as many of them as blocks are free for; returns how many.
+
+        Blocks that no query from `start` on sees are given back first. `whole` as in `grow`.
+        """
+        self.give_back(slot, start)
+        ends = zip(self.ends[:, slot].tolist(), self.pools, strict=True)
+        room = min(end + len(pool.free) for end, pool in ends) * self.block_size
+        count = max(0, min(count, room - start))
+        grown = not count or self.grow(slot, start + count, whole)
+        assert grown, "counted above"
+        return count
+
+    def give_back(self, slot: int, position: int) -> None:
+        """Free the blocks of which no query of `slot` from `position` on sees a token; their entries become 0.
+
+        `position` is the first that the next step will compute. That step's block table has no such block any more.
+        The step in flight may still read them, from its own copy of the table; yet another sequence can have them at
+        once: it writes into them in the next step at the earliest, and a step begins when the one before it is done
+        (`Runner`). No query ever comes back to an earlier position: a sequence that has to begins again from nothing.
+        """
+        for index, (group, pool, table) in enumerate(zip(self.groups, self.pools, self.tables, strict=True)):
+            begin, end = int(self.begins[index, slot]), group.first_key(position) // self.block_size
+            if end > begin:
+                assert end <= self.ends[index, slot], "blocks are given back before they were held"
+                pool.drop(table[slot, begin:end].tolist())
+                table[slot, begin:end] = 0
+                self.begins[index, slot] = end
+                self.num_given_back += end - begin
+        self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
+
+    def _unseen_from(self, begins: Sequence[int]) -> int:
+        """The first position whose query sees nothing of one of these blocks, one a group."""
+        size = self.block_size
+        return min(group.unseen_from((begin + 1) * size - 1) for group, begin in zip(self.groups, begins, strict=True))
 
     def release(self, slot: int) -> None:
         """Free all blocks of `slot`."""
-        held = int(self.num_held[slot])
-        for pool, table in zip(self.pools, self.tables, strict=True):
-            pool.drop(table[slot, :held].tolist())
-            table[slot, :held] = 0
-        self.num_held[slot] = 0
+        for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
+            begin, end = int(self.begins[index, slot]), int(self.ends[index, slot])
+            pool.drop(table[slot, begin:end].tolist())
+            table[slot, begin:end] = 0
+        self.begins[:, slot] = self.ends[:, slot] = self.num_grown[slot] = 0
+        self.next_unseen[slot] = self._first_unseen
 
     def check_integrity(self) -> None:
         """Every block but 0 is either free, once, or referred to by as many tables as its ref_count says."""
-        slots = np.arange(self.tables[0].shape[1]) < self.num_held[:, None]
-        for pool, table in zip(self.pools, self.tables, strict=True):
-            assert not table[~slots].any(), "a table holds blocks beyond its count"
-            references = np.bincount(table[slots], minlength=pool.num_blocks)
+        assert (self.num_grown == self.ends.min(0)).all(), "num_grown is not the least of a slot's ends"
+        assert (self.begins <= self.ends).all(), "a slot gave back more than it had"
+        for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
+            blocks = np.arange(table.shape[1])
+            held = (blocks >= self.begins[index, :, None]) & (blocks < self.ends[index, :, None])
+            assert not table[~held].any(), "a table holds blocks beyond its count"
+            assert held.sum(1).max() <= self._most[index], "a slot holds more than it can ever need"
+            references = np.bincount(table[held], minlength=pool.num_blocks)
             assert references[0] == 0, "block 0 is reserved and in a table"
             assert (references == pool.ref_count).all(), "ref counts do not add up"
             assert len(set(pool.free)) == len(pool.free), "a block is free twice"
             used = int((pool.ref_count > 0).sum())
-            assert used + len(pool.free) == pool.num_blocks - 1, (
-                f"{used} used and {len(pool.free)} free of {pool.num_blocks - 1}"
-            )
+            assert used + len(pool.free) == pool.size, f"{used} used and {len(pool.free)} free of {pool.size}"
             assert not pool.ref_count[list(pool.free)].any(), "a free block is referred to"
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from inferc.config import EngineConfig, from_dict
+from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict
+from inferc.kv_pools import cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.sampling_params import generation_defaults
@@ -32,14 +33,16 @@ def load_engine(
     artifact = path if isinstance(path, Artifact) else load_artifact(path, target=target)
     config = from_dict(EngineConfig, options)
     check = artifact.verify_weights()
-    runner = _make_runner(artifact, target or str(artifact.manifest["targets"][0]), config)
+    groups = cache_groups(artifact.kv_groups)
+    resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)
+    runner = _make_runner(artifact, target or str(artifact.manifest["targets"][0]), resolved)
     sizes = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=artifact.max_model_len,
-        num_blocks=runner.num_blocks,
+        num_blocks=resolved.num_blocks,
         block_size=artifact.block_size,
-        num_groups=len(artifact.kv_groups),
+        groups=groups,
         chunked_prefill=chunked_prefill,
     )
     engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
@@ -64,7 +67,7 @@ def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
     return generation_defaults(artifact.model.get("generation") or {})
 
 
-def _make_runner(artifact: Artifact, target: str, config: EngineConfig) -> Runner:
+def _make_runner(artifact: Artifact, target: str, config: ResolvedEngineConfig) -> Runner:
     if target == "reference":
         from inferc.runtime.reference_runner import ReferenceRunner
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
+from inferc.kv_pools import cache_groups
 from inferc.runtime import abi
 from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
@@ -46,8 +47,6 @@ class Compiled(Protocol):
     @property
     def kv_groups(self) -> list[dict[str, Any]]: ...
     @property
-    def kv_bytes_per_token(self) -> int: ...
-    @property
     def block_size(self) -> int: ...
     @property
     def max_model_len(self) -> int: ...
@@ -70,14 +69,13 @@ class ModelRunner:
         self, artifact: Compiled, config: EngineConfig | ResolvedEngineConfig, *, poison: bool = False
     ) -> None:
         if isinstance(config, EngineConfig):
-            config = config.resolve(artifact.max_model_len, artifact.block_size, artifact.kv_bytes_per_token)
+            config = config.resolve(artifact.max_model_len, artifact.block_size, cache_groups(artifact.kv_groups))
         _check_inputs(artifact)
         self.isa = abi.choose_isa(config.isa, artifact.isas)
         self._library = abi.load_library(artifact.library(self.isa))
         self.block_size = artifact.block_size
         self.vocab_size = int(artifact.model["vocab_size"])
-        self.num_blocks = config.kv_memory_bytes // (artifact.block_size * artifact.kv_bytes_per_token)
-        self.kv_bytes = self.num_blocks * artifact.block_size * artifact.kv_bytes_per_token
+        self.num_blocks = config.num_blocks
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._groups = artifact.kv_groups
         self._artifact = artifact  # its weights stay mapped
@@ -86,7 +84,8 @@ class ModelRunner:
         tokens, seqs, rows = self._maxima
         self.arena_bytes: int = artifact.memory.arena_bytes(tokens, rows, seqs, config.num_threads)
         self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
-        pools = [self.num_blocks * self.block_size * int(group["bytes_per_token"]) for group in self._groups]
+        counts = zip(self.num_blocks, self._groups, strict=True)
+        pools = [count * self.block_size * int(group["bytes_per_token"]) for count, group in counts]
         self._pools = [_allocate("the KV cache", size, "--kv-memory", poison) for size in pools]
         self._pool_table = np.array([pool.ctypes.data for pool in self._pools], np.uintp)
         self._weights = np.array([artifact.view(weight).ctypes.data for weight in artifact.weights], np.uintp)
@@ -102,9 +101,10 @@ class ModelRunner:
         self._worker = threading.Thread(target=self._work, name="inferc-step", daemon=True)
         self._worker.start()
         log.info(
-            "model runner: isa %s, %d threads, arena %.1f MB, %d KV blocks of %d tokens (%.1f MB)",
-            *(self.isa, config.num_threads, self.arena_bytes / 1e6, self.num_blocks, self.block_size),
-            self.kv_bytes / 1e6,
+            "model runner: isa %s, %d threads, arena %.1f MB, %s KV blocks of %d tokens (%.1f MB)",
+            *(self.isa, config.num_threads, self.arena_bytes / 1e6),
+            *(" + ".join(map(str, self.num_blocks)), self.block_size),
+            config.kv_memory_bytes / 1e6,
         )
 
     # ------------------------------------------------------------------------------------------ steps
@@ -139,15 +139,15 @@ class ModelRunner:
 
     def _check(self, plan: StepPlan) -> None:
         """Bounds that keep compiled code inside its memory."""
-        blocks = self.num_blocks
+        slot_limits = [count * self.block_size for count in self.num_blocks]
         limits = {
             f"num_tokens {plan.num_tokens}": not 0 < plan.num_tokens <= self.max_num_tokens,
             f"num_seqs {plan.num_seqs}": not 0 < plan.num_seqs <= self.max_num_seqs,
             f"num_rows {len(plan.logits_rows)}": len(plan.logits_rows) > self._maxima[2],
             "a token id": _outside(plan.token_ids, self.vocab_size),
             "a logits row": _outside(plan.logits_rows, plan.num_tokens),
-            "a slot": any(_outside(slots, blocks * self.block_size) for slots in plan.slot_mapping),
-            "a block": any(_outside(table, blocks) for table in plan.block_tables),
+            "a slot": any(map(_outside, plan.slot_mapping, slot_limits)),
+            "a block": any(map(_outside, plan.block_tables, self.num_blocks)),
             "a sequence slot": _outside(plan.seq_slots, self.max_num_seqs),
             "a sampled slot": _outside(plan.sample.seq_slots, self.max_num_seqs),
             "a late slot": _outside(plan.late_slots, self.max_num_seqs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +48,7 @@ def profile_step(runner: ModelRunner, artifact: Artifact, num_tokens: int, conte
             f"{num_tokens} tokens after {context_len} are more than the {artifact.max_model_len} the model takes; lower one"
         )
     kernels, weight_bytes = _kernel_of_node(artifact)
-    plan = _plan(artifact, num_tokens, context_len)
+    plan = _plan(artifact, runner.num_blocks, num_tokens, context_len)
     runs = [_timed(runner, plan) for _ in range(REPEATS + 1)][1:]
     sums: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -112,14 +113,18 @@ def _kernel_of_node(artifact: Artifact) -> tuple[dict[int, str], dict[str, int]]
     return {int(entry["id"]): by_name[entry["name"]] for entry in artifact.program["observable"]}, weight_bytes
 
 
-def _plan(artifact: Artifact, num_tokens: int, context_len: int) -> StepPlan:
-    """One sequence in blocks 1, 2, …: `num_tokens` new ones after `context_len`, its last row sampled."""
+def _plan(artifact: Artifact, num_blocks: Sequence[int], num_tokens: int, context_len: int) -> StepPlan:
+    """One sequence: `num_tokens` new ones after `context_len`, its last row sampled.
+
+    It has blocks 1, 2, … of each KV group; a pool that holds only a window of it begins again at 1.
+    """
     length = context_len + num_tokens
     positions = np.arange(context_len, length, dtype=np.int64)
-    blocks = np.arange(1, 1 - (-length // artifact.block_size), dtype=np.int32)[None, :]
+    block = np.arange(-(-length // artifact.block_size))
+    tables = [(1 + block % (count - 1)).astype(np.int32) for count in num_blocks]
+    places = positions // artifact.block_size, positions % artifact.block_size
     vocab_size = int(artifact.model["vocab_size"])
     slots = np.zeros(1, np.int32)
-    groups = len(artifact.kv_groups)
     return StepPlan(
         token_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens).astype(np.int32),
         positions=positions,
@@ -127,7 +132,7 @@ def _plan(artifact: Artifact, num_tokens: int, context_len: int) -> StepPlan:
         seq_lens=np.array([length], np.int32),
         seq_slots=slots,
         logits_rows=np.array([num_tokens - 1], np.int32),
-        slot_mapping=(positions + artifact.block_size,) * groups,
-        block_tables=(blocks,) * groups,
+        slot_mapping=tuple(table[places[0]].astype(np.int64) * artifact.block_size + places[1] for table in tables),
+        block_tables=tuple(table[None, :] for table in tables),
         sample=SampleRows.greedy(slots),
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inferc import program as program_lib
-from inferc.config import EngineConfig
+from inferc.config import ResolvedEngineConfig
 from inferc.reference import new_kv_caches, run_step
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.step import F32, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
@@ -25,23 +25,16 @@ F64 = NDArray[np.float64]
 class ReferenceRunner:
     """A runner whose steps run in `wait`, in the caller's thread."""
 
-    def __init__(self, artifact: Artifact, config: EngineConfig) -> None:
-        sizes = config.resolve(artifact.max_model_len, artifact.block_size, artifact.kv_bytes_per_token)
-        self.kv_bytes = sizes.kv_memory_bytes
-        self._num_blocks = sizes.kv_memory_bytes // (artifact.block_size * artifact.kv_bytes_per_token)
+    def __init__(self, artifact: Artifact, config: ResolvedEngineConfig) -> None:
         self._program = program_lib.from_json(artifact.program["program"])
-        self._caches = new_kv_caches(self._program, self._num_blocks)
+        self._caches = new_kv_caches(self._program, config.num_blocks)
         self._artifact = artifact
         self._weights: dict[str, Tensor] = {}
         vocab_size = int(artifact.model["vocab_size"])
-        self._last = np.zeros(sizes.max_num_seqs, np.int32)
-        self._in_prompt = np.zeros((sizes.max_num_seqs, vocab_size), np.bool_)
-        self._num_output = np.zeros((sizes.max_num_seqs, vocab_size), np.int32)
+        self._last = np.zeros(config.max_num_seqs, np.int32)
+        self._in_prompt = np.zeros((config.max_num_seqs, vocab_size), np.bool_)
+        self._num_output = np.zeros((config.max_num_seqs, vocab_size), np.int32)
         self._queue: deque[StepPlan] = deque()
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
 
     def submit(self, plan: StepPlan) -> None:
         self._queue.append(plan)

@@ -7,6 +7,10 @@ came last is preempted first, so the oldest sequence always advances and none st
 `schedule` may run before the step in flight has landed: it counts one token for each sequence that samples there.
 `update` lands a step. A sequence that leaves while a step in flight still writes to its slot and blocks keeps them
 until that step has landed; if it turned out to have ended, the token sampled there is dropped.
+
+A prompt's blocks are taken as it is admitted, but in the KV groups that give blocks back only those of the next chunk:
+a chunk then takes what there is room for. Sequences never wait for one another in a circle: the oldest gets the blocks
+of all the others if it needs them, and alone every sequence fits that the engine accepts.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from inferc.errors import ConfigError
+from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.batch import Batch
 from inferc.runtime.kv_cache import KVCacheManager
 from inferc.runtime.sequence import Output, Sequence, Status
@@ -26,14 +31,14 @@ from inferc.runtime.step import I64, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Sizes in tokens, sequences and blocks. `num_blocks` is of each KV group and includes the reserved block 0."""
+    """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     block_size: int
-    num_groups: int = 1
+    groups: tuple[CacheGroup, ...]
     chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
@@ -47,8 +52,12 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must be at least"
                 f" max_model_len {self.max_model_len}; raise it, or turn chunked prefill on"
             )
-        if self.num_blocks < 2:
-            raise ConfigError(f"the KV cache has {self.num_blocks} blocks; it needs 2 or more, raise --kv-memory")
+        if min(self.num_blocks) < 2:
+            raise ConfigError(f"the KV cache has {min(self.num_blocks)} blocks; it needs 2 or more, raise --kv-memory")
+
+    @property
+    def limits(self) -> CacheLimits:
+        return CacheLimits(self.block_size, self.max_model_len, self.max_num_seqs, self.max_num_batched_tokens)
 
 
 class Scheduler:
@@ -58,9 +67,7 @@ class Scheduler:
         self.config = config
         self.waiting: deque[Sequence] = deque()  # by arrival, and all later than the running ones
         self.batch = Batch(config.max_num_seqs)
-        self.cache = KVCacheManager(
-            config.num_blocks, config.block_size, config.max_num_seqs, config.max_model_len, config.num_groups
-        )
+        self.cache = KVCacheManager(config.groups, config.num_blocks, config.limits, config.chunked_prefill)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
@@ -97,6 +104,8 @@ class Scheduler:
         self._budget = self.config.max_num_batched_tokens
         self._num_new.fill(0)
         preemptions = self.num_preemptions
+        if self.cache.gives_back:
+            self._give_back()
         self._schedule_decodes()
         self._schedule_prefills()
         if self.num_preemptions == preemptions and not self.hold:
@@ -112,6 +121,15 @@ class Scheduler:
         self._in_flight.append((self._step, plan))
         return plan
 
+    def _give_back(self) -> None:
+        """Free the blocks that left every window; a step of 64 sequences has a handful of them."""
+        slots = self.batch.order
+        computed = self.batch.num_computed[slots]
+        has_unseen = computed >= self.cache.next_unseen[slots]
+        if np.count_nonzero(has_unseen):
+            for slot, position in zip(slots[has_unseen].tolist(), computed[has_unseen].tolist(), strict=True):
+                self.cache.give_back(slot, position)
+
     def _schedule_decodes(self) -> None:
         batch, slots = self.batch, self.batch.order
         length = batch.num_tokens[slots]
@@ -119,7 +137,7 @@ class Scheduler:
         is_decode = (length - batch.num_computed[slots] == 1) & (length < batch.max_total[slots])
         self._num_new[slots] = is_decode
         self._budget -= int(np.count_nonzero(is_decode))
-        crossing = is_decode & (length > self.cache.num_held[slots] * self.cache.block_size)
+        crossing = is_decode & (length > self.cache.num_grown[slots] * self.cache.block_size)
         if np.count_nonzero(crossing):
             for slot in slots[crossing].tolist():
                 if self._num_new[slot]:  # not preempted by an older one meanwhile
@@ -128,7 +146,7 @@ class Scheduler:
     def _grow_or_preempt(self, slot: int) -> None:
         """One more block for a decoding sequence, at the cost of the last that came, be it itself."""
         while not self.cache.grow(slot, int(self.batch.num_tokens[slot])):
-            if any(self.cache.num_held[seq.slot] for _, seq in self._leaving):  # they come back soon: sit this step out
+            if self._are_blocks_coming():  # sit this step out
                 self._budget += 1
                 self._num_new[slot] = 0
                 return
@@ -137,16 +155,40 @@ class Scheduler:
             if victim == slot:
                 return
 
+    def _are_blocks_coming(self) -> bool:
+        """Whether sequences that left hold blocks until the step in flight lands."""
+        return any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
+
     def _schedule_prefills(self) -> None:
-        """Go on with prompts of which a part is computed; they hold their blocks already."""
+        """Go on with prompts of which a part is computed. One that gets less than it could leaves no block to others."""
         batch, slots = self.batch, self.batch.order
         missing = batch.num_tokens[slots] - batch.num_computed[slots]
         if not np.count_nonzero(missing > 1):
             return
         for i in np.flatnonzero(missing > 1).tolist():
-            count = min(int(missing[i]), self._budget)
-            self._num_new[slots[i]] = count
+            slot, wanted = int(slots[i]), min(int(missing[i]), self._budget)
+            seq = batch.seqs[slot]
+            if seq is None or seq.status is not Status.RUNNING:  # preempted by an older one meanwhile
+                continue
+            count = self._extend_or_preempt(slot, wanted) if wanted else 0
+            self._num_new[slot] = count
             self._budget -= count
+
+    def _extend_or_preempt(self, slot: int, wanted: int) -> int:
+        """Blocks for the next tokens of a prompt, at the cost of those that came later if there is room for none.
+
+        Returns how many tokens have room: 0 where older sequences hold all blocks, or such as have just left. Alone it
+        gives up its own to the text that is scored and holds the rest: each would wait for the other.
+        """
+        start = int(self.batch.num_computed[slot])
+        while not (count := self.cache.extend(slot, start, wanted)):
+            victim = int(self.batch.order[-1])
+            if self._are_blocks_coming() or (victim == slot and self.num_running > 1):
+                return 0
+            self._preempt(victim)
+            if victim == slot:
+                return 0
+        return count
 
     def _admit(self) -> None:
         """Let waiting sequences in, in order, while there are slots, blocks for their whole prompt, and budget."""
@@ -156,20 +198,17 @@ class Scheduler:
             length = len(seq.token_ids)
             if seq.slot is not None or (length > self._budget and not self.config.chunked_prefill):
                 return
-            # One spare block for each running sequence, or it would be preempted as soon as they grow.
-            if cache.blocks_for(length) + self.num_running > cache.num_free and not self._is_alone(length):
+            # With a spare block for each running sequence, or it would be preempted as soon as they grow.
+            if not cache.fits(length, beside=batch.order):
                 return
             self.waiting.popleft()
             slot = batch.join(seq)
             seq.status = Status.RUNNING
-            grown = cache.grow(slot, length)
-            assert grown, "an admitted sequence has its blocks"
+            count = cache.extend(slot, 0, min(length, self._budget), whole=length)
+            assert count, "an admitted sequence has blocks"
             self.joined.append(seq)
-            self._num_new[slot] = min(length, self._budget)
-            self._budget -= int(self._num_new[slot])
-
-    def _is_alone(self, length: int) -> bool:
-        return not self.num_running and self.cache.blocks_for(length) <= self.cache.num_free
+            self._num_new[slot] = count
+            self._budget -= count
 
     def _preempt(self, slot: int) -> None:
         """Back to the head of the queue, to be computed again."""
@@ -262,12 +301,15 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- others
 
     def reserve(self, num_tokens: int) -> int | None:
-        """A slot with blocks for `num_tokens`, outside of the schedule (scoring), or None if there is none now."""
-        if not self.batch.free_slots or self.cache.blocks_for(num_tokens) > self.cache.num_free:
+        """A slot for a text outside of the schedule (scoring), or None if there is no room for it now.
+
+        It gets blocks for `num_tokens` in the groups that keep them; `cache.extend` gets it those of each chunk.
+        """
+        if not self.batch.free_slots or not self.cache.fits(num_tokens, beside=self.batch.order[:0]):
             return None
         slot = self.batch.free_slots.pop()
-        grown = self.cache.grow(slot, num_tokens)
-        assert grown, "counted above"
+        grown = self.cache.grow(slot, 0, whole=num_tokens)
+        assert grown, "it fits"
         return slot
 
     def unreserve(self, slot: int) -> None:
@@ -275,8 +317,17 @@ class Scheduler:
         self.batch.free(slot)
 
     def check_integrity(self) -> None:
-        """The cache's invariants, and: blocks belong to running, leaving or reserved slots only."""
+        """The cache's invariants, and: blocks belong to running, leaving or reserved slots only.
+
+        A running sequence has all blocks that its next query sees, up to what is computed.
+        """
         self.cache.check_integrity()
         free = np.array(self.batch.free_slots, np.int64)
-        assert not self.cache.num_held[free].any(), "a free slot holds blocks"
+        assert not self.cache.ends[:, free].any(), "a free slot holds blocks"
         assert len(set(self.batch.free_slots)) == len(free), "a slot is free twice"
+        size = self.cache.block_size
+        for slot in self.batch.order.tolist():
+            computed = int(self.batch.num_computed[slot])
+            assert self.cache.num_grown[slot] * size >= computed, "computed tokens have no block"
+            for group, begin in zip(self.cache.groups, self.cache.begins[:, slot].tolist(), strict=True):
+                assert begin * size <= group.first_key(computed), "a block was given back that is still seen"

@@ -24,7 +24,7 @@ class Score:
 class _Job:
     request_id: str
     token_ids: list[int]
-    slot: int | None = None  # with blocks for all tokens
+    slot: int | None = None  # with blocks for all tokens in the KV groups that keep them
     logprobs: list[float] = field(default_factory=list)
     argmax: list[int] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Scorer:
         return scored
 
     def step(self, runner: ScoreRunner) -> None:
-        """Score one chunk of the first text, of as many tokens as a step has, if there is room for it. No step is in flight."""
+        """Score one chunk of the first text, of as many tokens as a step and the cache have room for. No step is in flight."""
         job = self._jobs[0]
         if job.slot is None:
             job.slot = self._scheduler.reserve(len(job.token_ids))
@@ -69,7 +69,11 @@ class Scorer:
             if job.slot is None:
                 return
         start, last = len(job.logprobs), len(job.token_ids) - 1
-        count = min(self._scheduler.config.max_num_batched_tokens, last - start)
+        wanted = min(self._scheduler.config.max_num_batched_tokens, last - start)
+        count = self._scheduler.cache.extend(job.slot, start, wanted)
+        self._scheduler.hold = not count
+        if not count:  # running sequences have all blocks; one of them will give some back, or end
+            return
         targets = np.array(job.token_ids[start + 1 : start + count + 1], np.int32)
         logprobs, argmax = runner.score(self._plan(job.slot, job.token_ids, start, count), targets)
         job.logprobs += logprobs.tolist()

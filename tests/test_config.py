@@ -18,8 +18,10 @@ from inferc.config import (
     parse_bytes,
 )
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.kv_pools import CacheGroup
 
 CONTEXT = ContextLength(4096, 4096)
+GROUPS = (CacheGroup("full", 0, 1000),)
 
 
 @pytest.mark.parametrize(
@@ -141,16 +143,24 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
 
 
 def test_engine_config_resolves() -> None:
-    resolved = EngineConfig(max_num_seqs=2, num_threads=3).resolve(100, 16, 1000)
+    resolved = EngineConfig(max_num_seqs=2, num_threads=3).resolve(100, 16, GROUPS)
     assert resolved.num_threads == 3
     assert resolved.kv_memory_bytes == (2 * 7 + 1) * 16 * 1000, "7 blocks of 16 hold 100 tokens, and block 0"
-    assert EngineConfig().resolve(100, 16, 1000).num_threads == available_cores()
+    assert resolved.num_blocks == (15,)
+    assert EngineConfig().resolve(100, 16, GROUPS).num_threads == available_cores()
+
+
+def test_windows_need_less_memory_than_their_sequences_are_long() -> None:
+    groups = (*GROUPS, CacheGroup("window", 20, 4000))
+    resolved = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16).resolve(1000, 16, groups)
+    assert resolved.num_blocks == (2 * 63 + 1, 2 * 4 + 1), "19 keys before 16 new tokens touch at most 4 blocks"
+    assert resolved.kv_memory_bytes == 16 * (127 * 1000 + 9 * 4000)
 
 
 def test_kv_memory_is_whole_blocks_and_at_least_two() -> None:
-    assert EngineConfig(kv_memory_bytes=100_000).resolve(100, 16, 1000).kv_memory_bytes == 96_000
+    assert EngineConfig(kv_memory_bytes=100_000).resolve(100, 16, GROUPS).kv_memory_bytes == 96_000
     with pytest.raises(ConfigError, match="less than two blocks of 16000 bytes; give at least 32000, or 128000"):
-        EngineConfig(kv_memory_bytes=20_000).resolve(100, 16, 1000)
+        EngineConfig(kv_memory_bytes=20_000).resolve(100, 16, GROUPS)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def compile_model(
 
 @command(app, "inspect")
 def inspect(out: Out, as_json: Json = False) -> None:
-    """Show what an artifact holds: targets, sizes, kernels and their resources, certificate."""
+    """Show what an artifact holds: targets, sizes, KV groups, kernels and their resources, certificate."""
     from inferc.runtime.artifact import inspect_artifact
 
     facts = inspect_artifact(out)
@@ -138,10 +138,27 @@ def inspect(out: Out, as_json: Json = False) -> None:
     }
     for name, value in rows.items():
         say(f"{name:10}{value}")
+    for group in facts["kv_groups"]:
+        reach = f"{group['kind']} {group['window']}" if group["window"] else group["kind"]
+        heads = f"{group['num_kv_heads']} heads of {group['head_dim']}, {group['dtype']}"
+        count = len(group["layers"])
+        layers = f"{count} layer{'s' if count > 1 else ''} ({_ranges(group['layers'])})"
+        say(f"  {reach:14}{layers}, {heads}, {group['bytes_per_token']} bytes a token")
     say("kernels")
     for kernel in facts["kernels"]:
         rest = "  ".join(f"{key}={value}" for key, value in kernel.items() if key not in ("name", "target"))
         say(f"  {kernel['name']:28} {kernel['target']:12} {rest}")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Rising numbers, shortened: "0-3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 # ------------------------------------------------------------------------------- generate, chat, serve, eval

@@ -12,12 +12,13 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.kv_pools import CacheGroup, CacheLimits, pools_bytes, pools_for_all, share_out
 
 log = logging.getLogger(__name__)
 
@@ -156,29 +157,25 @@ class EngineConfig:
                 " a step could not give every sequence a token; raise the one or lower the other"
             )
 
-    def resolve(self, max_model_len: int, block_size: int, kv_bytes_per_token: int) -> ResolvedEngineConfig:
+    def resolve(self, max_model_len: int, block_size: int, groups: Sequence[CacheGroup]) -> ResolvedEngineConfig:
         """Turn every "auto" but the ISA's into a value for this machine and an artifact's cache, and log them.
 
-        The KV memory comes out as whole blocks, one more (block 0, reserved for padding) than the sequences need.
+        The KV memory comes out as whole blocks, one more a group (block 0, reserved for padding) than sequences need.
         """
-        block_bytes = block_size * kv_bytes_per_token
+        limits = CacheLimits(block_size, max_model_len, self.max_num_seqs, self.max_num_batched_tokens)
         if self.kv_memory_bytes == "auto":
-            blocks = self.max_num_seqs * -(-max_model_len // block_size) + 1
-            kv_bytes = min(blocks * block_bytes, available_memory_bytes() // 2)
+            needed = pools_bytes(groups, limits, pools_for_all(groups, limits))
+            kv_bytes = min(needed, available_memory_bytes() // 2)
         else:
             kv_bytes = self.kv_memory_bytes
-        if kv_bytes < 2 * block_bytes:
-            raise ConfigError(
-                f"kv_memory_bytes {kv_bytes} holds less than two blocks of {block_bytes} bytes;"
-                f" give at least {2 * block_bytes}, or {(-(-max_model_len // block_size) + 1) * block_bytes}"
-                " for one sequence of full length"
-            )
+        num_blocks = share_out(groups, limits, kv_bytes)
         resolved = ResolvedEngineConfig(
             num_threads=available_cores() if self.num_threads == "auto" else self.num_threads,
             isa=self.isa,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            kv_memory_bytes=kv_bytes // block_bytes * block_bytes,
+            kv_memory_bytes=pools_bytes(groups, limits, num_blocks),
+            num_blocks=num_blocks,
             prefix_cache=False,
             deterministic=self.deterministic,
         )
@@ -195,6 +192,7 @@ class ResolvedEngineConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_memory_bytes: int
+    num_blocks: tuple[int, ...]  # of each KV group's pool, block 0 included
     prefix_cache: bool
     deterministic: bool
 

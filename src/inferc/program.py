@@ -34,18 +34,27 @@ from inferc.weights import Weight
 
 @dataclass(frozen=True)
 class KVGroup:
-    """The layers that share kind, window, dtype and bytes per token of K and V."""
+    """The layers that share kind, window, dtype and bytes per token of K and V.
+
+    A layer that reads the K and V of another has none of its own and is in no group. Kind and window say how long a
+    token is needed, by the widest mask among a layer's readers; what a kind means for blocks is in kv_pools.py.
+    """
 
     kind: str  # "full", "window" or "chunk"; latent, cross and state come with their families
-    layers: tuple[int, ...]  # model layer of each group layer
+    layers: tuple[int, ...]  # model layer of each group layer: those that store
     num_kv_heads: int
     head_dim: int
     window: int  # 0 for "full"
     dtype: torch.dtype
 
     @property
+    def elements_per_token(self) -> int:
+        """What one layer stores of a token: K and V of every head. A kind that stores something else says so here."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def bytes_per_token(self) -> int:
-        return len(self.layers) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return len(self.layers) * self.elements_per_token * self.dtype.itemsize
 
 
 @dataclass

@@ -32,14 +32,15 @@ def weight_reader(program: Program, reader: TensorReader) -> ReadWeight:
     return read
 
 
-def new_kv_caches(program: Program, num_blocks: int) -> list[Tensor]:
-    """One zeroed canonical cache a KV group; block 0 is padding."""
+def new_kv_caches(program: Program, num_blocks: int | Sequence[int]) -> list[Tensor]:
+    """One zeroed canonical cache a KV group, each of as many blocks or of its own number; block 0 is padding."""
+    counts = [num_blocks] * len(program.kv_groups) if isinstance(num_blocks, int) else num_blocks
     return [
         torch.zeros(
-            (num_blocks, len(group.layers), 2, program.block_size, group.num_kv_heads, group.head_dim),
+            (count, len(group.layers), 2, program.block_size, group.num_kv_heads, group.head_dim),
             dtype=group.dtype,
         )
-        for group in program.kv_groups
+        for count, group in zip(counts, program.kv_groups, strict=True)
     ]
 
 

@@ -213,7 +213,18 @@ def test_inspect(tiny_artifact: Path) -> None:
     assert (facts["format_version"], facts["targets"]) == (FORMAT_VERSION, ["cpu"])
     assert facts["weights_bytes"] == sum(path.stat().st_size for path in tiny_artifact.glob("weights-*"))
     assert facts["arena_bytes"] > 0
-    assert facts["kv_bytes_per_token"] == 512
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4, "K and V, layers, KV heads, head_dim, float32"
+    assert facts["kv_groups"] == [
+        {
+            "kind": "full",
+            "layers": [0, 1],
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "window": 0,
+            "dtype": "float32",
+            "bytes_per_token": 512,
+        }
+    ]
     assert facts["certificate"] is None
     kernels = {kernel["name"]: kernel for kernel in facts["kernels"]}
     assert kernels["cpp.paged_attention.float32"] == {

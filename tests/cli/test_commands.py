@@ -75,7 +75,12 @@ def test_inspect(tiny_artifact: Path) -> None:
     assert found["format_version"] == 1 and found["targets"] == ["cpu"]
     assert all(found[key] > 0 for key in ("weights_bytes", "arena_bytes", "kv_bytes_per_token"))
     assert all({"name", "target"} <= set(kernel) for kernel in found["kernels"])
-    assert "kernels" in run_inferc("inspect", tiny_artifact).stdout
+    (group,) = found["kv_groups"]
+    assert {"kind", "window", "layers", "num_kv_heads", "head_dim", "dtype"} < set(group)
+    assert group["bytes_per_token"] == found["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+    printed = run_inferc("inspect", tiny_artifact).stdout
+    assert "kernels" in printed
+    assert re.search(r"^  full +2 layers \(0-1\), 2 heads of 16, float32, 512 bytes a token$", printed, re.MULTILINE)
 
 
 def test_generate(tiny_artifact: Path) -> None:

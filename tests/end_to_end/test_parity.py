@@ -75,7 +75,8 @@ def check_every_engine(artifact: Path, prompts: list[list[int]], expected: list[
     blocks = -(-longest // 16) + 3  # the longest fits with hardly a neighbour: the others take turns
     with inferc.LLM(artifact, kv_memory_bytes=blocks * block_bytes, **ENGINES["chunked prefill"]) as llm:
         assert greedy(llm, prompts) == expected, "preempted"
-        assert llm.stats().num_preemptions > 0, "the cache was meant to be too small"
+        stats = llm.stats()  # a window makes room by giving blocks back
+        assert stats.num_preemptions + stats.num_given_back > 0, "the cache was meant to be too small"
 
 
 def kv_block_bytes(artifact: Path) -> int:

@@ -2,11 +2,17 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import TOKENS, Example, example, random
+from graphs import TOKENS, Example, example, random, rows
+from random_models import SIZES
 
 from inferc.errors import UnsupportedError
-from inferc.passes.kv_cache import PageKVCache
+from inferc.frontend.export import export_module
+from inferc.kv_pools import CacheGroup
+from inferc.ops import visible
+from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
+from inferc.passes.kv_cache import PageKVCache, stored_kv
 from inferc.passes.verify import verify
+from inferc.program import target_name
 from inferc.reference import IN_PLACE, Chunk, new_kv_caches, step_inputs
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
@@ -38,15 +44,16 @@ def model(*kinds: tuple[str, int]) -> Example:
 
 
 def run_paged(made: Example, chunk_size: int) -> torch.Tensor:
-    """The rows of the one result, computed in steps of `chunk_size` tokens."""
+    """The rows of the one result, computed in steps of `chunk_size` tokens; other inputs have a row per token."""
     program, ids = made.program, IDS["token_ids"].tolist()
     caches = new_kv_caches(program, num_blocks=4)
-    results = []
+    others = {name: value for name, value in made.inputs.items() if name not in IDS}
+    results: list[torch.Tensor] = []
     weights = made.reader.tensors.__getitem__
     for start in range(0, TOKENS, chunk_size):
         chunk = Chunk(ids[start : start + chunk_size], start, [2, 3, 1])
-        (rows,) = program.run(step_inputs(program, [chunk], caches), weights, calls=IN_PLACE)
-        results.append(rows)
+        inputs = {name: value[start : start + chunk_size] for name, value in others.items()}
+        results += program.run({**step_inputs(program, [chunk], caches), **inputs}, weights, calls=IN_PLACE)
     return torch.cat(results)
 
 
@@ -105,6 +112,138 @@ def test_layers_of_one_window_form_a_group() -> None:
     assert groups == [("window", 2, (0, 2)), ("full", 0, (1,)), ("chunk", 2, (3,))]
     assert [node.name for node in made.program.inputs()][-3:] == ["slot_mapping_2", "block_table_2", "kv_cache_2"]
     torch.testing.assert_close(run_paged(made, 2), before)
+
+
+def sharing(*masks: tuple[str, int], is_computed_again: bool = False, scale_v: float | None = None) -> Example:
+    """Attentions over the K and V of the first layer, each with queries and a mask of its own."""
+
+    def graph(token_ids: Any, positions: Any, embed: Any, table: Any) -> Any:
+        x = aten.embedding.default(embed, token_ids)
+
+        def kv() -> tuple[Any, Any]:
+            k = aten.view.default(aten.slice.Tensor(x, -1, 0, 8), [-1, 2, 4])
+            return inferc.rope.default(k, table), aten.view.default(aten.slice.Tensor(x, -1, 8, 16), [-1, 2, 4])
+
+        k, v = kv()
+        out, hidden = x, []
+        for index, (mask, window) in enumerate(masks):
+            if index and is_computed_again:
+                k, v = kv()
+            if index and scale_v is not None:
+                v = aten.mul.Tensor(v, scale_v)
+            q = inferc.rope.default(aten.view.default(out, [-1, 4, 4]), table)
+            attended = inferc.attention.default(q, k, v, None, 0.5, mask, window, 0.0)
+            out = aten.mul.Tensor(aten.view.default(attended, [-1, 16]), 1.5)
+            hidden.append(out)
+        return aten.cat.default(hidden, -1)
+
+    made = example(graph, {**IDS, "table": rows(4, seed=5)}, {"embed": random(7, 16)})
+    for index, node in enumerate(node for node in made.program.graph.nodes if node.name.startswith("attention")):
+        node.meta["layer"] = index
+    return made
+
+
+@pytest.mark.parametrize("is_computed_again", [False, True])
+def test_a_layer_that_shares_k_and_v_reads_what_the_first_wrote(is_computed_again: bool) -> None:
+    made = sharing(("sliding", 3), ("sliding", 3), is_computed_again=is_computed_again)
+    (before,) = made.run()
+    assert PageKVCache(block_size=2)(made.program) == 2
+    verify(made.program)
+    golden = """
+        %token_ids: int32[s0] = input
+        %positions: int64[s0] = input
+        %table: float32[s0, 4] = input
+        %query_start_loc: int32[s1 + 1] = input
+        %seq_lens: int32[s1] = input
+        %seq_slots: int32[s1] = input
+        %logits_rows: int32[s2] = input
+        %slot_mapping_0: int64[s0] = input
+        %block_table_0: int32[s1, s3] = input
+        %kv_cache_0: float32[s4, 1, 2, 2, 2, 4] = input
+        %0: float32[s0, 16] = aten.embedding(@embed, %token_ids)
+        %1: float32[s0, 8] = aten.slice.Tensor(%0, -1, 0, 8)
+        %2: float32[s0, 2, 4] = aten.view(%1, [-1, 2, 4])
+        %3: float32[s0, 2, 4] = inferc.rope(%2, %table)
+        %4: float32[s0, 8] = aten.slice.Tensor(%0, -1, 8, 16)
+        %5: float32[s0, 2, 4] = aten.view(%4, [-1, 2, 4])
+        %6: float32[s0, 4, 4] = aten.view(%0, [-1, 4, 4])
+        %7: float32[s0, 4, 4] = inferc.rope(%6, %table)
+        %8: float32[s4, 1, 2, 2, 2, 4] = inferc.kv_write(%kv_cache_0, %3, %5, %slot_mapping_0, 0)
+        %9: float32[s0, 4, 4] = inferc.paged_attention(%7, %8, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'sliding', 3, 0.0)
+        %10: float32[s0, 16] = aten.view(%9, [-1, 16])
+        %11: float32[s0, 16] = aten.mul.Tensor(%10, 1.5)
+        %12: float32[s0, 4, 4] = aten.view(%11, [-1, 4, 4])
+        %13: float32[s0, 4, 4] = inferc.rope(%12, %table)
+        %14: float32[s0, 4, 4] = inferc.paged_attention(%13, %8, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'sliding', 3, 0.0)
+        %15: float32[s0, 16] = aten.view(%14, [-1, 16])
+        %16: float32[s0, 16] = aten.mul.Tensor(%15, 1.5)
+        %17: float32[s0, 32] = aten.cat([%11, %16], -1)
+        return (%17)
+    """
+    text = made.program.to_text()
+    assert text.split() == golden.split(), f"the program is now\n{text}"
+    (group,) = made.program.kv_groups
+    assert (group.kind, group.window, group.layers, group.bytes_per_token) == ("window", 3, (0,), 1 * 2 * 2 * 4 * 4)
+    check_paged(made, before)
+    assert fuse_rope_kv_write(made.program) == 1
+    verify(made.program)
+    ropes = [target_name(node.target) for node in made.program.graph.nodes if "rope" in target_name(node.target)]
+    assert ropes == ["inferc.rope_kv_write", "inferc.rope"], "the second reader has queries alone"
+    check_paged(made, before)
+
+
+def check_paged(made: Example, expected: torch.Tensor) -> None:
+    for chunk_size in (TOKENS, 2, 1):
+        torch.testing.assert_close(run_paged(made, chunk_size), expected)
+
+
+@pytest.mark.parametrize(
+    ("masks", "reach"),
+    [
+        ((("sliding", 2), ("causal", 0)), ("full", 0)),
+        ((("causal", 0), ("chunked", 2)), ("full", 0)),
+        ((("sliding", 2), ("sliding", 4), ("sliding", 3)), ("window", 4)),
+        ((("chunked", 2), ("chunked", 2)), ("chunk", 2)),
+        ((("chunked", 2), ("chunked", 3)), ("window", 3)),
+        ((("chunked", 4), ("sliding", 2)), ("window", 4)),
+    ],
+)
+def test_shared_k_and_v_stay_as_long_as_the_widest_reader_sees_them(
+    masks: tuple[tuple[str, int], ...], reach: tuple[str, int]
+) -> None:
+    made = sharing(*masks)
+    (before,) = made.run()
+    assert PageKVCache(block_size=2)(made.program) == len(masks)
+    (group,) = made.program.kv_groups
+    assert (group.kind, group.window, group.layers) == (*reach, (0,))
+    check_paged(made, before)
+    tokens = torch.arange(60)
+    kept = CacheGroup(group.kind, group.window, 8)
+    for mask, window in masks:
+        first_seen = visible(tokens, tokens, mask, window).int().argmax(1).tolist()
+        assert all(kept.first_key(token) <= first for token, first in enumerate(first_seen))
+
+
+def test_k_alone_is_not_shared() -> None:
+    made = sharing(("causal", 0), ("causal", 0), scale_v=2.0)
+    (before,) = made.run()
+    PageKVCache(block_size=2)(made.program)
+    assert [group.layers for group in made.program.kv_groups] == [(0, 1)]
+    check_paged(made, before)
+
+
+def test_layers_that_gemma3n_shares_are_found_in_its_graph() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SIZES, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "vocab_size": 96, "sliding_window": 8}
+    kinds = ["sliding_attention", "full_attention"] * 3
+    small = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "laurel_rank": 4}
+    config = transformers.AutoConfig.for_model(
+        "gemma3n_text", **sizes, **small, layer_types=kinds, activation_sparsity_pattern=[0.0] * 6
+    )
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    stored = stored_kv(export_module(module, "float32"))
+    assert [[node.meta["layer"] for node in each.readers] for each in stored] == [[0], [1], [2, 4], [3, 5]]
+    assert [each.reach for each in stored] == [("window", 8), ("full", 0)] * 2
 
 
 def test_leaves_a_program_without_attention_or_with_a_cache() -> None:

@@ -1,10 +1,13 @@
 """Scheduling by made-up tokens: what each step computes, and who waits for whom."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from fake_runner import VOCAB_SIZE, make_engine, next_id
+from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id
 
 from inferc.errors import ConfigError, RequestError
+from inferc.kv_pools import CacheGroup
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler, SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status
@@ -18,15 +21,12 @@ def make_scheduler(
     num_blocks: int = 33,
     block_size: int = 4,
     chunked_prefill: bool = True,
+    groups: tuple[CacheGroup, ...] = (FULL,),
 ) -> Scheduler:
+    counts = (num_blocks,) * len(groups)
     return Scheduler(
         SchedulerConfig(
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len,
-            num_blocks,
-            block_size,
-            chunked_prefill=chunked_prefill,
+            max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, groups, chunked_prefill
         )
     )
 
@@ -113,7 +113,7 @@ def test_a_token_computed_beyond_the_end_is_dropped_and_its_block_freed() -> Non
     assert scheduler.cache.num_free == free, "the step in flight still writes to its blocks"
     assert scheduler.schedule() is None
     assert land(scheduler, second) == []
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 1
+    assert scheduler.cache.num_free == (32,)
     assert not scheduler.has_work
 
 
@@ -153,13 +153,13 @@ def test_abort_frees_blocks_at_once_or_after_the_step_in_flight() -> None:
     scheduler.add(waiting)
     scheduler.abort(waiting)
     scheduler.abort(running)
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 2
+    assert scheduler.cache.num_free == (31,)
     assert land(scheduler, plan) == []
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 1
+    assert scheduler.cache.num_free == (32,)
     scheduler.add(idle := sequence("idle", 4))
     land(scheduler, schedule(scheduler))
     scheduler.abort(idle)
-    assert scheduler.cache.num_free == scheduler.cache.num_blocks - 1
+    assert scheduler.cache.num_free == (32,)
 
 
 def test_nobody_is_admitted_whose_prompt_has_no_room() -> None:
@@ -181,6 +181,102 @@ def test_nobody_is_admitted_whose_prompt_has_no_room() -> None:
 def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_scheduler(**sizes)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ windows
+
+WINDOW = CacheGroup("window", 4, 8)
+
+
+def test_a_block_passes_on_while_the_step_in_flight_still_reads_it() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=5, num_blocks=4, groups=(WINDOW,))  # 3 blocks of 4
+    scheduler.add(sequence("a", 6))
+    for _ in range(3):
+        land(scheduler, schedule(scheduler))
+    scheduler.add(sequence("b", 1))
+    in_flight = schedule(scheduler)  # position 7 of a, which sees 4 to 7: its first block makes room for b
+    while (following := schedule(scheduler)).positions.tolist() != [11, 4]:
+        land(scheduler, in_flight)
+        in_flight = following
+    assert in_flight.positions.tolist() == [10, 3]
+    (before,), (after,) = in_flight.block_tables, following.block_tables
+    assert before.tolist() == [[0, 2, 1], [3, 0, 0]], "7 to 10 lie in two blocks"
+    assert after.tolist() == [[0, 0, 1], [3, 2, 0]], "8 to 11 lie in one; b had none left to grow"
+    assert following.slot_mapping[0].tolist() == [1 * 4 + 3, 2 * 4], "written in the step after the last that reads it"
+    land(scheduler, in_flight)
+    land(scheduler, following)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_long_prompt_runs_through_a_pool_that_holds_its_window_only() -> None:
+    scheduler = make_scheduler(num_blocks=3, groups=(WINDOW,))  # 2 blocks of 4, the least for a window of 4
+    scheduler.add(sequence("a", 22, max_tokens=6))
+    chunks = []
+    while scheduler.has_work:
+        plan = schedule(scheduler)
+        chunks.append(lengths(plan)[0])
+        land(scheduler, plan)
+    assert chunks == [8, 4, 4, 4, 2, 1, 1, 1, 1, 1], "as many tokens as there is room for"
+
+
+def test_a_prompt_waits_for_the_blocks_of_who_just_left() -> None:
+    window = CacheGroup("window", 16, 8)
+    scheduler = make_scheduler(
+        max_num_seqs=2, max_num_batched_tokens=5, max_model_len=80, num_blocks=9, groups=(window,)
+    )
+    scheduler.add(sequence("short", 1, max_tokens=60, stop_ids=frozenset([40])))
+    in_flight = schedule(scheduler)
+    scheduler.add(sequence("long", 60))
+    while (following := schedule(scheduler)).seq_lens.tolist() != [13]:  # no block for the long one
+        land(scheduler, in_flight, token=41)
+        in_flight = following
+    assert scheduler.cache.num_free == (0,)
+    assert land(scheduler, in_flight, token=40)[0].finish_reason == "stop"
+    assert scheduler.schedule() is None, "the short one's blocks come back with the step in flight"
+    land(scheduler, following)
+    assert schedule(scheduler).seq_lens.tolist() == [49], "the long one goes on where it was"
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_decode_step_touches_only_sequences_that_cross_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 40, "num_blocks": 81}
+    scheduler = make_scheduler(**sizes, groups=(FULL, WINDOW))  # type: ignore[arg-type]
+    for i in range(8):
+        scheduler.add(sequence(str(i), 8 + i, max_tokens=20))
+    land(scheduler, schedule(scheduler))
+    in_flight = schedule(scheduler)
+    touched: dict[str, int] = {"give_back": 0, "grow": 0}
+    for name in touched:
+        real = getattr(scheduler.cache, name)
+
+        def counted(*args: int, real: Callable[..., bool | None] = real, name: str = name) -> bool | None:
+            touched[name] += 1
+            return real(*args)
+
+        monkeypatch.setattr(scheduler.cache, name, counted)
+    for _ in range(12):
+        following = schedule(scheduler)
+        land(scheduler, in_flight)
+        in_flight = following
+    assert touched == {"give_back": 8 * 12 // 4, "grow": 8 * 12 // 4}
+
+
+def test_a_prompt_and_a_text_to_score_do_not_wait_for_each_other() -> None:
+    """Each has half of the blocks and needs one more, and neither can give one back yet: the prompt gives way."""
+    window = CacheGroup("window", 18, 8)
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=4, num_blocks=9, groups=(window,))
+    texts = {"scored": [i % 50 for i in range(40)], "prompt": [i * 7 % 50 for i in range(40)]}
+    engine.score("scored", texts["scored"])
+    engine.step()
+    engine.add_request("prompt", texts["prompt"], SamplingParams(max_tokens=3, temperature=0))
+    ids: list[int] = []
+    for _ in range(100):
+        ids += [token for output in engine.step() for token in output.token_ids]
+        engine.scheduler.check_integrity()
+    assert not engine.has_work
+    assert engine.stats().num_preemptions > 0, "they were meant to meet"
+    assert [score.argmax[-1] for _, score in engine.take_scores()] == [next_id(texts["scored"][:-1])]
+    assert len(ids) == 3 and ids[0] == next_id(texts["prompt"])
 
 
 # -------------------------------------------------------------------------------------------------- engine

@@ -1,4 +1,4 @@
-"""Random arrivals, aborts, preemptions and settings: the output is that of each sequence run alone."""
+"""Random arrivals, aborts, preemptions, KV groups and settings: the output is that of each sequence run alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
-from fake_runner import VOCAB_SIZE, make_engine, oracle
+from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferc.errors import RequestError
+from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import sequence_seed
@@ -25,6 +26,13 @@ class Arrival:
     prompt: list[int]
     params: SamplingParams
     abort_after: int | None  # steps
+
+
+@dataclass(frozen=True)
+class Scene:
+    engine: Engine
+    requests: list[Arrival]
+    texts: list[tuple[int, list[int]]]  # to score, with the step at which each arrives
 
 
 @st.composite
@@ -46,14 +54,22 @@ def arrivals(draw: st.DrawFn, max_prompt_len: int) -> Arrival:
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> tuple[Engine, list[Arrival]]:
+def scenes(draw: st.DrawFn) -> Scene:
     block_size = draw(st.sampled_from([1, 2, 4]))
     max_model_len = draw(st.sampled_from([12, 24, 40]))
     max_num_seqs = draw(st.integers(1, 5))
     chunked = draw(st.booleans())
     full_length = -(-max_model_len // block_size)
-    # From less than one sequence of full length, which forces preemption and early ends, to room for all.
-    num_blocks = 1 + draw(st.integers(max(1, full_length - 2), full_length * 4))
+    # From less than one sequence of full length, which forces preemption and early ends, to room for all; where blocks
+    # are given back, from the smallest pool there can be.
+    windows = st.builds(CacheGroup, st.sampled_from(["window", "chunk"]), st.integers(1, 14), st.just(8))
+    groups = draw(st.lists(st.one_of(st.just(FULL), windows), min_size=1, max_size=3))
+    num_blocks = []
+    for group in groups:
+        low, high = max(1, full_length - 2), full_length * 4
+        if group.gives_back:
+            low, high = 1, draw(st.sampled_from([group.window // block_size + 3, high]))
+        num_blocks.append(1 + draw(st.integers(low, high)))
     engine = make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 12))
@@ -62,15 +78,20 @@ def scenes(draw: st.DrawFn) -> tuple[Engine, list[Arrival]]:
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         block_size=block_size,
-        num_groups=draw(st.integers(1, 2)),
+        groups=groups,
         chunked_prefill=chunked,
         eos=EOS,
         pipeline=draw(st.booleans()),
     )
-    requests = draw(st.lists(arrivals(min(max_model_len - 1, (num_blocks - 1) * block_size)), min_size=1, max_size=7))
+    longest = min(max_model_len - 1, engine.scheduler.cache.max_tokens)
+    requests = draw(st.lists(arrivals(longest), min_size=1, max_size=7))
     if draw(st.booleans()):
         engine.runner.broken_prompt = requests[0].prompt  # type: ignore[attr-defined]
-    return engine, requests
+    texts: list[tuple[int, list[int]]] = []
+    if longest > 1:
+        text = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=longest)
+        texts = draw(st.lists(st.tuples(st.integers(0, 15), text), max_size=2))
+    return Scene(engine, requests, texts)
 
 
 def longest_of(engine: Engine) -> int:
@@ -85,14 +106,21 @@ def does_not_fit(engine: Engine, arrival: Arrival) -> bool:
     return min(len(arrival.prompt) + arrival.params.max_tokens, engine.model.max_model_len) > longest_of(engine)
 
 
-def run(engine: Engine, requests: list[Arrival]) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str]]:
+def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str]]:
     """Drive the engine until all is done; the ids and finish reason of each sequence."""
+    engine, requests = scene.engine, scene.requests
+    scored = 0
     ids: dict[tuple[str, int], list[int]] = defaultdict(list)
     reasons: dict[tuple[str, int], str] = {}
     aborted: set[str] = set()
-    work = sum(arrival.params.n * engine.model.max_model_len for arrival in requests)
-    last_arrival = max(arrival.step for arrival in requests)
+    work = sum(arrival.params.n * engine.model.max_model_len for arrival in requests) + sum(
+        len(text) for _, text in scene.texts
+    )
+    last_arrival = max([arrival.step for arrival in requests] + [step for step, _ in scene.texts])
     for step in range(last_arrival + 20 + 4 * work):  # a sequence that starves never ends
+        for i, (arrival_step, text) in enumerate(scene.texts):
+            if arrival_step == step:
+                engine.score(f"text {i}", text)
         for i, arrival in enumerate(requests):
             if arrival.step == step and does_not_fit(engine, arrival):
                 with pytest.raises(RequestError, match="do not fit the whole KV cache"):
@@ -116,17 +144,22 @@ def run(engine: Engine, requests: list[Arrival]) -> tuple[dict[tuple[str, int], 
             ids[key] += output.token_ids
             if output.finish_reason is not None:
                 reasons[key] = output.finish_reason
+        for name, score in engine.take_scores():
+            _, text = scene.texts[int(name.split()[1])]
+            assert score.argmax == [next_id(text[:end]) for end in range(1, len(text))]
+            scored += 1
         engine.scheduler.check_integrity()
         if step > last_arrival and not engine.has_work:
+            assert scored == len(scene.texts)
             return ids, reasons
     raise AssertionError("a sequence starves")
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(scenes())
-def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: tuple[Engine, list[Arrival]]) -> None:
-    engine, requests = scene
-    ids, reasons = run(engine, requests)
+def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: Scene) -> None:
+    engine, requests = scene.engine, scene.requests
+    ids, reasons = run(scene)
     broken = engine.runner.broken_prompt  # type: ignore[attr-defined]
     for i, arrival in enumerate(requests):
         if does_not_fit(engine, arrival):
@@ -143,5 +176,5 @@ def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: tuple[Engin
                 assert arrival.abort_after is not None, "neither ended nor aborted"
                 assert got == want[: len(got)]
     cache = engine.scheduler.cache
-    assert cache.num_free == cache.num_blocks - 1, "blocks leak"
+    assert cache.num_free == tuple(pool.size for pool in cache.pools), "blocks leak"
     assert len(engine.scheduler.batch.free_slots) == engine.scheduler.config.max_num_seqs, "slots leak"

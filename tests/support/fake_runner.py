@@ -1,7 +1,7 @@
-"""A model that needs no weights: the next id is a hash of all ids before it, which it reads back from a paged pool.
+"""A model that needs no weights: the next id is a hash of all ids before it, which it reads back from paged pools.
 
-Because a step really stores its ids by `slot_mapping` and finds its context by `block_tables`, any mistake in blocks,
-positions, lengths or late ids changes the text.
+A step really stores its ids by `slot_mapping` and finds what its queries see by `block_tables`, so any mistake in
+blocks, positions, lengths or late ids is noticed: what each KV group has in sight must be what the sequence is.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import SchedulerConfig
 from inferc.runtime.step import F32, I32, Logprobs, StepPlan, StepResult
 
 VOCAB_SIZE = 50
+FULL = CacheGroup("full", 0, 8)
 
 
 def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozenset[int] = frozenset()) -> int:
@@ -59,9 +62,10 @@ class FakeRunner:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.num_blocks = config.num_blocks
-        slots = config.num_blocks * config.block_size
-        self.pools: list[NDArray[np.int64]] = [np.full(slots, -1, np.int64) for _ in range(config.num_groups)]
+        self.pools: list[NDArray[np.int64]] = [
+            np.full(count * config.block_size, -1, np.int64) for count in config.num_blocks
+        ]
+        self.texts: dict[int, list[int]] = {}  # by slot: what its sequence is so far
         self.last = np.full(config.max_num_seqs, -1, np.int64)
         self.penalised: dict[int, list[int]] = {}
         self.queue: deque[StepPlan] = deque()
@@ -100,6 +104,7 @@ class FakeRunner:
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         self.last[slot] = -1
+        self.texts.pop(slot, None)
         self.penalised.pop(slot, None)
         if prompt_ids is not None:
             self.penalised[slot] = [*prompt_ids.tolist(), *([] if output_ids is None else output_ids.tolist())]
@@ -136,21 +141,27 @@ class FakeRunner:
             assert len(set(mapping.tolist())) == plan.num_tokens and mapping.min() >= size, (
                 "slots clash, or block 0 is used"
             )
+        for pool, mapping in zip(self.pools, plan.slot_mapping, strict=True):
+            pool[mapping] = ids  # of all sequences, before any is read, as a layer of a model does
         for b in range(plan.num_seqs):
             first, end, length = starts[b], starts[b + 1], int(plan.seq_lens[b])
-            assert plan.positions[first:end].tolist() == list(range(length - (end - first), length))
+            start = length - (end - first)
+            assert plan.positions[first:end].tolist() == list(range(start, length))
             assert end > first and length <= config.max_model_len
-            seen = []
-            for pool, mapping, table in zip(self.pools, plan.slot_mapping, plan.block_tables, strict=True):
-                where = np.arange(length)
+            text = self.texts.setdefault(int(plan.seq_slots[b]), [])
+            assert len(text) >= start, "tokens before these were never computed"
+            text[start:] = ids[first:end].tolist()
+            for group, pool, mapping, table in zip(
+                config.groups, self.pools, plan.slot_mapping, plan.block_tables, strict=True
+            ):
+                seen = group.first_key(start)
+                assert not table[b, : seen // size].any(), "blocks out of sight were not given back"
+                where = np.arange(seen, length)
                 slots = table[b, where // size].astype(np.int64) * size + where % size
-                assert (slots[length - (end - first) :] == mapping[first:end]).all()
-                pool[mapping[first:end]] = ids[first:end]
-                seen.append(pool[slots].tolist())
-            assert all(context == seen[0] for context in seen)
-            contexts[end - 1] = seen[0]
+                assert (slots[start - seen :] == mapping[first:end]).all()
+                assert slots.min() >= size and pool[slots].tolist() == text[seen:], f"{group.kind}: another's K and V"
             for row in range(first, end):
-                contexts[row] = seen[0][: length - (end - 1 - row)]
+                contexts[row] = text[: length - (end - 1 - row)]
         assert len(plan.sample) == len(plan.logits_rows)
         return [contexts[row] for row in plan.logits_rows.tolist()]
 
@@ -167,15 +178,16 @@ def make_engine(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
     max_model_len: int = 64,
-    num_blocks: int = 40,
+    num_blocks: int | Sequence[int] = 40,
     block_size: int = 4,
-    num_groups: int = 1,
+    groups: Sequence[CacheGroup] = (FULL,),
     chunked_prefill: bool = True,
     eos: tuple[int, ...] = (),
     pipeline: bool = True,
 ) -> Engine:
+    counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
-        max_num_seqs, max_num_batched_tokens, max_model_len, num_blocks, block_size, num_groups, chunked_prefill
+        max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, tuple(groups), chunked_prefill
     )
     return Engine(FakeRunner(config), ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,19 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The attention of one layer; with `reads`, over the K and V of that layer and without its own."""
+
+    kv_heads: int
+    dim: int
+    mask: str = "causal"
+    window: int = 0
+    reads: int | None = None
+
+
+@dataclass(frozen=True)
 class Shape:
-    """A toy decoder in Llama's shape."""
+    """A toy decoder in Llama's shape. `attention` says it layer by layer, if they differ, and begins again at its end."""
 
     dtype: torch.dtype = torch.float32
     layers: int = 3
@@ -53,6 +64,12 @@ class Shape:
     qk_norm: bool = False
     bias: bool = False
     max_positions: int = 2048
+    attention: tuple[Heads, ...] = ()
+
+    def heads_of(self, layer: int) -> Heads:
+        if not self.attention:
+            return Heads(self.kv_heads, self.dim, self.mask, self.window)
+        return self.attention[layer % len(self.attention)]
 
 
 class Builder:
@@ -103,18 +120,26 @@ def toy(shape: Shape) -> tuple[Program, dict[str, Tensor]]:
     lengths = b.input("seq_lens", (seqs,), torch.int32)
     b.input("seq_slots", (seqs,), torch.int32)
     logits_rows = b.input("logits_rows", (rows,), torch.int32)
-    slots = b.input("slot_mapping_0", (tokens,), torch.int64)
-    table_ids = b.input("block_table_0", (seqs, most), torch.int32)
-    cache = b.input("kv_cache_0", (blocks, s.layers, 2, s.block_size, s.kv_heads, s.dim), s.dtype)
-    frequencies = 10000.0 ** (-torch.arange(0, s.dim, 2).float() / s.dim)
-    inv_freq = b.weight("inv_freq", s.dim // 2, dtype=torch.float32, value=frequencies)
+    p.kv_groups, place = groups_of(s)
+    slots, table_ids, caches = [], [], []
+    for index, kv_group in enumerate(p.kv_groups):
+        slots.append(b.input(f"slot_mapping_{index}", (tokens,), torch.int64))
+        table_ids.append(b.input(f"block_table_{index}", (seqs, most), torch.int32))
+        shape_of_cache = (blocks, len(kv_group.layers), 2, s.block_size, kv_group.num_kv_heads, kv_group.head_dim)
+        caches.append(b.input(f"kv_cache_{index}", shape_of_cache, s.dtype))
     embed = b.weight("embed", s.vocab, s.hidden)
     x = b(aten.embedding.default, embed, token_ids, name="embed.out")
-    table = b(inferc.rope_table.default, positions, inv_freq, 1.0, name="rope")
+    tables = {}
+    for dim in sorted({kv_group.head_dim for kv_group in p.kv_groups}):
+        frequencies = 10000.0 ** (-torch.arange(0, dim, 2).float() / dim)
+        inv_freq = b.weight(f"inv_freq_{dim}", dim // 2, dtype=torch.float32, value=frequencies)
+        tables[dim] = b(inferc.rope_table.default, positions, inv_freq, 1.0, name=f"rope_{dim}")
     residual = x
-    q_size, kv_size = s.heads * s.dim, s.kv_heads * s.dim
     for layer in range(s.layers):
         b.layer = layer
+        heads = s.heads_of(layer)
+        group, index = place[layer]
+        q_size, kv_size = s.heads * heads.dim, heads.kv_heads * heads.dim if heads.reads is None else 0
         norm = b.weight("norm1", s.hidden)
         if layer == 0:
             h = b(inferc.rms_norm.default, x, norm, 1e-5)
@@ -126,16 +151,23 @@ def toy(shape: Shape) -> tuple[Program, dict[str, Tensor]]:
             args += (b.weight("qkv_bias", q_size + 2 * kv_size),)
         qkv = b(aten.linear.default, h, *args, name=f"layers.{layer}.qkv")
         cuts = (0, q_size, q_size + kv_size, q_size + 2 * kv_size)
-        q, k, v = (
-            b(aten.view.default, b(aten.slice.Tensor, qkv, -1, low, high), [-1, (high - low) // s.dim, s.dim])
+        q, *kv = (
+            b(aten.view.default, b(aten.slice.Tensor, qkv, -1, low, high), [-1, (high - low) // heads.dim, heads.dim])
             for low, high in pairwise(cuts)
+            if low < high
         )
         if s.qk_norm:
-            q = b(inferc.rms_norm.default, q, b.weight("q_norm", s.dim), 1e-5)
-            k = b(inferc.rms_norm.default, k, b.weight("k_norm", s.dim), 1e-5)
-        both = b(inferc.rope_kv_write.default, q, k, v, table, cache, slots, layer)
-        q, cache = b.part(both, 0), b.part(both, 1)
-        attention = (q, cache, table_ids, starts, lengths, None, layer, s.dim**-0.5, s.mask, s.window, 0.0)
+            q = b(inferc.rms_norm.default, q, b.weight("q_norm", heads.dim), 1e-5)
+        if kv:
+            k, v = kv
+            if s.qk_norm:
+                k = b(inferc.rms_norm.default, k, b.weight("k_norm", heads.dim), 1e-5)
+            both = b(inferc.rope_kv_write.default, q, k, v, tables[heads.dim], caches[group], slots[group], index)
+            q, caches[group] = b.part(both, 0), b.part(both, 1)
+        else:
+            q = b(inferc.rope.default, q, tables[heads.dim])
+        where = (q, caches[group], table_ids[group], starts, lengths, None, index)
+        attention = (*where, heads.dim**-0.5, heads.mask, heads.window, 0.0)
         out = b(inferc.paged_attention.default, *attention, name=f"layers.{layer}.attention")
         out = b(aten.view.default, out, [-1, q_size])
         if layer == s.layers - 1:
@@ -162,11 +194,27 @@ def toy(shape: Shape) -> tuple[Program, dict[str, Tensor]]:
     head = b.weight("embed" if s.tied else "head", s.vocab, s.hidden)
     logits = b(inferc.lm_head.default, hidden, head, None, name="logits")
     p.graph.output((hidden, logits))
-    p.kv_groups = (KVGroup("full", tuple(range(s.layers)), s.kv_heads, s.dim, s.window, s.dtype),)
     p.block_size, p.num_layers = s.block_size, s.layers
     p.info = {"vocab_size": s.vocab, "max_model_len": s.max_positions}
     choose(p)
     return p, b.tensors
+
+
+def groups_of(shape: Shape) -> tuple[tuple[KVGroup, ...], dict[int, tuple[int, int]]]:
+    """The KV groups, and of each layer (group, layer within it) that it reads."""
+    kinds = {"causal": "full", "sliding": "window", "chunked": "chunk"}
+    members: dict[KVGroup, list[int]] = {}
+    for layer in range(shape.layers):
+        heads = shape.heads_of(layer)
+        if heads.reads is None:
+            group = KVGroup(kinds[heads.mask], (), heads.kv_heads, heads.dim, heads.window, shape.dtype)
+            members.setdefault(group, []).append(layer)
+    place = {layer: (index, at) for index, layers in enumerate(members.values()) for at, layer in enumerate(layers)}
+    for layer in range(shape.layers):
+        reads = shape.heads_of(layer).reads
+        if reads is not None:
+            place[layer] = place[reads]
+    return tuple(replace(group, layers=tuple(layers)) for group, layers in members.items()), place
 
 
 def choose(program: Program) -> None:
@@ -234,16 +282,18 @@ class Compiled:
         self.weights = tuple(self.lowered.weights)
         self.stored = {name: self.store(name) for name in self.weights}
         self.memory = Formula(**self.unit.arena)
-        group = self.lowered.kv_groups[0]
-        self.kv_bytes_per_token = group.bytes_per_token
+        self.kv_bytes_per_token = sum(group.bytes_per_token for group in self.lowered.kv_groups)
         self.kv_groups = [
             {
+                "kind": group.kind,
+                "window": group.window,
                 "layers": list(group.layers),
                 "num_kv_heads": group.num_kv_heads,
                 "head_dim": group.head_dim,
                 "dtype": str(group.dtype).removeprefix("torch."),
                 "bytes_per_token": group.bytes_per_token,
             }
+            for group in self.lowered.kv_groups
         ]
         self.block_size, self.max_model_len = shape.block_size, shape.max_positions
         self.model = {"vocab_size": shape.vocab}

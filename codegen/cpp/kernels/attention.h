@@ -85,16 +85,16 @@ INLINE float softmax_row(float* scores, i64 low, i64 high, float scale, float so
   return factor;
 }
 
-// acc[m] = acc[m] * factor[m] + sum over keys of probability * value, for P vectors of columns. `ahead` is fetched
-// meanwhile: the next tile's keys, as many bytes as there are values.
+// acc[m] = acc[m] * factor[m] + sum over keys [first, keys) of probability * value, for P vectors of columns. `ahead` is
+// fetched meanwhile: the next tile's keys, as many bytes as there are values.
 template <class T, int M, int P>
 __attribute__((noinline)) void weigh_columns(const float* scores, const T* const* values, const T* const* ahead,
-                                             i64 keys, i64 dim, i64 column, const float* factor, float* acc) {
+                                             i64 first, i64 keys, i64 dim, i64 column, const float* factor, float* acc) {
   Vec sums[M][P];
 #pragma GCC unroll 32
   for (int i = 0; i < M * P; ++i)
     sums[i / P][i % P] = mul(load(acc + i / P * dim + column + i % P * LANES), set1(factor[i / P]));
-  for (i64 key = 0; key < keys; ++key) {
+  for (i64 key = first; key < keys; ++key) {
     const T* row = values[key / 16] + key % 16 * dim + column;
     const char* next = reinterpret_cast<const char*>(ahead[key / 16] + key % 16 * dim + column);
     for (i64 at = 0; at < P * LANES * i64(sizeof(T)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
@@ -113,21 +113,22 @@ __attribute__((noinline)) void weigh_columns(const float* scores, const T* const
 }
 
 template <class T, int M>
-INLINE void weigh_rows(const float* scores, const T* const* values, const T* const* ahead, i64 keys, i64 dim,
-                       const float* factor, float* acc) {
+INLINE void weigh_rows(const float* scores, const T* const* values, const T* const* ahead, i64 first, i64 keys,
+                       i64 dim, const float* factor, float* acc) {
   i64 column = 0;
   for (; column + TILE_PANELS * LANES <= dim; column += TILE_PANELS * LANES)
-    weigh_columns<T, M, TILE_PANELS>(scores, values, ahead, keys, dim, column, factor, acc);
+    weigh_columns<T, M, TILE_PANELS>(scores, values, ahead, first, keys, dim, column, factor, acc);
   if constexpr (TILE_PANELS > 1)
-    for (; column < dim; column += LANES) weigh_columns<T, M, 1>(scores, values, ahead, keys, dim, column, factor, acc);
+    for (; column < dim; column += LANES)
+      weigh_columns<T, M, 1>(scores, values, ahead, first, keys, dim, column, factor, acc);
 }
 
 template <class T>
-INLINE void weigh_tile(const float* scores, const T* const* values, const T* const* ahead, i64 keys, i64 rows, i64 dim,
-                       const float* factor, float* acc) {
+INLINE void weigh_tile(const float* scores, const T* const* values, const T* const* ahead, i64 first, i64 keys, i64 rows,
+                       i64 dim, const float* factor, float* acc) {
   row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
 #define ROWS(M) \
-  case M: return weigh_rows<T, M>(scores + row * KEY_TILE, values, ahead, keys, dim, factor + row, acc + row * dim);
+  case M: return weigh_rows<T, M>(scores + row * KEY_TILE, values, ahead, first, keys, dim, factor + row, acc + row * dim);
     if constexpr (TILE_ROWS == 6) {
       switch (height) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
     } else {
@@ -164,8 +165,10 @@ void attend_split(const Attention<T>& a, const Piece& piece, i64 split, State st
       factor[r] = softmax_row(scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale, a.softcap,
                               state.high[r], state.total[r]);
     }
-    i64 seen = key_end - key < KEY_TILE ? key_end - key : KEY_TILE;
-    weigh_tile(scores, values, next_keys, seen, rows, dim, factor, state.acc);
+    // Keys that no row sees may lie in block 0, where anything is: their scores are masked above, and their values are
+    // left out here, since 0 * NaN is NaN. A key that some row sees adds 0 * a number to the others, which moves no bit.
+    i64 first = key_begin > key ? key_begin - key : 0, seen = key_end - key < KEY_TILE ? key_end - key : KEY_TILE;
+    weigh_tile(scores, values, next_keys, first, seen, rows, dim, factor, state.acc);
   }
 }
 

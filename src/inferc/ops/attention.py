@@ -157,7 +157,8 @@ def paged_attention(
 
     q, result [num_tokens, num_heads, head_dim]; kv_cache canonical (see the module); block_table
     [num_seqs, max_blocks] i32; query_start_loc [num_seqs + 1] i32; seq_lens [num_seqs] i32, this step included.
-    The queries of a sequence are its last positions. mask, window, softcap and sinks as in `attention`.
+    The queries of a sequence are its last positions. Blocks of which none of them sees a token may be any: given
+    back, their entries are 0. mask, window, softcap and sinks as in `attention`.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1.
     """
@@ -175,8 +176,9 @@ def paged_attention(
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         positions = torch.arange(length, device=q.device)
-        scores = scores.masked_fill(
-            ~visible(positions[length - (end - start) :], positions, mask, window), float("-inf")
-        )
+        seen = visible(positions[length - (end - start) :], positions, mask, window)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        # What no query sees may lie in block 0, where anything is: 0 * NaN would be NaN.
+        v = v.masked_fill(~seen.any(0)[:, None], 0.0)
         out[start:end] = _softmax(scores, sinks).matmul(v).transpose(0, 1).to(q.dtype)
     return out

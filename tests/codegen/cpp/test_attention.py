@@ -10,6 +10,8 @@ import torch
 from cpp_kernels import DTYPES, Kernels, assert_near
 from torch import Tensor
 
+from inferc.kv_pools import CacheGroup
+
 ops = torch.ops.inferc
 MASKS = ("causal", "sliding", "chunked")
 
@@ -129,6 +131,39 @@ def test_a_row_does_not_depend_on_batch_or_chunks(kernels: Kernels, dtype: torch
             starts, lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
             part = pool.attend(q[begin:end].contiguous(), starts, lengths, 0, None, True)
             assert torch.equal(part, whole[begin:end])
+
+
+@pytest.mark.parametrize(("mask", "window"), [("sliding", 1), ("sliding", 50), ("sliding", 300), ("chunked", 70)])
+def test_blocks_that_were_given_back_change_no_bit(
+    kernels: Kernels, dtype: torch.dtype, mask: str, window: int
+) -> None:
+    """Entries of blocks that no query sees are 0, and block 0 holds NaN: in K, in V, in the middle of a tile of keys."""
+    case = Case(((0, 700),), mask=mask, window=window, softcap=7.0, sinks=True)
+    pool = Pool(kernels, case, dtype)
+    k, v = (torch.randn(700, case.kv_heads, case.dim).to(dtype) for _ in range(2))
+    pool.write(k, v, pool.slots(0, 0, 700), 0)
+    assert pool.data[0].isnan().all()
+    pool.canonical[0] = float("nan")
+    q, sinks = torch.randn(700, case.heads, case.dim).to(dtype), torch.randn(case.heads).to(dtype)
+    kept = pool.table.clone()
+    group = CacheGroup("window" if mask == "sliding" else "chunk", window, 8)
+    for begin, end in ((0, 130), (130, 131), (209, 210), (210, 300), (383, 384), (640, 641), (641, 700)):
+        starts, lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
+        rows = q[begin:end].contiguous()
+        pool.table = kept
+        whole = pool.attend(rows, starts, lengths, 0, sinks, False)
+        expected = ops.paged_attention(
+            rows, pool.canonical, kept, starts, lengths, sinks, 0, case.dim**-0.5, mask, window, case.softcap
+        )
+        pool.table = kept.clone()
+        pool.table[0, : group.first_key(begin) // case.block_size] = 0
+        for splits in (False, True):
+            assert torch.equal(pool.attend(rows, starts, lengths, 0, sinks, splits), whole)
+        found = ops.paged_attention(
+            rows, pool.canonical, pool.table, starts, lengths, sinks, 0, case.dim**-0.5, mask, window, case.softcap
+        )
+        assert torch.equal(found, expected)
+        assert_near(whole, expected, factor=2.0)
 
 
 def test_fused_write_equals_rope_then_write(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -1,0 +1,121 @@
+"""The KV cache in blocks: what a sequence holds of each KV group, and how memory is shared out between their pools.
+
+The one place that turns bytes into blocks, and windows into what may be forgotten: config, runners and scheduler agree
+because they ask here. The runtime imports this module, so it imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inferc.errors import ConfigError
+
+NEVER = 2**62  # later than any position
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """What is served at most, in tokens and sequences."""
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """What its pool must know of a KV group. Fields as in `KVGroup` (program.py), which makes the manifest's entries.
+
+    A "window" group needs the last `window` keys, a "chunk" group those of the query's chunk of `window`: both give
+    blocks back while a sequence runs. Every other kind keeps all that it has.
+    """
+
+    kind: str
+    window: int
+    bytes_per_token: int
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> CacheGroup:
+        """From an entry of the manifest's `kv_groups`."""
+        return CacheGroup(str(entry["kind"]), int(entry["window"]), int(entry["bytes_per_token"]))
+
+    @property
+    def gives_back(self) -> bool:
+        return self.kind in ("window", "chunk")
+
+    def first_key(self, position: int) -> int:
+        """The first token that the query at `position` sees; it sees all from there to itself."""
+        if self.kind == "window":
+            return max(0, position - self.window + 1)
+        return position // self.window * self.window if self.kind == "chunk" else 0
+
+    def unseen_from(self, token: int) -> int:
+        """The first position whose query does not see `token` any more."""
+        if self.kind == "window":
+            return token + self.window
+        return (token // self.window + 1) * self.window if self.kind == "chunk" else NEVER
+
+    def held_blocks(self, limits: CacheLimits, num_tokens: int, num_new: int) -> int:
+        """Most blocks that a sequence of up to `num_tokens` holds at once if a step computes up to `num_new` of them."""
+        whole = limits.blocks_for(num_tokens)
+        if not self.gives_back:
+            return whole
+        # Keys before the first new token, and the new ones; they may begin at the last token of a block.
+        span = self.window - 1 + num_new
+        return min(whole, (span + limits.block_size - 2) // limits.block_size + 1)
+
+    def most_blocks(self, limits: CacheLimits) -> int:
+        """Most blocks that one sequence ever holds."""
+        return self.held_blocks(limits, limits.max_model_len, limits.max_num_batched_tokens)
+
+
+def cache_groups(entries: Sequence[Mapping[str, Any]]) -> tuple[CacheGroup, ...]:
+    """The groups of an artifact, from its manifest's `kv_groups`."""
+    return tuple(CacheGroup.of(entry) for entry in entries)
+
+
+def pools_bytes(groups: Sequence[CacheGroup], limits: CacheLimits, num_blocks: Sequence[int]) -> int:
+    """The memory of pools of `num_blocks`, one a group."""
+    sizes = zip(groups, num_blocks, strict=True)
+    return sum(limits.block_size * group.bytes_per_token * count for group, count in sizes)
+
+
+def pools_for_all(groups: Sequence[CacheGroup], limits: CacheLimits) -> tuple[int, ...]:
+    """Blocks of each group in which `max_num_seqs` sequences of full length run at once; block 0, for padding, included."""
+    return tuple(1 + limits.max_num_seqs * group.most_blocks(limits) for group in groups)
+
+
+def share_out(groups: Sequence[CacheGroup], limits: CacheLimits, memory_bytes: int) -> tuple[int, ...]:
+    """Blocks of each group's pool, block 0 included, that `memory_bytes` hold.
+
+    All groups get the same number, the largest that fits, but those that give blocks back no more than
+    `max_num_seqs` sequences can ever need: what these leave goes to the others, whose size bounds how long and how
+    many sequences may be. Raises ConfigError for less than two blocks.
+    """
+    caps = [
+        most if group.gives_back else NEVER for group, most in zip(groups, pools_for_all(groups, limits), strict=True)
+    ]
+
+    def pools(count: int) -> tuple[int, ...]:
+        return tuple(min(count, cap) for cap in caps)
+
+    def cost(count: int) -> int:
+        return pools_bytes(groups, limits, pools(count))
+
+    block_bytes = cost(1)
+    if memory_bytes < 2 * block_bytes:
+        full_length = 1 + max(group.most_blocks(limits) for group in groups)
+        raise ConfigError(
+            f"kv_memory_bytes {memory_bytes} holds less than two blocks of {block_bytes} bytes;"
+            f" give at least {2 * block_bytes}, or {cost(full_length)} for one sequence of full length"
+        )
+    # Where every group has a cap, more memory than they need buys nothing.
+    most = min(memory_bytes // min(limits.block_size * group.bytes_per_token for group in groups), max(caps))
+    return pools(bisect_right(range(most + 1), memory_bytes, key=cost) - 1)
