@@ -139,16 +139,25 @@ def _first_axis(node: fx.Node) -> str:
 
 
 def _heads_fit(node: fx.Node) -> str:
-    """attention.h: heads of at most 512 elements in steps of 16, at most 48 query heads of one KV head."""
+    """attention.h: heads of at most 512 elements in steps of 16."""
     num_heads, dim = _shape(node, "q")[1:]
     block_size, num_kv_heads, cached_dim = _shape(node, "kv_cache")[3:]
     if dim % 16 or dim > 512:
         return f"head_dim {dim}: expected a multiple of 16, at most 512"
     if dim != cached_dim:
         return f"head_dim {dim}: expected that of the values, {cached_dim}"
-    if num_heads % num_kv_heads or num_heads // num_kv_heads > 48:
-        return f"{num_heads} heads on {num_kv_heads} KV heads: expected a whole number of at most 48 on each"
+    if num_heads % num_kv_heads:
+        return f"{num_heads} heads on {num_kv_heads} KV heads: expected a whole number on each"
     return _multiple("block_size", block_size, 16)
+
+
+def _latents_fit(node: fx.Node) -> str:
+    """attention.h: V of at most 512 elements in latents of at most 1024, both in steps of 16."""
+    block_size, _, dim = _shape(node, "kv_cache")[3:]
+    v_dim = argument(node, "v_dim")
+    steps = _joined(_multiple("the latent's size", dim, 16), _multiple("its values' size", v_dim, 16))
+    most = _joined(_at_most("the latent's size", dim, 1024), _at_most("its values' size", v_dim, 512))
+    return _joined(steps, most, _multiple("block_size", block_size, 16))
 
 
 def _experts_fit(node: fx.Node) -> str:
@@ -254,6 +263,8 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.kv_write", "kv_write", "k", (), (), _cache_dtype),
     ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), _rope_and_cache),
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
+    ("inferc.latent_write", "latent_write", "k", (), (), _cache_dtype),
+    ("inferc.latent_attention", "latent_attention", "q", (), (), _latents_fit),
     ("inferc.silu_mul", "silu_mul", "gate", (), (), None),
     ("inferc.gelu_mul", "gelu_mul", "gate", (), (), None),
     ("inferc.moe_routing", "moe_routing", "router_logits", (), ("bias",), _routing_fits),

@@ -18,7 +18,7 @@ from inferc.errors import UnsupportedError
 from inferc.passes.rewrite import arguments, infer_types
 from inferc.program import KVGroup, Program
 
-inferc = torch.ops.inferc
+aten, inferc = torch.ops.aten, torch.ops.inferc
 KINDS = {"causal": "full", "sliding": "window", "chunked": "chunk"}
 
 
@@ -123,12 +123,22 @@ def _group_of(stored: Stored) -> KVGroup:
         raise UnsupportedError(
             f"{node.meta.get('name')}: page_kv_cache needs flattened attention; run flatten_batch first"
         )
+    if _is_latent(k, v):
+        return KVGroup("latent", (), 1, int(key.shape[2]), 0, key.dtype)
     if key.shape[2] != value.shape[2]:
         raise UnsupportedError(
             f"{node.meta.get('name')}: K has heads of {key.shape[2]}, V of {value.shape[2]}; the paged cache holds one size"
         )
     kind, window = stored.reach
     return KVGroup(kind, (), int(key.shape[1]), int(key.shape[2]), window, key.dtype)
+
+
+def _is_latent(k: fx.Node, v: fx.Node) -> bool:
+    """Whether one head of K is shared by all, and V is its first part."""
+    if v.target != aten.slice.Tensor or k.meta["val"].shape[1] != 1:
+        return False
+    source, dim, start, _, step = arguments(v)
+    return source is k and dim == -1 and (start or 0) == 0 and step == 1
 
 
 def _add_inputs(program: Program) -> StepInputs:
@@ -154,7 +164,7 @@ def _add_inputs(program: Program) -> StepInputs:
     for index, group in enumerate(program.kv_groups):
         made.slot_mappings.append(add(f"slot_mapping_{index}", (tokens,), torch.int64))
         made.block_tables.append(add(f"block_table_{index}", (sequences, most), torch.int32))
-        shape = (blocks, len(group.layers), 2, program.block_size, group.num_kv_heads, group.head_dim)
+        shape = (blocks, len(group.layers), group.num_parts, program.block_size, group.num_kv_heads, group.head_dim)
         made.kv_caches.append(add(f"kv_cache_{index}", shape, group.dtype))
     return made
 
@@ -162,10 +172,12 @@ def _add_inputs(program: Program) -> StepInputs:
 def _write(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer: int) -> None:
     """Store the K and V of attention `node`, just before it."""
     _, k, v, *_ = arguments(node)
+    cache, slots = inputs.kv_caches[group], inputs.slot_mappings[group]
     with program.graph.inserting_before(node):
-        written = program.graph.call_function(
-            inferc.kv_write.default, (inputs.kv_caches[group], k, v, inputs.slot_mappings[group], layer)
-        )
+        if program.kv_groups[group].kind == "latent":
+            written = program.graph.call_function(inferc.latent_write.default, (cache, k, slots, layer))
+        else:
+            written = program.graph.call_function(inferc.kv_write.default, (cache, k, v, slots, layer))
     written.meta.update(name=f"{node.meta.get('name', node.name)}.kv_write", layer=node.meta.get("layer"))
     infer_types(program, [written])
     # The next layer of the group writes into what this one returned: the order of writes is in the graph.
@@ -175,12 +187,14 @@ def _write(program: Program, inputs: StepInputs, node: fx.Node, group: int, laye
 def _read(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer: int) -> None:
     """Attention over what is stored, in place of `node`."""
     q, _, _, sinks, scale, mask, window, softcap = arguments(node)
+    where = (q, inputs.kv_caches[group], inputs.block_tables[group], inputs.query_start_loc, inputs.seq_lens)
+    how = (layer, scale, mask, window, softcap)
     with program.graph.inserting_before(node):
-        paged = program.graph.call_function(
-            inferc.paged_attention.default,
-            (q, inputs.kv_caches[group], inputs.block_tables[group], inputs.query_start_loc, inputs.seq_lens)
-            + (sinks, layer, scale, mask, window, softcap),
-        )
+        if program.kv_groups[group].kind == "latent":
+            v_dim = int(node.meta["val"].shape[2])
+            paged = program.graph.call_function(inferc.latent_attention.default, (*where, *how, v_dim))
+        else:
+            paged = program.graph.call_function(inferc.paged_attention.default, (*where, sinks, *how))
     paged.meta.update(name=node.meta.get("name", node.name), layer=node.meta.get("layer"))
     infer_types(program, [paged])
     node.replace_all_uses_with(paged)

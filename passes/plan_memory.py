@@ -136,7 +136,7 @@ def _is_cache(node: fx.Node) -> bool:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return bool(source.target == inferc.rope_kv_write.default and node.args[1] == 1)
-    return bool(node.target == inferc.kv_write.default)
+    return node.target in (inferc.kv_write.default, inferc.latent_write.default)
 
 
 def _row_axes(program: Program) -> dict[str, str]:

@@ -33,6 +33,8 @@ LOWERED = frozenset(
         inferc.kv_write.default,
         inferc.rope_kv_write.default,
         inferc.paged_attention.default,
+        inferc.latent_write.default,
+        inferc.latent_attention.default,
         inferc.silu_mul.default,
         inferc.gelu_mul.default,
         inferc.pointwise.default,

@@ -225,7 +225,8 @@ class ModelRunner:
 
     def _canonical_shape(self, group: int, count: int) -> tuple[int, ...]:
         of = self._groups[group]
-        return (count, len(of["layers"]), 2, self.block_size, int(of["num_kv_heads"]), int(of["head_dim"]))
+        parts = 1 if of["kind"] == "latent" else 2
+        return (count, len(of["layers"]), parts, self.block_size, int(of["num_kv_heads"]), int(of["head_dim"]))
 
     def _move(self, function: str, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
         ids, pool = abi.contiguous(blocks, np.int32), self._pools[group].ctypes.data

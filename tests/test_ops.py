@@ -30,6 +30,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "head_linear": (random(5, 2, 8), random(2, 6, 8)),
     "linear_add": (random(5, 8), random(6, 8), None, random(5, 6)),
     "pointwise": ([random(5, 6), random(5, 1).bfloat16()], "x0 * x1 + 1.0", torch.bfloat16),
+    "latent_write": (CACHE[:, :, :1, :, :1], random(5, 1, 4), SLOTS, 1),
+    "latent_attention": (random(5, 3, 4), CACHE[:, :, :1, :, :1], *PLACES, 0, 0.5, "causal", 0, 0.0, 2),
     "silu_mul": (random(5, 6), random(5, 6)),
     "gelu_mul": (random(5, 6), random(5, 6), "tanh"),
     "moe_routing": (random(5, 4), random(4), 2, True, "sigmoid", 2.5, 2, 1, "top2_sum"),

@@ -88,6 +88,14 @@ class Builder:
         kind = CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
         return f"s.cache<{kind}>({group}, {layers}, {self.slot(layer)}, {block_size}, {heads}, {dim})"
 
+    def latent(self, writes: bool, v_dim: int) -> str:
+        """The layer of a pool of latents that the node works on."""
+        group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
+        (self.writes if writes else self.reads).append((f"kv{group}", layer, layer + 1))
+        _, layers, _, block_size, _, dim = self.arg("kv_cache").meta["val"].shape
+        kind = CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
+        return f"s.latent<{kind}>({group}, {layers}, {self.slot(layer)}, {block_size}, {dim}, {v_dim})"
+
     def done(self, text: str) -> Call:
         return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node)
 
@@ -290,23 +298,40 @@ def rope_kv_write(node: fx.Node, values: Values) -> Call:
     return b.done(text)
 
 
+def latent_write(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    k, operand = b.read("k")
+    cache = b.latent(writes=True, v_dim=0)
+    return b.done(f"latent_write<{operand.cpp_type}>(t, {cache}, {k}, {b.input('slot_mapping')}, {operand.rows});")
+
+
 def paged_attention(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     q, operand = b.read("q")
-    cache = b.cache(writes=False)
+    return _attention(b, q, operand.cpp_type, b.cache(writes=False), b.weight("sinks"))
+
+
+def latent_attention(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    q, operand = b.read("q")
+    kind = operand.cpp_type
+    return _attention(b, q, f"{kind}, Latent<{kind}>", b.latent(writes=False, v_dim=b.arg("v_dim")), "nullptr")
+
+
+def _attention(b: Builder, q: str, types: str, cache: str, sinks: str) -> Call:
     out, _ = b.write()
-    group = values.cache_group(b.arg("kv_cache"))
+    group = b.values.cache_group(b.arg("kv_cache"))
     table, starts, lengths = b.input("block_table"), b.input("query_start_loc"), b.input("seq_lens")
-    heads = int(node.meta["val"].shape[1])
+    heads = int(b.node.meta["val"].shape[1])
     scale, softcap = cpp_float(b.arg("scale")), cpp_float(b.arg("softcap"))
     mask = MASKS[b.arg("mask")]
     b.reads.append(("partials", 0, 1))
     b.writes.append(("partials", 0, 1))
     fields = (
-        f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {b.weight('sinks')}, s.seqs, {heads}, "
+        f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {sinks}, s.seqs, {heads}, "
         f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t)"
     )
-    return b.done(f"paged_attention<{operand.cpp_type}>(t, Attention<{operand.cpp_type}>{{{{{fields}}}}});")
+    return b.done(f"paged_attention(t, Attention<{types}>{{{{{fields}}}}});")
 
 
 def moe_routing(node: fx.Node, values: Values) -> Call:

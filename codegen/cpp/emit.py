@@ -17,12 +17,13 @@ from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Place, Slot, Value
 from inferc.codegen.kernels import kernel_named, needs_kernel
 from inferc.errors import UnsupportedError
 from inferc.manifest import align
-from inferc.program import Program, ancestors, dtype_name, name_of, target_name
+from inferc.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
 
 ABI = 1
 MAX_UNSYNCED = 6  # calls between two barriers; each hands out at most two of team.h's MAX_TICKETS
 KEY_SPLIT = 512  # as in attention.h
 SAMPLE_ROWS = 64  # as in inferc_abi.h
+ATTENTIONS = ("inferc.paged_attention", "inferc.latent_attention")
 KEY_UNITS = {"float32": 1, "bfloat16": 2}
 
 
@@ -135,7 +136,7 @@ def _partial_bytes(program: Program) -> int:
     most = 0
     splits = -(-int(program.info["max_model_len"]) // KEY_SPLIT)
     for node in program.graph.nodes:
-        if node.op == "call_function" and target_name(node.target) == "inferc.paged_attention":
+        if node.op == "call_function" and target_name(node.target) in ATTENTIONS:
             _, heads, dim = (int(size) if index else 0 for index, size in enumerate(node.meta["val"].shape))
             kv_heads = int(node.args[1].meta["val"].shape[4])
             most = max(most, 2 * splits * (heads // kv_heads) * (dim + 2) * 4)
@@ -158,9 +159,19 @@ def _kv_layout(program: Program) -> dict[str, Any]:
         "block_size": program.block_size,
         "k": "[layer][kv_head][block_size/16][head_dim/unit][16][unit]",
         "v": "[layer][kv_head][block_size][head_dim]",
+        "latent": "[layer][block_size][head_dim]",
         "order": "block, layer, k before v",
         "units": [KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
     }
+
+
+def _pool(group: KVGroup, block_size: int) -> str:
+    """The pool of a group, of no memory yet."""
+    kind = CPP_TYPES[group.dtype]
+    if group.kind == "latent":
+        return f"Latent<{kind}>{{nullptr, {len(group.layers)}, 0, {block_size}, {group.head_dim}, 0}}"
+    sizes = f"{block_size}, {group.num_kv_heads}, {group.head_dim}"
+    return f"Cache<{kind}>{{nullptr, {len(group.layers)}, 0, {sizes}}}"
 
 
 def _observable(node: fx.Node, number: int) -> dict[str, Any]:
@@ -286,8 +297,7 @@ def _source(
 ) -> str:
     layout = ", ".join(f"{value}" for value in arena.values())
     groups = [
-        f"    case {index}: return f(Cache<{CPP_TYPES[group.dtype]}>"
-        f"{{nullptr, {len(group.layers)}, 0, {program.block_size}, {group.num_kv_heads}, {group.head_dim}}});"
+        f"    case {index}: return f({_pool(group, program.block_size)});"
         for index, group in enumerate(program.kv_groups)
     ]
     parts = [

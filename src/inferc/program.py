@@ -40,7 +40,7 @@ class KVGroup:
     token is needed, by the widest mask among a layer's readers; what a kind means for blocks is in kv_pools.py.
     """
 
-    kind: str  # "full", "window" or "chunk"; latent, cross and state come with their families
+    kind: str  # "full", "window", "chunk" or "latent"; cross and state come with their families
     layers: tuple[int, ...]  # model layer of each group layer: those that store
     num_kv_heads: int
     head_dim: int
@@ -49,8 +49,13 @@ class KVGroup:
 
     @property
     def elements_per_token(self) -> int:
-        """What one layer stores of a token: K and V of every head. A kind that stores something else says so here."""
-        return 2 * self.num_kv_heads * self.head_dim
+        """What one layer stores of a token: K and V of every head, or one latent of which V is a part."""
+        return self.num_parts * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parts(self) -> int:
+        """Tensors of a token and layer: K and V, or the latent."""
+        return 1 if self.kind == "latent" else 2
 
     @property
     def bytes_per_token(self) -> int:

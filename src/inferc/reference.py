@@ -15,6 +15,7 @@ from inferc.weights import TensorReader, read_whole
 
 IN_PLACE: dict[Any, Callable[..., Any]] = {
     torch.ops.inferc.kv_write.default: ops.kv_write_in_place,
+    torch.ops.inferc.latent_write.default: ops.latent_write_in_place,
     torch.ops.inferc.rope_kv_write.default: ops.rope_kv_write_in_place,
 }
 ReadWeight = Callable[[str], Tensor]
@@ -37,7 +38,7 @@ def new_kv_caches(program: Program, num_blocks: int | Sequence[int]) -> list[Ten
     counts = [num_blocks] * len(program.kv_groups) if isinstance(num_blocks, int) else num_blocks
     return [
         torch.zeros(
-            (count, len(group.layers), 2, program.block_size, group.num_kv_heads, group.head_dim),
+            (count, len(group.layers), group.num_parts, program.block_size, group.num_kv_heads, group.head_dim),
             dtype=group.dtype,
         )
         for count, group in zip(counts, program.kv_groups, strict=True)

@@ -163,6 +163,17 @@ FAMILIES: dict[str, Family] = {
         {"dense layers": {"first_k_dense_replace": 0}},
         also=("sigmoid routing with a bias, groups, shared expert",),
     ),
+    "deepseek_v2": Family(
+        {**ROUTED, **GROUPS, **LATENT, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+        {"dense layers": {"first_k_dense_replace": 0}},
+        also=("latent attention (absorbed), complex rope, groups of experts, shared experts",),
+    ),
+    "deepseek_v3": Family(
+        {**ROUTED, **GROUPS, **LATENT, "num_hidden_layers": 3, "first_k_dense_replace": 1, "rope_parameters": YARN},
+        {"dense layers": {"first_k_dense_replace": 0}, "yarn": {"rope_parameters": PLAIN}},
+        also=("latent attention (absorbed), sigmoid routing with a bias, groups, shared experts",),
+    ),
+    "minicpm3": Family(LATENT, also=("latent attention (absorbed)",)),
     "gpt_oss": Family(
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": YARN},
         {"window layers": {"layer_types": ["full_attention"] * 2}, "yarn": {"rope_parameters": PLAIN}},

@@ -4,20 +4,23 @@
 // tile changes no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps.
 // Source: Dao 2023, arXiv:2307.08691 (tiling); Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
 #pragma once
+#include <type_traits>
+
 #include "kv.h"
 
 namespace inferc {
 
-constexpr i64 KEY_TILE = 64, KEY_SPLIT = 512, QUERY_ROWS = 48;
+constexpr i64 KEY_TILE = 64, KEY_SPLIT = 512, QUERY_ROWS = 48, MAX_LATENT_DIM = 1024;
 constexpr float MINUS_INF = -__builtin_inff();
 
 enum Mask { CAUSAL, SLIDING, CHUNKED };
 
-template <class T>
+// C is the pool's kind: Cache<T>, or Latent<T> where all heads share one K that holds V.
+template <class T, class C = Cache<T>>
 struct Attention {
   Rows<const T> q;  // [tokens, num_heads * dim]
-  Rows<T> out;
-  Cache<T> cache;
+  Rows<T> out;      // [tokens, num_heads * v_dim]
+  C cache;
   const i32* block_table;
   i64 max_blocks;
   const i32* query_start_loc;
@@ -30,7 +33,16 @@ struct Attention {
   float* partials;    // for splits that go to several threads, or null
   i64 max_partials;   // floats there
 
+  static constexpr bool latent = !std::is_same_v<C, Cache<T>>;
   INLINE i64 group() const { return num_heads / cache.heads; }
+  // The query heads of one kv head go in parts of at most QUERY_ROWS.
+  INLINE i64 parts() const { return (group() + QUERY_ROWS - 1) / QUERY_ROWS; }
+  INLINE i64 part_size() const { return (group() + parts() - 1) / parts(); }
+  INLINE i64 dim() const { return cache.dim; }
+  INLINE i64 v_dim() const {
+    if constexpr (latent) return cache.v_dim;
+    else return cache.dim;
+  }
   // The first key that the query at `position` sees; the last is its own.
   INLINE i64 first_key(i64 position) const {
     if (mask == SLIDING) return position - window + 1 > 0 ? position - window + 1 : 0;
@@ -44,20 +56,29 @@ struct State {
   float *high, *total, *acc;
 };
 
-// A piece of work: tokens [begin, end) of a sequence (counted from its first new one) for one kv head.
+// A piece of work: tokens [begin, end) of a sequence (counted from its first new one) for `heads` query heads from
+// `first` on, of those of one kv head.
 struct Piece {
-  i64 seq, head, begin, end;
+  i64 seq, head, first, heads, begin, end;
+  INLINE i64 rows() const { return (end - begin) * heads; }
 };
 
+// Part `index` of all parts of all kv heads.
+template <class A>
+INLINE Piece piece_of(const A& a, i64 seq, i64 index, i64 begin, i64 end) {
+  i64 head = index / a.parts(), first = index % a.parts() * a.part_size(), left = a.group() - first;
+  return {seq, head, first, left < a.part_size() ? left : a.part_size(), begin, end};
+}
+
 // scores [rows][64] = q @ K.T of one tile; row_of(r) is q's row r. Fetches the tile's values meanwhile.
-template <class T, class R>
-INLINE void score_tile(const Attention<T>& a, const T* const* panels, const T* const* values, i64 rows, R row_of,
+template <class T, class C, class R>
+INLINE void score_tile(const Attention<T, C>& a, const T* const* panels, const T* const* values, i64 rows, R row_of,
                        float* scores) {
   row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
     const T* left[TILE_ROWS];
     for (i64 m = 0; m < height; ++m) left[m] = row_of(row + m);
     for (int p = 0; p < 4; p += TILE_PANELS)
-      multiply<T, TILE_PANELS>(height, left, panels + p, values + p, a.cache.dim, scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
+      multiply<T, TILE_PANELS>(height, left, panels + p, values + p, a.dim(), scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
   });
 }
 
@@ -86,17 +107,18 @@ INLINE float softmax_row(float* scores, i64 low, i64 high, float scale, float so
 }
 
 // acc[m] = acc[m] * factor[m] + sum over keys [first, keys) of probability * value, for P vectors of columns. `ahead` is
-// fetched meanwhile: the next tile's keys, as many bytes as there are values.
+// fetched meanwhile: the next tile's keys, as many bytes as there are values. Values lie `stride` elements apart.
 template <class T, int M, int P>
 __attribute__((noinline)) void weigh_columns(const float* scores, const T* const* values, const T* const* ahead,
-                                             i64 first, i64 keys, i64 dim, i64 column, const float* factor, float* acc) {
+                                             i64 first, i64 keys, i64 stride, i64 dim, i64 column, const float* factor,
+                                             float* acc) {
   Vec sums[M][P];
 #pragma GCC unroll 32
   for (int i = 0; i < M * P; ++i)
     sums[i / P][i % P] = mul(load(acc + i / P * dim + column + i % P * LANES), set1(factor[i / P]));
   for (i64 key = first; key < keys; ++key) {
-    const T* row = values[key / 16] + key % 16 * dim + column;
-    const char* next = reinterpret_cast<const char*>(ahead[key / 16] + key % 16 * dim + column);
+    const T* row = values[key / 16] + key % 16 * stride + column;
+    const char* next = reinterpret_cast<const char*>(ahead[key / 16] + key % 16 * stride + column);
     for (i64 at = 0; at < P * LANES * i64(sizeof(T)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
     Vec value[P];
 #pragma GCC unroll 16
@@ -114,21 +136,22 @@ __attribute__((noinline)) void weigh_columns(const float* scores, const T* const
 
 template <class T, int M>
 INLINE void weigh_rows(const float* scores, const T* const* values, const T* const* ahead, i64 first, i64 keys,
-                       i64 dim, const float* factor, float* acc) {
+                       i64 stride, i64 dim, const float* factor, float* acc) {
   i64 column = 0;
   for (; column + TILE_PANELS * LANES <= dim; column += TILE_PANELS * LANES)
-    weigh_columns<T, M, TILE_PANELS>(scores, values, ahead, first, keys, dim, column, factor, acc);
+    weigh_columns<T, M, TILE_PANELS>(scores, values, ahead, first, keys, stride, dim, column, factor, acc);
   if constexpr (TILE_PANELS > 1)
     for (; column < dim; column += LANES)
-      weigh_columns<T, M, 1>(scores, values, ahead, first, keys, dim, column, factor, acc);
+      weigh_columns<T, M, 1>(scores, values, ahead, first, keys, stride, dim, column, factor, acc);
 }
 
 template <class T>
 INLINE void weigh_tile(const float* scores, const T* const* values, const T* const* ahead, i64 first, i64 keys, i64 rows,
-                       i64 dim, const float* factor, float* acc) {
+                       i64 stride, i64 dim, const float* factor, float* acc) {
   row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
 #define ROWS(M) \
-  case M: return weigh_rows<T, M>(scores + row * KEY_TILE, values, ahead, first, keys, dim, factor + row, acc + row * dim);
+  case M:     \
+    return weigh_rows<T, M>(scores + row * KEY_TILE, values, ahead, first, keys, stride, dim, factor + row, acc + row * dim);
     if constexpr (TILE_ROWS == 6) {
       switch (height) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
     } else {
@@ -138,15 +161,28 @@ INLINE void weigh_tile(const float* scores, const T* const* values, const T* con
   });
 }
 
-// One split of 512 keys for the rows of a piece: state starts empty.
+// 64 latents as panels, as K lies in a Cache: the rows of one tile are each read by all query heads.
 template <class T>
-void attend_split(const Attention<T>& a, const Piece& piece, i64 split, State state) {
-  i64 group = a.group(), dim = a.cache.dim, rows = (piece.end - piece.begin) * group, size = a.cache.block_size;
+INLINE void pack_keys(const T* const* rows, i64 dim, T* panels) {
+  constexpr i64 unit = Dot<T>::unit;
+  for (i64 token = 0; token < KEY_TILE; ++token) {
+    const T* row = rows[token / 16] + token % 16 * dim;
+    T* to = panels + token / 16 * 16 * dim + token % 16 * unit;
+    for (i64 d = 0; d < dim; d += unit) memcpy(to + d * 16, row + d, sizeof(T) * unit);
+  }
+}
+
+// One split of 512 keys for the rows of a piece: state starts empty.
+template <class T, class C>
+void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State state) {
+  i64 dim = a.v_dim(), heads = piece.heads, rows = piece.rows(), size = a.cache.block_size;
   i64 start = a.query_start_loc[piece.seq], first_new = a.seq_lens[piece.seq] - (a.query_start_loc[piece.seq + 1] - start);
-  auto row_of = [&](i64 r) { return a.q[start + piece.begin + r / group] + (piece.head * group + r % group) * dim; };
+  i64 first_head = piece.head * a.group() + piece.first;
+  auto row_of = [&](i64 r) { return a.q[start + piece.begin + r / heads] + (first_head + r % heads) * a.dim(); };
   i64 key_end = first_new + piece.end, key_begin = a.first_key(first_new + piece.begin);
   const i32* blocks = a.block_table + piece.seq * a.max_blocks;
   alignas(64) float scores[QUERY_ROWS * KEY_TILE], factor[QUERY_ROWS];
+  alignas(64) T packed[a.latent ? KEY_TILE * MAX_LATENT_DIM : 1];
   for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF, state.total[r] = 0.0f;
   memset(state.acc, 0, rows * dim * sizeof(float));
   for (i64 key = split * KEY_SPLIT; key < (split + 1) * KEY_SPLIT && key < key_end; key += KEY_TILE) {
@@ -159,16 +195,22 @@ void attend_split(const Attention<T>& a, const Piece& piece, i64 split, State st
       values[p] = a.cache.values(blocks[token / size], piece.head, token % size);
       next_keys[p] = a.cache.keys(blocks[later / size], piece.head, later % size);
     }
+    i64 stride = dim;
+    if constexpr (a.latent) {
+      stride = a.dim();
+      pack_keys(keys, a.dim(), packed);
+      for (i64 p = 0; p < 4; ++p) keys[p] = packed + p * 16 * a.dim();
+    }
     score_tile(a, keys, values, rows, row_of, scores);
     for (i64 r = 0; r < rows; ++r) {
-      i64 position = first_new + piece.begin + r / group;
+      i64 position = first_new + piece.begin + r / heads;
       factor[r] = softmax_row(scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale, a.softcap,
                               state.high[r], state.total[r]);
     }
     // Keys that no row sees may lie in block 0, where anything is: their scores are masked above, and their values are
     // left out here, since 0 * NaN is NaN. A key that some row sees adds 0 * a number to the others, which moves no bit.
     i64 first = key_begin > key ? key_begin - key : 0, seen = key_end - key < KEY_TILE ? key_end - key : KEY_TILE;
-    weigh_tile(scores, values, next_keys, first, seen, rows, dim, factor, state.acc);
+    weigh_tile(scores, values, next_keys, first, seen, rows, stride, dim, factor, state.acc);
   }
 }
 
@@ -185,9 +227,9 @@ INLINE void merge_row(float& high, float& total, float* acc, float split_high, f
 }
 
 // The sinks' share and the division; writes the rows of out.
-template <class T>
-INLINE void finish_row(const Attention<T>& a, i64 token, i64 head, float high, float total, const float* acc) {
-  i64 dim = a.cache.dim;
+template <class T, class C>
+INLINE void finish_row(const Attention<T, C>& a, i64 token, i64 head, float high, float total, const float* acc) {
+  i64 dim = a.v_dim();
   float factor = 1.0f;
   if (a.sinks) {
     float sink = to_float(a.sinks[head]), top = fmaxf(high, sink);
@@ -199,17 +241,17 @@ INLINE void finish_row(const Attention<T>& a, i64 token, i64 head, float high, f
 }
 
 // The splits that any row of the piece sees: [first, last).
-template <class T>
-INLINE void split_range(const Attention<T>& a, const Piece& piece, i64& begin, i64& end) {
+template <class T, class C>
+INLINE void split_range(const Attention<T, C>& a, const Piece& piece, i64& begin, i64& end) {
   i64 new_tokens = a.query_start_loc[piece.seq + 1] - a.query_start_loc[piece.seq];
   i64 first_new = a.seq_lens[piece.seq] - new_tokens;
   begin = a.first_key(first_new + piece.begin) / KEY_SPLIT;
   end = (first_new + piece.end + KEY_SPLIT - 1) / KEY_SPLIT;
 }
 
-template <class T>
-void attend_piece(const Attention<T>& a, const Piece& piece) {
-  i64 group = a.group(), dim = a.cache.dim, rows = (piece.end - piece.begin) * group, begin, end;
+template <class T, class C>
+void attend_piece(const Attention<T, C>& a, const Piece& piece) {
+  i64 dim = a.v_dim(), rows = piece.rows(), begin, end;
   alignas(64) float acc[QUERY_ROWS * MAX_HEAD_DIM], split_acc[QUERY_ROWS * MAX_HEAD_DIM];
   float high[QUERY_ROWS], total[QUERY_ROWS], split_high[QUERY_ROWS], split_total[QUERY_ROWS];
   for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF, total[r] = 0.0f;
@@ -220,66 +262,65 @@ void attend_piece(const Attention<T>& a, const Piece& piece) {
     for (i64 r = 0; r < rows; ++r)
       merge_row(high[r], total[r], acc + r * dim, split_high[r], split_total[r], split_acc + r * dim, dim);
   }
-  i64 token = a.query_start_loc[piece.seq] + piece.begin;
+  i64 token = a.query_start_loc[piece.seq] + piece.begin, first_head = piece.head * a.group() + piece.first;
   for (i64 r = 0; r < rows; ++r)
-    finish_row(a, token + r / group, piece.head * group + r % group, high[r], total[r], acc + r * dim);
+    finish_row(a, token + r / piece.heads, first_head + r % piece.heads, high[r], total[r], acc + r * dim);
 }
 
-// Decode of few sequences: every split of every (sequence, kv head) is a piece of its own, merged after a barrier.
-template <class T>
-void attend_by_splits(Team& team, const Attention<T>& a, i64 max_splits) {
-  i64 group = a.group(), dim = a.cache.dim, heads = a.cache.heads, row_size = dim + 2;
-  auto partial = [&](i64 pair, i64 split) { return a.partials + (pair * max_splits + split) * group * row_size; };
-  auto state = [&](float* data) { return State{data, data + group, data + 2 * group}; };
-  team.each(a.num_seqs * heads * max_splits, 1, [&](i64 begin, i64 end) {
+// Decode of few sequences: every split of every (sequence, part of heads) is a piece of its own, merged after a barrier.
+template <class T, class C>
+void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
+  i64 most = a.part_size(), dim = a.v_dim(), parts = a.cache.heads * a.parts(), row_size = dim + 2;
+  auto partial = [&](i64 pair, i64 split) { return a.partials + (pair * max_splits + split) * most * row_size; };
+  auto state = [&](float* data) { return State{data, data + most, data + 2 * most}; };
+  team.each(a.num_seqs * parts * max_splits, 1, [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
-      Piece piece{i / max_splits / heads, i / max_splits % heads, 0, 1};
+      Piece piece = piece_of(a, i / max_splits / parts, i / max_splits % parts, 0, 1);
       i64 first, last, split = i % max_splits;
       split_range(a, piece, first, last);
       if (split >= first && split < last) attend_split(a, piece, split, state(partial(i / max_splits, split)));
     }
   });
   team.barrier();
-  team.each(a.num_seqs * heads, 1, [&](i64 begin, i64 end) {
+  team.each(a.num_seqs * parts, 1, [&](i64 begin, i64 end) {
     for (i64 pair = begin; pair < end; ++pair) {
-      Piece piece{pair / heads, pair % heads, 0, 1};
+      Piece piece = piece_of(a, pair / parts, pair % parts, 0, 1);
       i64 first, last;
       split_range(a, piece, first, last);
-      for (i64 r = 0; r < group; ++r) {
+      for (i64 r = 0; r < piece.heads; ++r) {
         alignas(64) float acc[MAX_HEAD_DIM] = {};
         float high = MINUS_INF, total = 0.0f;
         for (i64 split = first; split < last; ++split) {
           State one = state(partial(pair, split));
           merge_row(high, total, acc, one.high[r], one.total[r], one.acc + r * dim, dim);
         }
-        finish_row(a, a.query_start_loc[piece.seq], piece.head * group + r, high, total, acc);
+        finish_row(a, a.query_start_loc[piece.seq], piece.head * a.group() + piece.first + r, high, total, acc);
       }
     }
   });
 }
 
-template <class T>
-void paged_attention(Team& team, const Attention<T>& a) {
-  i64 group = a.group(), heads = a.cache.heads, tile = group < QUERY_ROWS ? QUERY_ROWS / group : 1;
+template <class A>
+void paged_attention(Team& team, const A& a) {
+  i64 parts = a.cache.heads * a.parts(), tile = QUERY_ROWS / a.part_size();
   i64 pieces = 0, longest = 0, new_tokens = a.query_start_loc[a.num_seqs];
+  auto tiles = [&](i64 seq) { return (a.query_start_loc[seq + 1] - a.query_start_loc[seq] + tile - 1) / tile; };
   for (i64 seq = 0; seq < a.num_seqs; ++seq) {
-    i64 count = a.query_start_loc[seq + 1] - a.query_start_loc[seq];
-    pieces += (count + tile - 1) / tile * heads;
+    pieces += tiles(seq) * parts;
     longest = a.seq_lens[seq] > longest ? a.seq_lens[seq] : longest;
   }
   i64 max_splits = (longest + KEY_SPLIT - 1) / KEY_SPLIT;
-  i64 needed = a.num_seqs * heads * max_splits * group * (a.cache.dim + 2);
+  i64 needed = a.num_seqs * parts * max_splits * a.part_size() * (a.v_dim() + 2);
   bool few = pieces < 2 * team.count && new_tokens == a.num_seqs && max_splits > 1;
   if (few && a.partials && needed <= a.max_partials) return attend_by_splits(team, a, max_splits);
-  auto tiles = [&](i64 seq) { return (a.query_start_loc[seq + 1] - a.query_start_loc[seq] + tile - 1) / tile; };
   // Backwards, so that the longest pieces of a prompt (its last tokens) start first.
   i64 seq = a.num_seqs, base = pieces;
   team.each(pieces, 1, [&](i64 begin, i64) {
     i64 piece = pieces - 1 - begin;
-    while (piece < base) base -= tiles(--seq) * heads;
+    while (piece < base) base -= tiles(--seq) * parts;
     i64 count = a.query_start_loc[seq + 1] - a.query_start_loc[seq];
-    i64 head = (piece - base) % heads, token = (piece - base) / heads * tile;
-    attend_piece(a, Piece{seq, head, token, token + tile < count ? token + tile : count});
+    i64 part = (piece - base) % parts, token = (piece - base) / parts * tile;
+    attend_piece(a, piece_of(a, seq, part, token, token + tile < count ? token + tile : count));
   });
 }
 

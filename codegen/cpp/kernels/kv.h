@@ -23,6 +23,18 @@ struct Cache {
   }
 };
 
+// One layer of a pool that holds latents: [block][layer][block_size][dim]. K is the whole of it, V its first v_dim elements.
+template <class T>
+struct Latent {
+  static constexpr i64 heads = 1;
+  T* data;
+  i64 layers, layer, block_size, dim, v_dim;
+
+  INLINE T* row(i64 block, i64 offset) const { return data + ((block * layers + layer) * block_size + offset) * dim; }
+  INLINE const T* keys(i64 block, i64, i64 offset) const { return row(block, offset); }
+  INLINE const T* values(i64 block, i64, i64 offset) const { return row(block, offset); }
+};
+
 // positions [rows] -> cosines then sines, [rows, 2 * half], times `scaling`.
 inline void rope_table(Team& team, const i64* positions, const float* inv_freq, float scaling, i64 rows, i64 half,
                        Rows<float> out) {
@@ -94,6 +106,14 @@ void kv_write(Team& team, Cache<T> cache, Rows<const T> k, Rows<const T> v, cons
   });
 }
 
+template <class T>
+void latent_write(Team& team, Latent<T> cache, Rows<const T> k, const i64* slots, i64 rows) {
+  team.each(rows, row_grain(cache.dim), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row)
+      memcpy(cache.row(slots[row] / cache.block_size, slots[row] % cache.block_size), k[row], sizeof(T) * cache.dim);
+  });
+}
+
 constexpr i64 MAX_HEAD_DIM = 512;
 
 // rope on q [rows, heads * dim] into out, and on k on its way into the cache.
@@ -144,6 +164,25 @@ void move_blocks(Cache<T> cache, const i32* blocks, i64 count, T* canonical) {
               if (PACK) *canonical = *cell;
               else *cell = *canonical;
             }
+}
+
+template <class T>
+void copy_slots(Latent<T> cache, const i64* source, const i64* target, i64 count) {
+  for (i64 i = 0; i < count; ++i)
+    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
+      memmove(cache.row(target[i] / cache.block_size, target[i] % cache.block_size),
+              cache.row(source[i] / cache.block_size, source[i] % cache.block_size), sizeof(T) * cache.dim);
+}
+
+// canonical [count, layers, 1, block_size, 1, dim].
+template <class T, bool PACK>
+void move_blocks(Latent<T> cache, const i32* blocks, i64 count, T* canonical) {
+  const i64 size = cache.layers * cache.block_size * cache.dim;
+  for (i64 i = 0; i < count; ++i, canonical += size) {
+    T* block = cache.data + blocks[i] * size;
+    if (PACK) memcpy(canonical, block, size * sizeof(T));
+    else memcpy(block, canonical, size * sizeof(T));
+  }
 }
 
 }  // namespace inferc

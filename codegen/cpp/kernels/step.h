@@ -63,6 +63,10 @@ struct Step {
   INLINE Cache<T> cache(int group, i64 layers, i64 layer, i64 block_size, i64 heads, i64 dim) const {
     return {static_cast<T*>(a.kv_cache[group]), layers, layer, block_size, heads, dim};
   }
+  template <class T>
+  INLINE Latent<T> latent(int group, i64 layers, i64 layer, i64 block_size, i64 dim, i64 v_dim) const {
+    return {static_cast<T*>(a.kv_cache[group]), layers, layer, block_size, dim, v_dim};
+  }
   // Each thread's own part of the threads' scratch, or all of it for work that threads share.
   INLINE float* own_scratch(const Team& team) const {
     return reinterpret_cast<float*>(thread_scratch + team.tid * per_thread);

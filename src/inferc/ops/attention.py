@@ -1,11 +1,14 @@
 """Attention as captured, and over the paged KV cache.
 
 The canonical KV cache of one group is one tensor
-`[num_blocks, num_layers_of_group, 2, block_size, num_kv_heads, head_dim]` (index 0 of axis 2 is K, 1 is V);
+`[num_blocks, num_layers_of_group, 2, block_size, num_kv_heads, head_dim]` (index 0 of axis 2 is K, 1 is V), for a group of
+latents `[num_blocks, num_layers_of_group, 1, block_size, 1, head_dim]`;
 a backend may store the same bytes in another order and says so in `kv_layout`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,6 +134,22 @@ def rope_kv_write_in_place(
     return rope(q, table, pairs), written
 
 
+@define("latent_write(Tensor kv_cache, Tensor k, Tensor slot_mapping, int layer) -> Tensor", _kv_write_fake)
+def latent_write(kv_cache: Tensor, k: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
+    """Write new latents into their slots and return the cache: as `kv_write`, of one tensor that is K and holds V.
+
+    kv_cache canonical (see the module); k [num_tokens, 1, head_dim]; slot_mapping [num_tokens] i64.
+    """
+    return latent_write_in_place(kv_cache.clone(), k, slot_mapping, layer)
+
+
+def latent_write_in_place(kv_cache: Tensor, k: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
+    """`latent_write` as a runner does it."""
+    block_size = kv_cache.shape[3]
+    kv_cache[slot_mapping // block_size, layer, 0, slot_mapping % block_size] = k.to(kv_cache.dtype)
+    return kv_cache
+
+
 def _paged_attention_fake(q: Tensor, *_args: object) -> Tensor:
     return like_first(q)
 
@@ -162,15 +181,66 @@ def paged_attention(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1.
     """
-    block_size = kv_cache.shape[3]
-    groups = q.shape[1] // kv_cache.shape[4]
-    out = torch.empty_like(q)
+    parts = [kv_cache[:, layer, part] for part in (0, 1)]
+    places = (block_table, query_start_loc, seq_lens)
+    return _attend(q, parts[0], parts[1], *places, sinks, scale, mask, window, softcap)
+
+
+def _latent_attention_fake(q: Tensor, kv_cache: Tensor, *args: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], args[-1]))
+
+
+@define(
+    "latent_attention(Tensor q, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int layer,"
+    " float scale, str mask, int window, float softcap, int v_dim) -> Tensor",
+    _latent_attention_fake,
+)
+def latent_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    layer: int,
+    scale: float,
+    mask: str,
+    window: int,
+    softcap: float,
+    v_dim: int,
+) -> Tensor:
+    """`paged_attention` over latents: K is the cached tensor, V its first `v_dim` elements; all heads share both.
+
+    q [num_tokens, num_heads, head_dim]; result [num_tokens, num_heads, v_dim].
+    Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2.
+    """
+    k = kv_cache[:, layer, 0]
+    places = (block_table, query_start_loc, seq_lens)
+    return _attend(q, k, k[..., :v_dim], *places, None, scale, mask, window, softcap)
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    mask: str,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Attention over keys and values [num_blocks, block_size, num_kv_heads, …]."""
+    block_size, num_kv_heads = keys.shape[1:3]
+    groups = q.shape[1] // num_kv_heads
+    out = q.new_empty((*q.shape[:2], values.shape[-1]))
     for seq in range(seq_lens.shape[0]):
         start, end, length = int(query_start_loc[seq]), int(query_start_loc[seq + 1]), int(seq_lens[seq])
         blocks = block_table[seq, : -(-length // block_size)].long()
         k, v = (
-            kv_cache[blocks, layer, part].flatten(0, 1)[:length].float().repeat_interleave(groups, 1).transpose(0, 1)
-            for part in (0, 1)
+            cached[blocks].flatten(0, 1)[:length].float().repeat_interleave(groups, 1).transpose(0, 1)
+            for cached in (keys, values)
         )
         scores = torch.matmul(q[start:end].float().transpose(0, 1), k.transpose(1, 2)) * scale
         if softcap:
