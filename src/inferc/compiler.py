@@ -32,13 +32,13 @@ from inferc.codegen.folder import OutputFolder
 from inferc.codegen.kernels import Target, kernel_named
 from inferc.codegen.triton.emit import Cubins, emit_cubins
 from inferc.config import CompileConfig, ResolvedCompileConfig
+from inferc.cost_recorder import CostRecorder
 from inferc.errors import VerifyError
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
 from inferc.manifest import CERTIFICATE, COSTS, json_bytes
-from inferc.op_costs import CostRecorder
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
 from inferc.passes.plan_memory import memory_plan
 from inferc.program import Program

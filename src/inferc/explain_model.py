@@ -13,11 +13,11 @@ from inferc.codegen.cpp.emit import emit as emit_cpp
 from inferc.codegen.kernels import Target
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost import CostLog, extended
+from inferc.cost_recorder import CostRecorder
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.frontend.export import capture, context_length
 from inferc.frontend.layers import layer_kinds, repetition, shortened
 from inferc.frontend.load import Checkpoint, load_config
-from inferc.op_costs import CostRecorder
 from inferc.passes.pipeline import LowerConfig, build_pipeline, run_passes
 from inferc.passes.plan_memory import memory_plan
 
