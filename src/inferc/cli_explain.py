@@ -224,7 +224,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
     moved = (
         "bytes: what the kernels of a step read and write, each its inputs and results once: weights that it uses, K and V"
         " of the context, activations. Before page_kv_cache, attention counts as if K and V were cached already."
-        " FLOPs: a multiplication and an addition are two."
+        " FLOPs: a multiplication and an addition are two. nodes counts calls; those that are views move nothing."
     )
     time = (
         f"ms: of each kernel the longer of bytes / bandwidth and FLOPs / peak, and {launch} to start it, summed. That is"

@@ -33,6 +33,12 @@ def folder(path: Path, family: str, num_layers: int, **more: Any) -> Path:
     return path
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a capture is the model is tested elsewhere, and takes longer than the capture."""
+    monkeypatch.setattr("inferc.frontend.check.check_capture", lambda *arguments: None)
+
+
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
@@ -113,9 +119,8 @@ def test_shortened_models_say_what_the_whole_one_does(
     more: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    unchecked: None,
 ) -> None:
-    # That a capture is the model is tested elsewhere, and takes as long as the capture.
-    monkeypatch.setattr("inferc.frontend.check.check_capture", lambda *arguments: None)
     model = folder(tmp_path, family, num_layers, **more)
 
     def explained() -> ExplainedModel:
@@ -130,7 +135,9 @@ def test_shortened_models_say_what_the_whole_one_does(
     assert found.costs == whole.costs
 
 
-def test_layers_that_only_look_equal_are_all_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_only_look_equal_are_all_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
     types = {"mlp_only_layers": [2], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model = folder(tmp_path, "qwen3_moe", 6, **types)
     monkeypatch.setattr(explaining, "layer_kinds", lambda checkpoint: ["same"] * 6)
