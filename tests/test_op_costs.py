@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lowered import Builder, Shape
+from torch import Tensor
 
 from inferc.config import CompileConfig
 from inferc.cost import OpCost, PassCost, Step
@@ -76,6 +77,26 @@ def test_the_head_runs_on_rows() -> None:
     found = b.cost(inferc.lm_head.default, chosen, b.weight("head", 90, 64), None)
     flops = (("S", 2 * 90 * 64),)
     assert found == OpCost("inferc.lm_head", "bfloat16", (("1", 90 * 128),), (), (("S", 128 + 90 * 4),), flops)
+
+
+@torch.library.custom_op("inferc_tests::per_head", mutates_args=())
+def per_head(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return residual + torch.einsum("thk,hnk->thn", x, weight)
+
+
+@per_head.register_fake
+def _per_head_fake(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return torch.empty_like(residual)
+
+
+def test_a_product_of_an_op_without_a_row() -> None:
+    b = Small()
+    op = torch.ops.inferc_tests.per_head.default
+    found = b.cost(op, b.activation(4, 16), b.weight("each", 4, 8, 16), b.activation(4, 8))
+    assert found is not None
+    assert found.weights == (("1", 4 * 8 * 16 * 2),)
+    assert found.activations == (("T", (4 * 16 + 2 * 4 * 8) * 2),)
+    assert found.flops == (("T", 2 * 4 * 8 * 16),)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,11 @@ class CostRecorder:
 
     def __call__(self, _index: int, name: str, rewrites: int, program: Program) -> None:
         nodes = sum(node.op == "call_function" for node in program.graph.nodes)
+        groups, ungrouped = _attention_groups(program)
+        # A pass may change what is to be cached; once it is paged, the program itself knows its groups.
+        self.groups = groups or self.groups
         if not self.rows:
-            self.groups, self.ungrouped = _captured_groups(program)
+            self.ungrouped = ungrouped
         before = self.rows[-1].nodes_after if self.rows else nodes
         unchanged = self.rows and not rewrites
         ops = self.rows[-1].ops if unchanged else program_costs(program)
@@ -54,8 +57,11 @@ class CostRecorder:
         return CostLog(facts, self.rows[0], tuple(self.rows[1:]))
 
 
-def _captured_groups(program: Program) -> tuple[tuple[dict[str, Any], ...], int]:
-    """The KV groups that captured attention asks for, and the bytes a token if each query head had K and V of its own."""
+def _attention_groups(program: Program) -> tuple[tuple[dict[str, Any], ...], int]:
+    """The KV groups that attention which is not paged yet asks for, and the bytes a token without sharing of K and V.
+
+    Without sharing, each query head has a K and V of its own.
+    """
     found: Counter[tuple[Any, ...]] = Counter()
     ungrouped = 0
     for node in program.graph.nodes:

@@ -54,19 +54,21 @@ def explain_model(path: str | Path, config: CompileConfig, progress: Progress) -
     resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 0)
     repeated = repetition(layer_kinds(checkpoint))
     if repeated is not None:
-        short, _ = _lowered(shortened(checkpoint, repeated.short), resolved, progress, check=False)
-        # It has every layer of the short one, so it alone needs to be checked against transformers.
-        longer, refusal = _lowered(shortened(checkpoint, repeated.longer), resolved, progress, check=True)
-        if len(short.passes) == len(longer.passes):
-            costs = extended(short, longer, repeated.times)
-            if costs.facts.num_parameters == _num_parameters(checkpoint):
+        fewer, more = shortened(checkpoint, repeated.short), shortened(checkpoint, repeated.longer)
+        sizes = [_num_elements(each) for each in (checkpoint, fewer, more)]
+        if sizes[0] == sizes[1] + repeated.times * (sizes[2] - sizes[1]):
+            short, _ = _lowered(fewer, resolved, progress, check=False)
+            # It has every layer of the short one, so it alone needs to be checked against transformers.
+            longer, refusal = _lowered(more, resolved, progress, check=True)
+            if len(short.passes) == len(longer.passes):
+                costs = extended(short, longer, repeated.times)
                 return ExplainedModel(costs, resolved, refusal, (repeated.short, repeated.longer))
         log.info("%s: its layers are not as equal as they look; capturing all of them", checkpoint.name)
     costs, refusal = _lowered(checkpoint, resolved, progress, check=True)
     return ExplainedModel(costs, resolved, refusal, (costs.facts.num_layers,))
 
 
-def _num_parameters(checkpoint: Checkpoint) -> int:
+def _num_elements(checkpoint: Checkpoint) -> int:
     return sum(math.prod(shape) for shape, _ in checkpoint.tensors.values())
 
 

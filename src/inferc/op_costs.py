@@ -2,8 +2,8 @@
 
 An op reads its inputs once and writes its results once, as one kernel with ideal caches would; weights, KV cache and
 activations are counted apart. Views are free. What an op is not known for gets the default: it reads its inputs, writes
-its results and does one operation for each element of the largest of them, or, where it has a matrix `weight` that fits
-its first argument, that product's. Other products, lookups and what uses the cache have a row in `COSTS`.
+its results and does one operation for each element of the largest of them; or, where it has a `weight` whose matrices
+fit its first argument, that product's. Other products, lookups and what uses the cache have a row in `COSTS`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,11 @@ def _default(call: Call) -> None:
 
 
 def _multiplied(call: Call) -> Terms | None:
-    """The arithmetic of an op that multiplies its first argument by a matrix `weight` [out, in], whatever else it does."""
+    """The arithmetic of an op that multiplies its first argument by `weight`, whatever else it does.
+
+    weight [..., in], first argument [..., in], result [..., ...]: it ends in the weight's leading axes, which are the
+    outputs of one matrix, or of one for each head.
+    """
     weight = call.arguments.get("weight") if isinstance(call.node.target, torch._ops.OpOverload) else None
     first = call.node.args[0] if call.node.args else None
     out = call.node.meta.get("val")
@@ -202,12 +206,13 @@ def _multiplied(call: Call) -> Terms | None:
     if not (isinstance(weight, fx.Node) and isinstance(first, fx.Node) and isinstance(out, Tensor)):
         return None
     matrix, x = weight.meta.get("val"), first.meta.get("val")
-    if not isinstance(matrix, Tensor) or not isinstance(x, Tensor) or first is weight or matrix.dim() != 2:
+    if not isinstance(matrix, Tensor) or not isinstance(x, Tensor) or first is weight or matrix.dim() < 2:
         return None
+    ending = tuple(out.shape[1 - matrix.dim() :])
     # Sizes that are symbols belong to no matrix of weights; to compare them would be to assume something about them.
-    if not all(isinstance(size, int) for size in (*matrix.shape, out.shape[-1], x.shape[-1])):
+    if not all(isinstance(size, int) for size in (*matrix.shape, *ending, x.shape[-1])):
         return None
-    if tuple(matrix.shape) != (out.shape[-1], x.shape[-1]):
+    if tuple(matrix.shape) != (*ending, x.shape[-1]):
         return None
     call.dtype = matrix.dtype
     return times(call.elements(out), 2 * int(x.shape[-1]))

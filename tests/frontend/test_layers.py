@@ -23,6 +23,20 @@ SIZES = {
     "vocab_size": 320,
     "max_position_embeddings": 256,
 }
+LATENT = {  # with a buffer in each layer of experts, and K and V from a latent
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 32}
 
 
@@ -110,6 +124,7 @@ def test_a_config_alone_is_a_checkpoint_of_its_class(tmp_path: Path) -> None:
             (2, 3),
             {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         ),
+        ("deepseek_v3", 6, (2, 3), LATENT),
     ],
 )
 def test_shortened_models_say_what_the_whole_one_does(
