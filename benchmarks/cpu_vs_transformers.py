@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from inferc.runtime.bench import measure_read
+from inferc.machine import measure_read
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {  # name: (input_len, output_len, concurrency)

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from inferc.config import available_cores
-from inferc.runtime.bench import measure_read
+from inferc.machine import measure_read
 
 ROOT = Path(__file__).parents[1]
 INFERC = (sys.executable, "-m", "inferc")

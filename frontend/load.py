@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.frontend import trace
 from inferc.frontend.checkpoint import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
 
 log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+CONFIG_FILE = "config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
 
@@ -58,6 +60,26 @@ def load(path: str | Path) -> Checkpoint:
     return Checkpoint(config, _model_class(config), reader.tensors, reader, folder=folder)
 
 
+def load_config(path: str | Path) -> Checkpoint:
+    """The model of a config.json alone, in a folder or on the hub: no weights are looked for.
+
+    Raises as `load` does for a config that cannot be used.
+    """
+    file = Path(path).expanduser()
+    folder = file.parent if file.name == CONFIG_FILE and file.is_file() else find_folder(path, [CONFIG_FILE])
+    return from_config(read_config(folder), folder)
+
+
+def from_config(config: Any, folder: Path | None) -> Checkpoint:
+    """A checkpoint that has the tensors the config's class would have, none of which can be read."""
+    model_class = _model_class(config)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32  # transformers' own default
+    model = trace.build(model_class, config, dtype, "meta")
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    reader = TensorDictReader({name: value for name, value in model.state_dict().items() if name not in tied})
+    return Checkpoint(config, model_class, reader.tensors, reader, folder=folder)
+
+
 def load_module(module: torch.nn.Module) -> Checkpoint:
     """The same for a transformers causal language model in memory."""
     from transformers import PreTrainedModel
@@ -88,8 +110,8 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
             )
 
 
-def find_folder(path: str | Path) -> Path:
-    """The folder `path` names, downloaded from the hub if it is a hub id."""
+def find_folder(path: str | Path, files: list[str] | None = None) -> Path:
+    """The folder `path` names, downloaded from the hub (`files` alone, if given) if it is a hub id."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -100,7 +122,7 @@ def find_folder(path: str | Path) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=files or HUB_FILES))
     except Exception as error:  # the client's errors share no base: network, not found, gated, disk
         reason = str(error).strip().splitlines()
         raise ConfigError(
@@ -112,7 +134,7 @@ def find_folder(path: str | Path) -> Path:
 
 def read_config(folder: Path) -> Any:
     """The transformers config of a folder, of a kind that can be compiled."""
-    file = folder / "config.json"
+    file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(f"{folder}: no config.json; expected a Hugging Face model folder (a LoRA adapter is not one)")
     try:

@@ -8,22 +8,19 @@ from __future__ import annotations
 import math
 import queue
 import statistics
-import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from inferc.config import available_memory_bytes
 from inferc.errors import RequestError
 from inferc.kv_pools import CacheGroup, cache_groups
+from inferc.machine import cpuinfo, measure_read, peak_flops
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.engine_loop import EngineClient, Event, Failed
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Output
 
-READ_BYTES = 1 << 30
 REPEATS = 3
 
 
@@ -120,7 +117,7 @@ def latency(client: EngineClient, cost: ModelCost, num_threads: int, input_len: 
     ttft = statistics.median(run.ttft for run in runs)
     itl = statistics.median((run.arrivals[-1] - run.arrivals[0]) / (len(run.arrivals) - 1) for run in runs)
     read = measure_read(num_threads)
-    peak = peak_flops(num_threads, cost.dtype, _cpuinfo())
+    peak = peak_flops(num_threads, cost.dtype, cpuinfo())
     step_bytes = cost.weights_bytes + cost.kv_bytes(input_len + output_len // 2)
     return Latency(
         prefill_tokens_per_s=input_len / ttft,
@@ -156,38 +153,6 @@ def throughput(
         output_len=output_len,
         concurrency=concurrency,
     )
-
-
-def measure_read(num_threads: int) -> float:
-    """Bytes a second that threads read from memory; the best of three."""
-    size = min(READ_BYTES, available_memory_bytes() // 4) // num_threads // 8
-    # Too large for any cache, and written once, or every page would be the same page of zeros.
-    arrays = [np.full(size, 1, np.int64) for _ in range(num_threads)]
-    best = 0.0
-    for _ in range(REPEATS):
-        threads = [threading.Thread(target=array.sum) for array in arrays]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        best = max(best, 8 * size * num_threads / (time.perf_counter() - start))
-    return best
-
-
-def peak_flops(num_threads: int, dtype: str, cpuinfo: str) -> float | None:
-    """Arithmetic that `num_threads` cores can do in a second: two fused multiply-adds of full width a cycle each.
-
-    cpuinfo: the text of /proc/cpuinfo. None where it names no clock, as on other machines than x86.
-    """
-    clocks = [float(line.split(":")[1]) for line in cpuinfo.splitlines() if line.startswith("cpu MHz")]
-    flags = set(next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "").split())
-    if not clocks:
-        return None
-    lanes = 16 if "avx512f" in flags else 8
-    if dtype == "bfloat16" and "avx512_bf16" in flags:
-        lanes *= 2
-    return num_threads * max(clocks) * 1e6 * 2 * 2 * lanes
 
 
 def _check_lengths(cost: ModelCost, input_len: int, output_len: int) -> None:
@@ -229,10 +194,3 @@ def _run_all(
             if len(runs) < requests:
                 start_one()
     return runs
-
-
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""

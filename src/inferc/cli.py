@@ -35,6 +35,7 @@ from inferc.cli_common import (
     say,
     writing,
 )
+from inferc.cli_explain import explain
 from inferc.cli_generate import chat, generate
 from inferc.cli_serve import serve
 from inferc.errors import ConfigError
@@ -116,6 +117,9 @@ def compile_model(
     if debug.level():
         for record in summary.passes:
             print(f"  {record.name:24} {record.rewrites:5} rewrites  {record.seconds:7.3f} s", file=sys.stderr)
+
+
+command(app, "explain")(explain)
 
 
 @command(app, "inspect")

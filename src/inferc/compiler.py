@@ -32,12 +32,13 @@ from inferc.codegen.folder import OutputFolder
 from inferc.codegen.kernels import Target, kernel_named
 from inferc.codegen.triton.emit import Cubins, emit_cubins
 from inferc.config import CompileConfig, ResolvedCompileConfig
+from inferc.cost_recorder import CostRecorder
 from inferc.errors import VerifyError
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
-from inferc.manifest import CERTIFICATE, json_bytes
+from inferc.manifest import CERTIFICATE, COSTS, json_bytes
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
 from inferc.passes.plan_memory import memory_plan
 from inferc.program import Program
@@ -171,7 +172,9 @@ class _Build:
     def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
         """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
         config = self._lower_config()
-        self.records = lower(program, config, observe=self._observer(certifier, len(build_pipeline(config))))
+        costs = CostRecorder()
+        self.records = lower(program, config, observe=self._observer(certifier, costs, len(build_pipeline(config))))
+        self.writer.add(COSTS, json_bytes(costs.log(program).to_json()))
         plan = memory_plan(program)
         unit = emit_cpp(program, plan.values, plan.pools) if self.target.device == "cpu" else None
         libraries = {} if unit is None else self._write_libraries(unit)
@@ -221,12 +224,13 @@ class _Build:
             self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
         return libraries
 
-    def _observer(self, certifier: Certifier | None, count: int) -> Observe:
-        """Keeps the text after every pass, and lets the certificate see it."""
+    def _observer(self, certifier: Certifier | None, costs: CostRecorder, count: int) -> Observe:
+        """Keeps the text and the costs after every pass, and lets the certificate see it."""
 
         def observe(index: int, name: str, rewrites: int, program: Program) -> None:
             self.report("lower" if certifier is None else "lower and certify", index, count)
             self.writer.add(f"graph/{index:02}_{name}.txt", program.to_text().encode())
+            costs(index, name, rewrites, program)
             if certifier is not None:
                 certifier.observe(index, name, rewrites, program)
 

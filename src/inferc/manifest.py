@@ -16,6 +16,7 @@ FORMAT_VERSION = 1
 MANIFEST = "engine.json"
 PROGRAM = "program.json"
 CERTIFICATE = "certificate.json"
+COSTS = "graph/costs.json"  # what the program costs after each pass, as `inferc explain` reads it
 ALIGNMENT = 64  # of every weight's first byte: a cache line, and the widest vector load
 CHUNK_BYTES = 64 << 20  # of a weight file, digested and checked on its own
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from inferc.cli import app
 from inferc.client import Client
 
-COMMANDS = ("compile", "inspect", "generate", "chat", "serve", "eval", "bench")
+COMMANDS = ("compile", "explain", "inspect", "generate", "chat", "serve", "eval", "bench")
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
-NOT_BUILT = ("explain", "verify", "batch", "simulate", "replay", "diff", "top", "doctor")
+NOT_BUILT = ("verify", "batch", "simulate", "replay", "diff", "top", "doctor")
 
 
 def run_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, Any]:

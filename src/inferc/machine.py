@@ -1,0 +1,54 @@
+"""What this machine's processor can do: the bandwidth of its memory, measured, and its arithmetic, computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from inferc.config import available_memory_bytes
+
+READ_BYTES = 1 << 30
+REPEATS = 3
+
+
+def measure_read(num_threads: int) -> float:
+    """Bytes a second that threads read from memory; the best of three."""
+    size = min(READ_BYTES, available_memory_bytes() // 4) // num_threads // 8
+    # Too large for any cache, and written once, or every page would be the same page of zeros.
+    arrays = [np.full(size, 1, np.int64) for _ in range(num_threads)]
+    best = 0.0
+    for _ in range(REPEATS):
+        threads = [threading.Thread(target=array.sum) for array in arrays]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        best = max(best, 8 * size * num_threads / (time.perf_counter() - start))
+    return best
+
+
+def peak_flops(num_threads: int, dtype: str, cpuinfo: str) -> float | None:
+    """Arithmetic that `num_threads` cores can do in a second: two fused multiply-adds of full width a cycle each.
+
+    cpuinfo: the text of /proc/cpuinfo. None where it names no clock, as on other machines than x86.
+    """
+    clocks = [float(line.split(":")[1]) for line in cpuinfo.splitlines() if line.startswith("cpu MHz")]
+    flags = set(next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "").split())
+    if not clocks:
+        return None
+    lanes = 16 if "avx512f" in flags else 8
+    if dtype == "bfloat16" and "avx512_bf16" in flags:
+        lanes *= 2
+    return num_threads * max(clocks) * 1e6 * 2 * 2 * lanes
+
+
+def cpuinfo() -> str:
+    """The text of /proc/cpuinfo; empty where there is none."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,371 @@
+"""The cost of each op of a Program, at any stage from captured to lowered, as formulas over the step's sizes.
+
+An op reads its inputs once and writes its results once, as one kernel with ideal caches would; weights, KV cache and
+activations are counted apart. Views are free. What an op is not known for gets the default: it reads its inputs, writes
+its results and does one operation for each element of the largest of them; or, where it has a `weight` whose matrices
+fit its first argument, that product's. Other products, lookups and what uses the cache have a row in `COSTS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+
+from inferc.cost import Formula, OpCost, Step
+from inferc.program import Program, dtype_name, target_name
+
+Terms = dict[str, int]  # a formula in the making
+KINDS = {"causal": "full", "sliding": "window", "chunked": "chunk"}
+TYPICAL = Step(num_tokens=4096, num_seqs=64, num_rows=64, context=4096)  # to say which of two sizes is the larger
+
+# Another view of what is there: nothing moves.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("view", "_unsafe_view", "reshape", "slice.Tensor", "select.int", "transpose.int", "permute", "t", "alias"),
+        *("unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "expand", "detach", "split.Tensor", "chunk"),
+        *("split_with_sizes", "unbind.int", "narrow", "movedim.int", "view_as_real", "view_as_complex"),
+    )
+) | {"getitem"}
+# Move without arithmetic.
+COPIES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("_to_copy", "clone", "cat", "stack", "copy", "constant_pad_nd", "arange"),
+        *("arange.start_step", "full", "zeros", "ones", "empty.memory_format", "scalar_tensor"),
+    )
+)
+# Operations for each element of the result, of ops that do what several plain ones do.
+PER_ELEMENT = {
+    "inferc.rms_norm": 4,  # square, sum, scale, weight
+    "inferc.rms_norm_add": 5,
+    "inferc.rope": 3,
+    "inferc.rope_table": 3,
+    "inferc.layer_norm": 6,
+    "inferc.silu_mul": 2,
+    "inferc.gelu_mul": 8,
+    "inferc.moe_routing": 4,
+}
+
+
+class Sizes:
+    """The sizes of one program's values as formulas: which symbol is the tokens, the rows and the sequences."""
+
+    def __init__(self, program: Program) -> None:
+        inputs = {node.name: node.meta["val"] for node in program.inputs()}
+        self.letters: dict[Any, str] = {}
+        for name, letter in (("token_ids", "T"), ("logits_rows", "S"), ("seq_lens", "B")):
+            if name in inputs:
+                self.letters[_expression(inputs[name].shape[-1])] = letter
+        self.cached: dict[tuple[Any, ...], Terms] = {}
+
+    def elements(self, shape: Iterable[int | torch.SymInt]) -> Terms:
+        """The product of `shape`; nothing for the cache and its tables, whose size is no matter of the step."""
+        key = tuple(map(_expression, shape))
+        if key not in self.cached:
+            self.cached[key] = self._product(key)
+        return self.cached[key]
+
+    def _product(self, shape: tuple[Any, ...]) -> Terms:
+        count = math.prod(size for size in shape if isinstance(size, int))
+        product = sympy.Integer(count)
+        for size in shape:
+            if not isinstance(size, int):
+                if not size.free_symbols <= self.letters.keys():
+                    return {}
+                product *= size
+        symbols = sorted(product.free_symbols, key=str)
+        if not symbols:
+            return {"1": int(product)}
+        poly = product.as_poly(*symbols)
+        if poly is None:  # T // 2 or the like: nearly proportional
+            values = {symbol: getattr(TYPICAL, SIZES_OF[self.letters[symbol]]) for symbol in symbols}
+            largest = max(symbols, key=lambda symbol: values[symbol])
+            return {self.letters[largest]: int(product.subs(values)) // values[largest]}
+        terms: Terms = {}
+        for powers, coefficient in poly.terms():
+            letters = [
+                self.letters[symbol] for symbol, power in zip(symbols, powers, strict=True) for _ in range(power)
+            ]
+            terms["*".join(sorted(letters)) or "1"] = int(coefficient)
+        return terms
+
+
+SIZES_OF = {"T": "num_tokens", "S": "num_rows", "B": "num_seqs"}
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def times(terms: Terms, factor: int) -> Terms:
+    return {name: factor * coefficient for name, coefficient in terms.items()}
+
+
+def add(total: Terms, terms: Terms) -> None:
+    for name, coefficient in terms.items():
+        total[name] = total.get(name, 0) + coefficient
+
+
+def formula(terms: Terms) -> Formula:
+    return tuple(sorted((name, coefficient) for name, coefficient in terms.items() if coefficient))
+
+
+@dataclass
+class Call:
+    """One call node, seen by a cost function: its arguments by name and its cost so far."""
+
+    node: fx.Node
+    op: str
+    sizes: Sizes
+    weights: Terms = field(default_factory=dict)
+    cache: Terms = field(default_factory=dict)
+    activations: Terms = field(default_factory=dict)
+    flops: Terms = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        schema = self.node.target._schema  # type: ignore[union-attr]
+        values = {
+            parameter.name: self.node.args[index] if index < len(self.node.args) else parameter.default_value
+            for index, parameter in enumerate(schema.arguments)
+        }
+        return {**values, **self.node.kwargs}
+
+    def value(self, name: str) -> Tensor:
+        """The fake tensor that an argument is."""
+        value: Tensor = self.arguments[name].meta["val"]
+        return value
+
+    def elements(self, value: Any) -> Terms:
+        return self.sizes.elements(value.shape) if isinstance(value, Tensor) else {}
+
+    def read(self, *without: str) -> None:
+        """Read each distinct input once, but for the arguments `without`."""
+        left_out = {self.arguments[name] for name in without}
+        for node in self.node.all_input_nodes:
+            if node not in left_out:
+                base, source = _base(node)
+                value = source.meta.get("val")
+                if isinstance(value, Tensor):
+                    into = self.weights if base.op == "get_attr" else self.activations
+                    add(into, times(self.elements(value), value.dtype.itemsize))
+
+    def write(self, *values: Any) -> None:
+        """Write `values`, by default what the op returns."""
+        returned = self.node.meta.get("val")
+        for value in values or (returned if isinstance(returned, (tuple, list)) else (returned,)):
+            if isinstance(value, Tensor):
+                add(self.activations, times(self.elements(value), value.dtype.itemsize))
+
+    def cost(self) -> OpCost:
+        formulas = (formula(terms) for terms in (self.weights, self.cache, self.activations, self.flops))
+        return OpCost(self.op, dtype_name(self.dtype), *formulas)
+
+
+def _base(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What a chain of views looks at, and the node whose size is read: an expanded value is read where it is small."""
+    source = node
+    while node.op == "call_function" and target_name(node.target) in VIEWS:
+        grown = target_name(node.target) == "aten.expand" and source is node
+        node = node.args[0]  # type: ignore[assignment]
+        source = node if grown else source
+    return node, source
+
+
+# ------------------------------------------------------------------------------------------ ops that differ
+
+
+def _default(call: Call) -> None:
+    call.read()
+    call.write()
+    product = _multiplied(call)
+    if product is not None:
+        call.flops = product
+    elif call.op not in COPIES:
+        call.flops = times(_largest(call), PER_ELEMENT.get(call.op, 1))
+
+
+def _multiplied(call: Call) -> Terms | None:
+    """The arithmetic of an op that multiplies its first argument by `weight`, whatever else it does.
+
+    weight [..., in], first argument [..., in], result [..., ...]: it ends in the weight's leading axes, which are the
+    outputs of one matrix, or of one for each head.
+    """
+    weight = call.arguments.get("weight") if isinstance(call.node.target, torch._ops.OpOverload) else None
+    first = call.node.args[0] if call.node.args else None
+    out = call.node.meta.get("val")
+    out = out[0] if isinstance(out, (tuple, list)) and out else out
+    if not (isinstance(weight, fx.Node) and isinstance(first, fx.Node) and isinstance(out, Tensor)):
+        return None
+    matrix, x = weight.meta.get("val"), first.meta.get("val")
+    if not isinstance(matrix, Tensor) or not isinstance(x, Tensor) or first is weight or matrix.dim() < 2:
+        return None
+    ending = tuple(out.shape[1 - matrix.dim() :])
+    # Sizes that are symbols belong to no matrix of weights; to compare them would be to assume something about them.
+    if not all(isinstance(size, int) for size in (*matrix.shape, *ending, x.shape[-1])):
+        return None
+    if tuple(matrix.shape) != (*ending, x.shape[-1]):
+        return None
+    call.dtype = matrix.dtype
+    return times(call.elements(out), 2 * int(x.shape[-1]))
+
+
+def _largest(call: Call) -> Terms:
+    """The size of the largest value that the op reads or writes, weights aside."""
+    returned = call.node.meta.get("val")
+    values = [*(returned if isinstance(returned, (tuple, list)) else (returned,))]
+    values += [_base(node)[1].meta.get("val") for node in call.node.all_input_nodes if node.op != "get_attr"]
+    sizes = [call.elements(value) for value in values]
+    return max(sizes, key=lambda terms: TYPICAL.evaluate(formula(terms)), default={})
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A product whose left operand is the argument `left`, [..., k]: two operations for each of k and each result."""
+
+    left: str
+
+    def __call__(self, call: Call) -> None:
+        call.read()
+        call.write()
+        left = call.value(self.left)
+        call.flops = times(call.sizes.elements((*call.node.meta["val"].shape, left.shape[-1])), 2)
+        call.dtype = left.dtype
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows or elements of the argument `table`: only what is looked up is read of it."""
+
+    table: str
+
+    def __call__(self, call: Call) -> None:
+        call.read(self.table)
+        call.write()
+        found = call.node.meta["val"]
+        base, _ = _base(call.arguments[self.table])
+        add(
+            call.weights if base.op == "get_attr" else call.activations,
+            times(call.elements(found), found.dtype.itemsize),
+        )
+
+
+def _attend(call: Call, num_kv_heads: int, key_dim: int, value_dim: int, itemsize: int) -> None:
+    """K and V of every position that a sequence sees, once; QK and PV for every pair of a query and a key."""
+    kind, window = KINDS[call.arguments["mask"]], int(call.arguments["window"])
+    num_heads = int(call.value("q").shape[-2 if call.value("q").dim() == 3 else 1])
+    call.cache = {f"keys:{kind}:{window}": num_kv_heads * (key_dim + value_dim) * itemsize}
+    call.flops = {f"pairs:{kind}:{window}": 2 * num_heads * (key_dim + value_dim)}
+    call.dtype = call.value("q").dtype
+
+
+def _attention(call: Call) -> None:
+    """As captured there is no cache yet: K and V are counted as if they lay in one, so that passes compare."""
+    call.read("k", "v")
+    call.write()
+    k, v = call.value("k"), call.value("v")
+    heads = int(k.shape[-2 if k.dim() == 3 else 1])
+    _attend(call, heads, int(k.shape[-1]), int(v.shape[-1]), k.dtype.itemsize)
+    if _base(call.arguments["v"])[0] is call.arguments["k"]:  # a latent, which holds V
+        call.cache = {name: count * k.shape[-1] // (k.shape[-1] + v.shape[-1]) for name, count in call.cache.items()}
+
+
+def _paged_attention(call: Call) -> None:
+    call.read("kv_cache", "block_table")
+    call.write()
+    cache = call.value("kv_cache")
+    head_dim = int(cache.shape[-1])
+    _attend(call, int(cache.shape[-2]), head_dim, head_dim, cache.dtype.itemsize)
+
+
+def _latent_attention(call: Call) -> None:
+    """K is read once for all heads, and holds V."""
+    call.read("kv_cache", "block_table")
+    call.write()
+    cache = call.value("kv_cache")
+    head_dim, v_dim = int(cache.shape[-1]), int(call.arguments["v_dim"])
+    _attend(call, 1, head_dim, v_dim, cache.dtype.itemsize)
+    call.cache = {name: head_dim * cache.dtype.itemsize for name in call.cache}
+
+
+def _latent_write(call: Call) -> None:
+    call.read("kv_cache")
+    add(call.cache, times(call.elements(call.value("k")), call.value("kv_cache").dtype.itemsize))
+
+
+def _kv_write(call: Call) -> None:
+    """Of the cache, only the new positions are written."""
+    call.read("kv_cache")
+    returned = call.node.meta["val"]
+    if isinstance(returned, (tuple, list)):  # rope_kv_write returns the rotated queries too
+        call.write(returned[0])
+        call.flops = times(call.elements(call.value("q")), PER_ELEMENT["inferc.rope"])
+        add(call.flops, times(call.elements(call.value("k")), PER_ELEMENT["inferc.rope"]))
+    itemsize = call.value("kv_cache").dtype.itemsize
+    for name in ("k", "v"):
+        add(call.cache, times(call.elements(call.value(name)), itemsize))
+
+
+def _moe_experts(call: Call) -> None:
+    """Weights of the experts that the step's tokens touch, and the arithmetic of top_k experts for each token."""
+    call.read("gate_up", "down")
+    call.write()
+    gate_up, down = call.value("gate_up"), call.value("down")
+    num_experts, top_k = int(gate_up.shape[0]), int(call.value("expert_ids").shape[-1])
+    of_one = math.prod(gate_up.shape[1:]) + math.prod(down.shape[1:])
+    rows = call.elements(call.value("expert_ids"))
+    letter = next(iter(rows))
+    call.weights = {f"experts:{num_experts}:{top_k}:{letter}": of_one * down.dtype.itemsize}
+    call.flops = times(rows, 2 * of_one)
+    call.dtype = call.value("x").dtype
+
+
+COSTS: Mapping[str, Callable[[Call], None]] = {
+    "aten.embedding": Lookup("weight"),
+    "aten.index_select": Lookup("self"),
+    "aten.index.Tensor": Lookup("self"),
+    "aten.gather": Lookup("self"),
+    "aten.addmm": Matmul("mat1"),
+    "aten.mm": Matmul("self"),
+    "aten.bmm": Matmul("self"),
+    "aten.baddbmm": Matmul("batch1"),
+    "aten.matmul": Matmul("self"),
+    "inferc.attention": _attention,
+    "inferc.paged_attention": _paged_attention,
+    "inferc.latent_attention": _latent_attention,
+    "inferc.latent_write": _latent_write,
+    "inferc.kv_write": _kv_write,
+    "inferc.rope_kv_write": _kv_write,
+    "inferc.moe_experts": _moe_experts,
+}
+"""How an op's cost is made where the default is not it. Every op that takes a `kv_cache` must be here."""
+
+
+def op_cost(node: fx.Node, sizes: Sizes) -> OpCost | None:
+    """What a node costs; None for what runs no kernel: inputs, weights, views, sizes."""
+    op = target_name(node.target) if node.op == "call_function" else ""
+    value = node.meta.get("val")
+    if not op or op in VIEWS or not isinstance(value, (Tensor, tuple, list)):
+        return None
+    call = Call(node, op, sizes)
+    inputs = [arg.meta.get("val") for arg in node.all_input_nodes]
+    call.dtype = next((v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point()), torch.float32)
+    COSTS.get(op, _default)(call)
+    return call.cost()
+
+
+def program_costs(program: Program) -> dict[OpCost, int]:
+    """How often each cost occurs in the program, in the order of first use."""
+    sizes = Sizes(program)
+    costs = (op_cost(node, sizes) for node in program.graph.nodes)
+    return dict(Counter(cost for cost in costs if cost is not None))
