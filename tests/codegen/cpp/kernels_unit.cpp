@@ -178,7 +178,22 @@ EXPORT void test_attention(void* pool, i64 dtype, const void* q, void* out, void
     Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
     Attention<T> a{rows_of<const T>(q, heads * dim), rows_of<T>(out, heads * dim), c, table, max_blocks, starts, lengths,
                    as<T>(sinks), seqs, heads, scale, softcap, Mask(mask), window, partials, max_partials};
-    on(pool, [&](Team& t) { paged_attention<T>(t, a); });
+    on(pool, [&](Team& t) { paged_attention(t, a); });
+  })
+}
+
+EXPORT void test_latent(void* pool, i64 dtype, i64 write, const void* x, void* out, void* cache, i64 layers, i64 layer,
+                        i64 block_size, i64 dim, i64 v_dim, const i64* slots, i64 rows, const i32* table, i64 max_blocks,
+                        const i32* starts, const i32* lengths, i64 seqs, i64 heads, float scale, i64 mask, i64 window,
+                        float* partials, i64 max_partials) {
+  FOR_DTYPE(dtype, {
+    Latent<T> c{static_cast<T*>(cache), layers, layer, block_size, dim, v_dim};
+    Attention<T, Latent<T>> a{rows_of<const T>(x, heads * dim), rows_of<T>(out, heads * v_dim), c, table, max_blocks,
+                              starts, lengths, nullptr, seqs, heads, scale, 0.0f, Mask(mask), window, partials, max_partials};
+    on(pool, [&](Team& t) {
+      if (write) latent_write<T>(t, c, rows_of<const T>(x, dim), slots, rows);
+      else paged_attention(t, a);
+    });
   })
 }
 
