@@ -1,3 +1,4 @@
+import textwrap
 from typing import Any
 
 import pytest
@@ -85,3 +86,47 @@ def test_keeps_what_computes_something(factor: float) -> None:
         return aten.mul.Tensor(aten.slice.Tensor(x, -1, 0, 3), factor)
 
     example(graph, {"x": random(4, 6)}).check_untouched(Canonicalise())
+
+
+def test_addmm_is_a_linear_of_the_transposed_weight() -> None:
+    def graph(x: Any, weight: Any, bias: Any) -> Any:
+        return aten.addmm.default(bias, x, weight)
+
+    golden = """
+        %x: float32[s0, 8] = input
+        %0: float32[s0, 4] = aten.linear(%x, @weight.1_0, @bias)
+        return (%0)
+    """
+    example(graph, {"x": rows(8)}, {"weight": random(8, 4), "bias": random(4)}).check(Canonicalise(), 1, golden)
+
+
+def test_positions_that_start_later_look_into_a_shorter_table() -> None:
+    def graph(positions: Any, table: Any) -> Any:
+        return aten.embedding.default(table, aten.add.Tensor(positions, 2))
+
+    golden = """
+        %positions: int64[s0] = input
+        %0: float32[s0, 4] = aten.embedding(@table.2, %positions)
+        return (%0)
+    """
+    example(graph, {"positions": torch.arange(5)}, {"table": random(9, 4)}).check(Canonicalise(), 1, golden)
+
+
+def test_a_tensor_that_is_filled_part_by_part_is_a_concatenation() -> None:
+    def graph(x: Any, y: Any) -> Any:
+        whole = aten.new_empty.default(x, [5, 7])
+        part = aten.copy.default(aten.slice.Tensor(whole, 1, 0, 4), x)
+        whole = aten.slice_scatter.default(whole, part, 1, 0, 4)
+        part = aten.copy.default(aten.slice.Tensor(whole, 1, 4, 7), y)
+        return aten.slice_scatter.default(whole, part, 1, 4, 2**63 - 1)
+
+    golden = """
+        %x: float32[5, 4] = input
+        %y: float32[5, 3] = input
+        %0: float32[5, 7] = aten.cat([%x, %y], -1)
+        return (%0)
+    """
+    made = example(graph, {"x": random(5, 4), "y": random(5, 3, seed=1)})
+    assert Canonicalise()(made.program) > 0
+    assert made.program.to_text().replace("s0", "5") == textwrap.dedent(golden).lstrip("\n")
+    torch.testing.assert_close(made.run()[0], torch.cat((made.inputs["x"], made.inputs["y"]), -1))

@@ -197,6 +197,15 @@ EXPORT void test_latent(void* pool, i64 dtype, i64 write, const void* x, void* o
   })
 }
 
+EXPORT void test_move_latents(i64 dtype, i64 pack, void* cache, i64 layers, i64 block_size, i64 dim, const i32* blocks,
+                              i64 count, void* canonical) {
+  FOR_DTYPE(dtype, {
+    Latent<T> c{static_cast<T*>(cache), layers, 0, block_size, dim, 0};
+    if (pack) move_blocks<T, true>(c, blocks, count, static_cast<T*>(canonical));
+    else move_blocks<T, false>(c, blocks, count, static_cast<T*>(canonical));
+  })
+}
+
 EXPORT void test_moe_routing(void* pool, i64 dtype, const void* logits, const float* bias, i64 rows, i64 score,
                              i64 group_score, i64 experts, i64 top_k, i64 groups, i64 kept_groups, i64 renormalize,
                              float scale, i32* ids, float* weights) {
