@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from inferc.weights import Weight
 log = logging.getLogger(__name__)
 
 COMPARE_BYTES = 64 << 20
+MXFP4_PARTS = ("_blocks", "_scales")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -81,8 +82,14 @@ def _convert(model: Any, tensors: dict[str, TensorSpec], specs: dict[str, Any]) 
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix = model.base_model_prefix
     binding, unused = Binding(), []
+    packed = _unpacked(tensors)
+    for name, weight in packed.items():
+        target, _ = rename_source_key(name, renamings, converters, prefix, specs)
+        binding.weights[target] = weight
     groups: dict[str, _Group] = {}
     for name in sorted(tensors, key=dot_natural_key):
+        if name.endswith(MXFP4_PARTS) and name.rpartition("_")[0] in packed:
+            continue
         target, pattern = rename_source_key(name, renamings, converters, prefix, specs)
         if target not in specs and name in specs:
             target, pattern = rename_source_key(name, [], [], prefix, specs)
@@ -96,6 +103,24 @@ def _convert(model: Any, tensors: dict[str, TensorSpec], specs: dict[str, Any]) 
     for target, group in groups.items():
         binding.weights.update(_apply(model, target, group))
     return binding, unused
+
+
+def _unpacked(tensors: dict[str, TensorSpec]) -> dict[str, Weight]:
+    """Experts in MXFP4 (gpt-oss): their numbers, as transformers' modules hold them, by the name without `_blocks`.
+
+    Stored rows are outputs, [num_experts, out, in / 32, 16]; the modules have [num_experts, in, out].
+    """
+    found = {}
+    for name in tensors:
+        base, _, kind = name.rpartition("_")
+        if kind != "blocks" or f"{base}_scales" not in tensors:
+            continue
+        try:
+            numbers = weight_lib.mxfp4(*(_source(part, tensors[part]) for part in (name, f"{base}_scales")))
+        except ValueError as error:
+            raise ArtifactError(f"{base}: not MXFP4 ({error}); download the checkpoint again") from error
+        found[base] = weight_lib.permute(numbers, (0, 2, 1)) if len(numbers.shape) == 3 else numbers
+    return found
 
 
 def _apply(model: Any, target: str, group: _Group) -> dict[str, Weight]:
@@ -231,13 +256,23 @@ def _check_dtypes(specs: dict[str, Any], binding: Binding, where: str) -> None:
     for name, weight in binding.weights.items():
         if name not in specs or not specs[name].is_floating_point():
             continue
-        for leaf in weight.sources():
+        for leaf in _floats_from(weight):
             if leaf.dtype not in FLOATS:
                 raise UnsupportedError(
                     f"{where}: tensor {leaf.name} is stored as {dtype_name(leaf.dtype)} and the model expects"
                     f" {dtype_name(specs[name].dtype)}: it looks quantized, and its scales are missing; use the original,"
                     " unquantized model"
                 )
+
+
+def _floats_from(weight: Weight) -> Iterator[Weight]:
+    """The leaves that are taken for numbers as they are stored."""
+    if weight.op == "mxfp4":
+        return
+    if not weight.args:
+        yield weight
+    for arg in weight.args:
+        yield from _floats_from(arg)
 
 
 def _old_buffers(model: Any) -> list[str]:

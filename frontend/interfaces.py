@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,10 +50,13 @@ class Mask:
     kind: str
     window: int
 
-    def __radd__(self, _scores: object) -> object:
+    def _computed_with(self, *_args: object) -> NoReturn:
         raise ExportError(
             "attention code adds the mask to its scores itself: it goes past transformers' attention interface"
         )
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = __invert__ = __and__ = _computed_with
+    shape = dtype = size = to = property(_computed_with)
 
 
 def register() -> None:

@@ -40,10 +40,11 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The dtype most of its bytes are stored in ("bfloat16", …)."""
+        """The dtype that most bytes of its numbers are stored in ("bfloat16", …)."""
         counts: dict[torch.dtype, int] = {}
         for shape, dtype in self.tensors.values():
-            counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel() * dtype.itemsize
+            if dtype.is_floating_point:  # what is packed in bytes becomes bfloat16
+                counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel() * dtype.itemsize
         most = max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
         return str(most).removeprefix("torch.")
 
@@ -163,6 +164,8 @@ def read_config(folder: Path) -> Any:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{file}: not a valid {model_type} config ({type(error).__name__}: {reason})") from error
     check_config(config, raw, str(folder))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is compiled are the numbers
     return config
 
 
@@ -170,6 +173,8 @@ def _check_raw(raw: dict[str, Any], where: str) -> None:
     if raw.get("quantization_config"):
         quantization = raw["quantization_config"]
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        if method == "mxfp4":  # its numbers are read as they are, in bfloat16
+            return
         raise UnsupportedError(
             f"{where}: the checkpoint is quantized ({method}), which cannot be read yet; use the original, unquantized model"
         )
@@ -187,12 +192,17 @@ def check_config(config: Any, raw: dict[str, Any], where: str) -> None:
             f"{where}: {kind} is multimodal ({', '.join(parts)}); expected a text-only model: give the language model alone"
         )
     model_class = _model_class(config)
-    kinds = {layer for layer in getattr(config, "layer_types", None) or () if not str(layer).endswith("attention")}
-    kinds |= {layer for layer in getattr(config, "layer_types", None) or () if "linear" in str(layer)}
-    if kinds or getattr(model_class, "_is_stateful", False):
-        found = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+    types = [str(layer) for layer in getattr(config, "layer_types", None) or ()]
+    other = [index for index, layer in enumerate(types) if not layer.endswith("attention") or "linear" in layer]
+    if other or getattr(model_class, "_is_stateful", False):
+        found = f"layer {other[0]} of type {types[other[0]]}" if other else "a recurrent state"
         raise UnsupportedError(
             f"{where}: {kind} has {found}; expected attention in every layer (sequence state is not built)"
+        )
+    if getattr(config, "index_topk", None):
+        raise UnsupportedError(
+            f"{where}: {kind} chooses the {config.index_topk} keys that each query sees (index_topk, in the attention of"
+            " every layer): dynamic sparse attention; expected causal, sliding or chunked attention"
         )
 
 

@@ -20,14 +20,18 @@ def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | Non
     A rope that depends on length is fixed as in `export_model`: it is what the compiled model promises.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     if checkpoint.folder is not None:
+        packed = any(name.endswith("_blocks") for name in checkpoint.tensors)
+        options = {"quantization_config": Mxfp4Config(dequantize=True)} if packed else {}
         with trace.quiet():
             model: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 dtype=DTYPES[dtype],
                 local_files_only=True,
                 attn_implementation=_attention(checkpoint),
+                **options,
             )
         model.eval().requires_grad_(False)
     else:

@@ -7,7 +7,8 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def trace(model: Any) -> Any:
     wrapper = _Logits(model, takes_positions(model)).eval()
     example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
     try:
-        with quiet(), torch.no_grad():
+        # torch prints the whole graph so far when it cannot go on; what is wrong is in the exception.
+        with quiet(), torch.no_grad(), redirect_stderr(StringIO()):
             return _export(wrapper, example).run_decompositions({})
     except InfercError as error:
         raise type(error)(f"{type(model).__name__}: {error}") from error

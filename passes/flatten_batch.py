@@ -151,9 +151,8 @@ def _elementwise(flat: Flattener, node: fx.Node) -> fx.Node:
             layout = flat.layout(arg)
             if layout.token_axis + shift != out.token_axis:
                 raise refuse(node, "its operands have their tokens on different axes")
-            for _ in range(len(out.rest) - len(layout.rest)):
-                made = flat.emit(node, aten.unsqueeze.default, made, -len(layout.rest) - 1)
-            return made
+            missing = len(out.rest) - len(layout.rest)
+            return flat.emit(node, aten.view.default, made, [-1, *[1] * missing, *flat.sizes(arg)]) if missing else made
         if shift > out.token_axis:
             return made
         sizes = [value.shape[axis - shift] for axis in out.rest if axis >= shift]
@@ -192,7 +191,9 @@ def _unsqueeze(flat: Flattener, node: fx.Node) -> fx.Node:
     axis = int(node.args[1]) % layout.rank  # type: ignore[arg-type]
     if axis not in layout.rest:
         return flat.first(node)  # the axis is a batch of one
-    return flat.emit(node, aten.unsqueeze.default, flat.first(node), layout.new_axis(axis))
+    if node.meta["val"].is_complex():  # of rotations, which fuse_rope reads
+        return flat.emit(node, aten.unsqueeze.default, flat.first(node), layout.new_axis(axis))
+    return flat.emit(node, aten.view.default, flat.first(node), [-1, *flat.sizes(node)])
 
 
 def _view(flat: Flattener, node: fx.Node) -> fx.Node:

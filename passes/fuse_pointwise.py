@@ -209,16 +209,17 @@ def _without_brackets(text: str) -> str:
 
 
 def _weight_behind(node: fx.Node) -> fx.Node:
-    """The weight that a view makes a single number of."""
-    source = node.args[0] if node.target == aten.view.default else None
-    is_number = isinstance(source, fx.Node) and source.op == "get_attr" and source.meta["val"].numel() == 1
-    return source if is_number else node  # type: ignore[return-value]
+    """The weight that views and casts make a single number of; another node is itself."""
+    source = node
+    while source.target in (aten.view.default, aten._to_copy.default) and source.meta["val"].numel() == 1:
+        source = source.args[0]  # type: ignore[assignment]
+    return source if source.op == "get_attr" and source.meta["val"].numel() == 1 else node
 
 
 def _number(program: Program, node: fx.Node) -> float | None:
     """The value of a constant with one element, which then stands in the expression."""
     source = _weight_behind(node)
-    if source.op != "get_attr" or source.meta["val"].numel() != 1:
+    if source.op != "get_attr" or source.meta["val"].dim() != 1 or source.meta["val"].numel() != 1:
         return None
     weight = program.weight(source)
     leaves = list(weight.sources())

@@ -136,7 +136,7 @@ def _angle(node: fx.Node) -> Terms | None:
             continue
         if column.op != "get_attr" or column.meta["val"].dim() != 1:
             continue
-        positions = _through(row, (aten._to_copy.default, aten.unsqueeze.default))
+        positions = _through(row, (aten._to_copy.default, aten.unsqueeze.default, aten.view.default))
         if positions.op != "placeholder" or _rest(row) != (1,):
             continue
         count = int(column.meta["val"].shape[0])

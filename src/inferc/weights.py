@@ -103,6 +103,31 @@ def reshape(weight: Weight, shape: tuple[int, ...]) -> Weight:
     return Weight("reshape", (weight,), tuple(shape), weight.dtype)
 
 
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the four bits of an MXFP4 element (E2M1) mean."""
+
+
+def mxfp4(blocks: Weight, scales: Weight) -> Weight:
+    """The numbers of MXFP4 blocks, in bfloat16, which holds them exactly.
+
+    blocks uint8 [..., num_blocks, 16]: 32 elements, two to a byte, the first in the low bits; scales uint8
+    [..., num_blocks]: a power of two, biased by 127. Result [..., num_blocks * 32].
+    Source: Open Compute Project, OCP Microscaling Formats (MX) Specification 1.0, section 5.
+    """
+    if (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8) or blocks.shape != (*scales.shape, 16):
+        raise ValueError(f"blocks {list(blocks.shape)} and scales {list(scales.shape)}, expected 16 bytes a scale")
+    shape = (*scales.shape[:-1], scales.shape[-1] * 32)
+    return Weight("mxfp4", (blocks, scales), shape, torch.bfloat16)
+
+
+def _read_mxfp4(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
+    blocks, scales = (read_rows(arg, reader, start, stop) for arg in weight.args)
+    values = torch.tensor(FP4_VALUES)
+    pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), -1)
+    scaled = torch.ldexp(pairs.flatten(-2), scales.to(torch.int32)[..., None] - 127)
+    return scaled.flatten(-2).to(torch.bfloat16)
+
+
 def pack(weight: Weight, layout: str) -> Weight:
     """The logical weight stored in a kernel's physical `layout` (LAYOUTS); shape stays the logical one."""
     if layout not in LAYOUTS:
@@ -176,6 +201,8 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
         if weight.perm[0] == 0:
             return read_rows(weight.args[0], reader, start, stop).permute(weight.perm)
         return read_whole(weight.args[0], reader).permute(weight.perm)[start:stop]
+    if weight.op == "mxfp4":
+        return _read_mxfp4(weight, reader, start, stop)
     if weight.op == "reshape":
         return _read_reshaped(weight, reader, start, stop)
     if weight.op == "pack":

@@ -46,9 +46,9 @@ def test_attention_becomes_token_major() -> None:
         %1: float32[s0, 2, 4] = aten.view(%0, [-1, 2, 4])
         %2: float32[s0, 4] = aten.linear(%0, @k_proj)
         %3: float32[s0, 1, 4] = aten.view(%2, [-1, 1, 4])
-        %4: int64[s0, 1] = aten.unsqueeze(%positions, -1)
+        %4: int64[s0, 1] = aten.view(%positions, [-1, 1])
         %5: float32[s0, 1] = aten.cos(%4)
-        %6: float32[s0, 1, 1] = aten.unsqueeze(%5, -2)
+        %6: float32[s0, 1, 1] = aten.view(%5, [-1, 1, 1])
         %7: float32[s0, 2, 4] = aten.mul.Tensor(%1, %6)
         %8: float32[s0, 2, 4] = inferc.attention(%7, %3, %3, None, 0.5, 'causal', 0, 0.0)
         %9: float32[s0, 8] = aten.view(%8, [-1, 8])
@@ -98,7 +98,7 @@ def test_an_outer_product_with_positions_becomes_a_multiplication() -> None:
     golden = """
         %token_ids: int64[s0] = input
         %positions: int64[s0] = input
-        %0: int64[s0, 1] = aten.unsqueeze(%positions, -1)
+        %0: int64[s0, 1] = aten.view(%positions, [-1, 1])
         %1: float32[s0, 1] = aten._to_copy(%0, dtype=float32)
         %2: float32[s0, 4] = aten.mul.Tensor(%1, @inv_freq)
         %3: float32[s0, 8] = aten.cat([%2, %2], -1)

@@ -1,0 +1,58 @@
+"""What cannot be compiled is refused by name, with what in the model is the reason."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from random_models import SIZES
+
+from inferc.errors import ExportError, UnsupportedError
+from inferc.frontend.export import export_model
+from inferc.frontend.load import check_config, from_config
+
+PAST = "its scores itself: it goes past transformers' attention interface"
+OLD = {"n_embd": 64, "n_layer": 1, "n_head": 4}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba2": (
+        {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16},
+        r"mamba2 has layer 0 of type linear_attention; expected attention in every layer \(sequence state is not built",
+    ),
+    "qwen3_next": ({"num_hidden_layers": 4}, "qwen3_next has layer 0 of type linear_attention"),
+    "jamba": ({}, "jamba has layer 0 of type linear_attention"),
+    "rwkv": ({}, "rwkv has a recurrent state"),
+    "deepseek_v32": ({}, r"deepseek_v32 chooses the 2048 keys .* \(index_topk.*: dynamic sparse attention"),
+    "glm_moe_dsa": ({}, "glm_moe_dsa chooses the .* dynamic sparse attention"),
+    "t5": ({}, "t5 is an encoder-decoder model"),
+    "gemma3": ({}, r"gemma3 is multimodal \(text_config, vision_config\)"),
+    "falcon": ({}, PAST),
+    "bloom": ({"n_layer": 2, "n_head": 4}, PAST),
+    "gptj": ({**OLD, "rotary_dim": 8}, PAST),
+    "xglm": ({"d_model": 64, "num_layers": 1, "attention_heads": 4}, PAST),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers: Any = importlib.import_module("transformers")
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    fields, message = REFUSED[name]
+    sizes = {
+        **SIZES,
+        "head_dim": None,
+        "vocab_size": 320,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+        **fields,
+    }
+    config = transformers.AutoConfig.for_model(
+        name, **{key: value for key, value in sizes.items() if value is not None}
+    )
+    with pytest.raises((UnsupportedError, ExportError), match=message) as caught:
+        check_config(config, {}, name)
+        export_model(from_config(config, None), "bfloat16", 128)
+    assert "\n" not in str(caught.value)
+    assert "def forward" not in capfd.readouterr().err
