@@ -45,7 +45,7 @@ test-all: lint types $(READY)  ## test, the slow tests, sanitizers, and the fron
 	$(MAKE) sanitize
 ifndef PYTHON
 	$(MAKE) $(GPU_VENV)/.installed
-	$(GPU_VENV)/bin/python -m pytest -n $(JOBS) -m 'not gpu' tests/frontend
+	$(GPU_VENV)/bin/python -m pytest -n $(JOBS) -m 'not gpu' tests/frontend tests/end_to_end/test_families.py
 endif
 
 unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
