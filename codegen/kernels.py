@@ -173,7 +173,7 @@ def _routing_fits(node: fx.Node) -> str:
 
 
 def _rope_fits(node: fx.Node) -> str:
-    name = "q" if target_name(node.target) == "inferc.rope_kv_write" else "x"
+    name = "x" if target_name(node.target) == "inferc.rope" else "q"
     return _at_most("rotary dimension", _shape(node, "table")[-1], _shape(node, name)[-1])
 
 
@@ -262,6 +262,10 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.rope", "rope", "x", (), (), _rope_fits),
     ("inferc.kv_write", "kv_write", "k", (), (), _cache_dtype),
     ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), _rope_and_cache),
+    (
+        *("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", ()),
+        *(("q_weight", "k_weight"), _rope_and_cache),
+    ),
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
     ("inferc.latent_write", "latent_write", "k", (), (), _cache_dtype),
     ("inferc.latent_attention", "latent_attention", "q", (), (), _latents_fit),

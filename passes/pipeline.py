@@ -26,7 +26,7 @@ from inferc.passes.fuse_pointwise import FusePointwise
 from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_unscaled, fuse_rms_norm_wide
 from inferc.passes.fuse_rms_norm_add import fuse_rms_norm_add
 from inferc.passes.fuse_rope import FuseRope
-from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
+from inferc.passes.fuse_rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
 from inferc.passes.fuse_silu_mul import fuse_silu_mul
 from inferc.passes.kv_cache import PageKVCache
 from inferc.passes.pack_projections import PackProjections
@@ -96,6 +96,7 @@ def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         fuse_linear_add,
         fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block
         fuse_rope_kv_write,
+        fuse_norm_rope_kv_write,
         FusePointwise(),  # what is left
         SelectRows(),  # after the residual is fused, which it then follows
         SplitHead(),
@@ -125,6 +126,7 @@ OPTIONAL = frozenset(
         "fuse_linear_add",
         "fuse_rms_norm_add",
         "fuse_rope_kv_write",
+        "fuse_norm_rope_kv_write",
         "fuse_pointwise",
     }
 )

@@ -23,6 +23,7 @@ aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
 SAMPLE_ROWS = 64  # most rows whose logits exist at a time
 ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
+ROTATES_AND_WRITES = (inferc.rope_kv_write.default, inferc.norm_rope_kv_write.default)  # return (q, cache)
 POOLS = ("T", "S", "B", "sample")
 
 
@@ -135,7 +136,7 @@ def _is_cache(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        return bool(source.target == inferc.rope_kv_write.default and node.args[1] == 1)
+        return bool(source.target in ROTATES_AND_WRITES and node.args[1] == 1)
     return node.target in (inferc.kv_write.default, inferc.latent_write.default)
 
 

@@ -32,6 +32,7 @@ LOWERED = frozenset(
         inferc.rope.default,
         inferc.kv_write.default,
         inferc.rope_kv_write.default,
+        inferc.norm_rope_kv_write.default,
         inferc.paged_attention.default,
         inferc.latent_write.default,
         inferc.latent_attention.default,

@@ -285,7 +285,15 @@ def kv_write(node: fx.Node, values: Values) -> Call:
 
 
 def rope_kv_write(node: fx.Node, values: Values) -> Call:
+    return _rope_kv_write(Builder(node, values), "")
+
+
+def norm_rope_kv_write(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
+    return _rope_kv_write(b, f"{b.weight('q_weight')}, {b.weight('k_weight')}, {_norm(b)}, ")
+
+
+def _rope_kv_write(b: Builder, norms: str) -> Call:
     q, operand = b.read("q")
     k, _ = b.read("k")
     v, _ = b.read("v")
@@ -294,8 +302,11 @@ def rope_kv_write(node: fx.Node, values: Values) -> Call:
     how = f"{rotary.width // 2}, {b.arg('pairs').upper()}"
     heads = b.arg("q").meta["val"].shape[1]
     cache, slots = b.cache(writes=True), b.input("slot_mapping")
-    text = f"rope_kv_write<{operand.cpp_type}>(t, {q}, {k}, {v}, {table}, {how}, {cache}, {slots}, {operand.rows}, {heads}, {out});"
-    return b.done(text)
+    name = "norm_rope_kv_write" if norms else "rope_kv_write"
+    sizes = f"{operand.rows}, {heads}"
+    return b.done(
+        f"{name}<{operand.cpp_type}>(t, {q}, {k}, {v}, {norms}{table}, {how}, {cache}, {slots}, {sizes}, {out});"
+    )
 
 
 def latent_write(node: fx.Node, values: Values) -> Call:

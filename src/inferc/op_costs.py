@@ -309,8 +309,9 @@ def _kv_write(call: Call) -> None:
     returned = call.node.meta["val"]
     if isinstance(returned, (tuple, list)):  # rope_kv_write returns the rotated queries too
         call.write(returned[0])
-        call.flops = times(call.elements(call.value("q")), PER_ELEMENT["inferc.rope"])
-        add(call.flops, times(call.elements(call.value("k")), PER_ELEMENT["inferc.rope"]))
+        each = PER_ELEMENT["inferc.rope"] + (PER_ELEMENT["inferc.rms_norm"] if "q_weight" in call.arguments else 0)
+        call.flops = times(call.elements(call.value("q")), each)
+        add(call.flops, times(call.elements(call.value("k")), each))
     itemsize = call.value("kv_cache").dtype.itemsize
     for name in ("k", "v"):
         add(call.cache, times(call.elements(call.value(name)), itemsize))
@@ -345,6 +346,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.latent_attention": _latent_attention,
     "inferc.latent_write": _latent_write,
     "inferc.kv_write": _kv_write,
+    "inferc.norm_rope_kv_write": _kv_write,
     "inferc.rope_kv_write": _kv_write,
     "inferc.moe_experts": _moe_experts,
 }

@@ -1,3 +1,4 @@
+import operator
 from typing import Any
 
 import pytest
@@ -6,7 +7,7 @@ from graphs import Example, example, random, rows
 from torch import ops
 
 from inferc.passes.fuse_rope import FuseRope
-from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
+from inferc.passes.fuse_rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
 
 aten, inferc = ops.aten, ops.inferc
 POSITIONS = torch.tensor([4, 9, 0, 2, 7])
@@ -245,3 +246,41 @@ def test_keeps_a_write_whose_rotated_k_is_read_elsewhere() -> None:
         return *paged(q, k, v, table, kv_cache, slot_mapping, (block_table, query_start_loc, seq_lens)), k
 
     example(graph, PAGED).check_untouched(fuse_rope_kv_write)
+
+
+WRITTEN = {name: PAGED[name] for name in ("q", "k", "v", "table", "kv_cache", "slot_mapping")}
+
+
+def normed(q: Any, k: Any, q_norm: Any, k_norm: Any, eps: float = 1e-5) -> tuple[Any, Any]:
+    return inferc.rms_norm.default(q, q_norm, eps), inferc.rms_norm.default(k, k_norm, 1e-5)
+
+
+def test_norms_of_heads_join_the_rotation_and_the_write() -> None:
+    def graph(q: Any, k: Any, v: Any, table: Any, kv_cache: Any, slot_mapping: Any, q_norm: Any, k_norm: Any) -> Any:
+        both = inferc.rope_kv_write.default(*normed(q, k, q_norm, k_norm), v, table, kv_cache, slot_mapping, 0)
+        return operator.getitem(both, 0), operator.getitem(both, 1)
+
+    golden = """
+        %q: float32[s0, 4, 8] = input
+        %k: float32[s0, 2, 8] = input
+        %v: float32[s0, 2, 8] = input
+        %table: float32[s0, 8] = input
+        %kv_cache: float32[4, 1, 2, 4, 2, 8] = input
+        %slot_mapping: int64[s0] = input
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.norm_rope_kv_write(%q, %k, %v, @q_norm, @k_norm, 1e-05, 0.0, True, %table, %kv_cache, %slot_mapping, 0, 'halves')
+        %1: float32[s0, 4, 8] = getitem(%0, 0)
+        %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
+        return (%1, %2)
+    """
+    weights = {"q_norm": random(8), "k_norm": random(8, seed=1)}
+    example(graph, WRITTEN, weights).check(fuse_norm_rope_kv_write, 1, golden)
+
+
+def test_keeps_norms_of_two_kinds() -> None:
+    def graph(q: Any, k: Any, v: Any, table: Any, kv_cache: Any, slot_mapping: Any, q_norm: Any, k_norm: Any) -> Any:
+        heads = normed(q, k, q_norm, k_norm, eps=1e-3)
+        both = inferc.rope_kv_write.default(*heads, v, table, kv_cache, slot_mapping, 0)
+        return operator.getitem(both, 0), operator.getitem(both, 1)
+
+    weights = {"q_norm": random(8), "k_norm": random(8, seed=1)}
+    example(graph, WRITTEN, weights).check_untouched(fuse_norm_rope_kv_write)

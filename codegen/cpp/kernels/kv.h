@@ -137,6 +137,30 @@ void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v
   });
 }
 
+// The same after an RMSNorm of every head of q and of k.
+template <class T>
+void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, const T* q_weight,
+                        const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<T> cache,
+                        const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+  i64 dim = cache.dim, all = heads + cache.heads;
+  team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
+    T normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
+    for (i64 i = begin; i < end; ++i) {
+      i64 row = i / all, head = i % all;
+      if (head < heads) {
+        norm_row(q[row] + head * dim, q_weight, norm, dim, normed);
+        rope_head(normed, table[row], half, pairs, dim, out[row] + head * dim);
+      } else {
+        head -= heads;
+        norm_row(k[row] + head * dim, k_weight, norm, dim, normed);
+        rope_head(normed, table[row], half, pairs, dim, rotated);
+        write_key(cache, slots[row], head, rotated);
+        write_value(cache, slots[row], head, v[row] + head * dim);
+      }
+    }
+  });
+}
+
 // Slot source[i] to slot target[i], in order, in every layer.
 template <class T>
 void copy_slots(Cache<T> cache, const i64* source, const i64* target, i64 count) {

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inferc.ops.norms import rms_norm
 from inferc.ops.registry import define, like_first
 from inferc.ops.rope import rope
 
@@ -132,6 +133,61 @@ def rope_kv_write_in_place(
     """`rope_kv_write` as a runner does it."""
     written = kv_write_in_place(kv_cache, rope(k, table, pairs), v, slot_mapping, layer)
     return rope(q, table, pairs), written
+
+
+def _norm_rope_kv_write_fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return like_first(q), torch.empty_like(args[8])
+
+
+@define(
+    "norm_rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, float weight_offset,"
+    " bool round_before_scale, Tensor table, Tensor kv_cache, Tensor slot_mapping, int layer,"
+    ' str pairs="halves") -> (Tensor, Tensor)',
+    _norm_rope_kv_write_fake,
+)
+def norm_rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    round_before_scale: bool,
+    table: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    pairs: str = "halves",
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of every head of q and of k, then `rope_kv_write`: returns (rotated q, cache).
+
+    q [num_tokens, num_heads, head_dim]; k, v [num_tokens, num_kv_heads, head_dim]; q_weight, k_weight [head_dim].
+    """
+    how = (eps, weight_offset, round_before_scale)
+    q, k = rms_norm(q, q_weight, *how), rms_norm(k, k_weight, *how)
+    return rope_kv_write(q, k, v, table, kv_cache, slot_mapping, layer, pairs)
+
+
+def norm_rope_kv_write_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    round_before_scale: bool,
+    table: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    pairs: str = "halves",
+) -> tuple[Tensor, Tensor]:
+    """`norm_rope_kv_write` as a runner does it."""
+    how = (eps, weight_offset, round_before_scale)
+    q, k = rms_norm(q, q_weight, *how), rms_norm(k, k_weight, *how)
+    return rope_kv_write_in_place(q, k, v, table, kv_cache, slot_mapping, layer, pairs)
 
 
 @define("latent_write(Tensor kv_cache, Tensor k, Tensor slot_mapping, int layer) -> Tensor", _kv_write_fake)

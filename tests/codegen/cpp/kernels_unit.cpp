@@ -161,6 +161,21 @@ EXPORT void test_kv_write(void* pool, i64 dtype, i64 fused, const void* q, const
   })
 }
 
+EXPORT void test_norm_rope_kv_write(void* pool, i64 dtype, const void* q, const void* k, const void* v, i64 ld,
+                                    const void* q_weight, const void* k_weight, float eps, float offset, i64 early,
+                                    const float* table, i64 half, void* cache, i64 layers, i64 layer, i64 block_size,
+                                    i64 kv_heads, i64 dim, const i64* slots, i64 rows, i64 heads, void* out) {
+  FOR_DTYPE(dtype, {
+    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
+    Norm norm{eps, offset, early != 0};
+    on(pool, [&](Team& t) {
+      norm_rope_kv_write<T>(t, rows_of<const T>(q, ld), rows_of<const T>(k, ld), rows_of<const T>(v, ld), as<T>(q_weight),
+                            as<T>(k_weight), norm, rows_of<const float>(table, 2 * half), half, HALVES, c, slots, rows,
+                            heads, rows_of<T>(out, heads * dim));
+    });
+  })
+}
+
 EXPORT void test_move_blocks(i64 dtype, i64 pack, void* cache, i64 layers, i64 block_size, i64 kv_heads, i64 dim,
                              const i32* blocks, i64 count, void* canonical) {
   FOR_DTYPE(dtype, {

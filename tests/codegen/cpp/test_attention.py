@@ -186,6 +186,27 @@ def test_fused_write_equals_rope_then_write(kernels: Kernels, dtype: torch.dtype
     assert_near(left.nan_to_num().to(dtype), right.nan_to_num().to(dtype))
 
 
+def test_norms_in_the_write_equal_norms_before_it(kernels: Kernels, dtype: torch.dtype) -> None:
+    case = replace(CASES[1], seqs=((0, 21),))
+    fused, plain = Pool(kernels, case, dtype), Pool(kernels, case, dtype)
+    plain.table = fused.table
+    q, k = torch.randn(21, case.heads, case.dim).to(dtype), torch.randn(21, case.kv_heads, case.dim).to(dtype)
+    qkv = torch.cat([each.flatten(1) for each in (q, k, k)], -1)
+    parts = qkv.split((q[0].numel(), k[0].numel(), k[0].numel()), -1)
+    weights = torch.randn(case.dim).to(dtype), torch.randn(case.dim).to(dtype)
+    half, slots, norm = 12, fused.slots(0, 0, 21), (1e-5, 1.0, False)
+    table = ops.rope_table(torch.arange(21), 10000.0 ** (-torch.arange(half).float() / half), 1.0)
+    out = torch.full_like(q, float("nan"))
+    rest = (2, 1, case.block_size, case.kv_heads, case.dim, slots, 21, case.heads, out)
+    call = (*parts, qkv.shape[1], *weights, *norm, table, half, fused.data)
+    kernels.run("test_norm_rope_kv_write", dtype, *call, *rest)
+    assert_near(out, ops.rope(ops.rms_norm(q, weights[0], *norm), table), factor=2.0)
+    plain.write(ops.rope(ops.rms_norm(k, weights[1], *norm), table).contiguous(), k.contiguous(), slots, 1)
+    left, right = fused.data.float(), plain.data.float()
+    assert torch.equal(left.isnan(), right.isnan())
+    assert_near(left.nan_to_num().to(dtype), right.nan_to_num().to(dtype), factor=2.0)
+
+
 def test_blocks_pack_into_the_canonical_form_and_back(kernels: Kernels, dtype: torch.dtype) -> None:
     case = replace(CASES[3], seqs=((0, 64), (0, 40)))
     pool = Pool(kernels, case, dtype)
