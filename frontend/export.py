@@ -35,7 +35,7 @@ CHECKS = (
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 )
-VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze")
+VIEWS = ("view", "_unsafe_view", "reshape")
 # Where a tensor lies is the backend's business; a clone's memory format is kept, as views depend on it.
 PLACEMENT = ("device", "layout", "pin_memory", "non_blocking")
 
