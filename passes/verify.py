@@ -107,6 +107,8 @@ def _verify_order(program: Program) -> None:
     """One output, last; every value is made before it is read, and is read."""
     seen: set[fx.Node] = set()
     nodes = list(program.graph.nodes)
+    if [node.op for node in nodes].count("output") != 1 or nodes[-1].op != "output":
+        raise VerifyError(drawing(program, nodes[-1], "is the last node; expected one output, at the end"))
     for node in nodes:
         for source in node.all_input_nodes:
             if source not in seen:
@@ -115,8 +117,6 @@ def _verify_order(program: Program) -> None:
         if node.op == "call_function" and not node.users:
             raise VerifyError(drawing(program, node, "is read by nothing; call program.drop_unused()"))
         seen.add(node)
-    if [node.op for node in nodes].count("output") != 1 or nodes[-1].op != "output":
-        raise VerifyError(drawing(program, nodes[-1], "is the last node; expected one output, at the end"))
 
 
 def interface(program: Program) -> dict[str, str]:

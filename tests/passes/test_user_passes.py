@@ -267,7 +267,7 @@ BROKEN: dict[Edit, str] = {
     dead_node: "left_over is read by nothing; call program.drop_unused()",
     read_too_early: "relu_default reads exp_default, which is after it",
     unused_weight: "weights that nothing reads: spare; call program.drop_unused()",
-    no_output: "exp_default is read by nothing",
+    no_output: "exp_default is the last node; expected one output, at the end",
     fewer_results: "output has other results than before: found none, expected float32[s77, 4]",
     narrow_result: "output has other results than before: found float32[s77, 2], expected float32[s77, 4]",
     another_input: "output has other inputs than before: found extra: float32[3], x: float32[s77, 4]",
