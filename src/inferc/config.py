@@ -100,7 +100,7 @@ class CompileConfig:
             block_size=DEFAULT_BLOCK_SIZE if self.block_size == "auto" else self.block_size,
             certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
             allow_drift=self.allow_drift,
-            passes=tuple(pass_spec(each) for each in self.passes),
+            passes=tuple(os.path.basename(pass_spec(each)) for each in self.passes),  # no paths in an artifact
         )
         log.info("compile config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
         return resolved
@@ -296,5 +296,5 @@ def _choices(hint: Any) -> tuple[list[str], list[type]]:
 
 
 def _listed(words: list[str], kinds: list[type]) -> str:
-    names = {int: "a whole number", bool: "true or false", type(None): "leaving it out"}
+    names = {int: "a whole number", bool: "true or false", type(None): "leaving it out", tuple: "a tuple"}
     return " or ".join([*words, *(names.get(kind, kind.__name__) for kind in kinds)])

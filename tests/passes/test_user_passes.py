@@ -16,7 +16,7 @@ from inferc.codegen.cpp.calls import Builder, cpp_float
 from inferc.codegen.cpp.values import Call, Values
 from inferc.codegen.kernels import KERNELS, OTHER_TARGET, Kernel, Target
 from inferc.compiler import CompileSummary, compile
-from inferc.config import CompileConfig
+from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, InfercError, UnsupportedError, VerifyError
 from inferc.ops.registry import define, like_first
 from inferc.passes.pipeline import LowerConfig, build_pipeline, run_passes
@@ -430,6 +430,15 @@ def test_modules_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert first.run is again.run and json.loads("1") == 1
     (named,) = load_passes(("user_test_module:own",))
     assert named.run is not first.run and named.spec == "user_test_module:own"
+
+
+def test_a_config_names_passes() -> None:
+    """Without the folder they were in: equal input gives equal bytes wherever it is."""
+    config = CompileConfig(passes=("/some/where/own.py:one", "own.two:two", a_pass(leave_alone)))
+    resolved = config.resolve("float32", ContextLength(64, 64), 1)
+    assert resolved.passes == ("own.py:one", "own.two:two", f"{__name__}:edit")
+    with pytest.raises(ConfigError, match="passes is 'own:one', expected a tuple"):
+        CompileConfig(passes="own:one")  # type: ignore[arg-type]
 
 
 def test_a_module_that_fails_is_told(tmp_path: Path) -> None:
