@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation of one op. `emit` is "module:function", imported only when code is made.
+    """One implementation of one op. `emit` is "module:function", imported only when code is made, or the function.
 
     why_not: a reason for people why it cannot run a node on a target ("head_dim 24: expected a multiple of 16"), ""
     where it can, OTHER_TARGET or OTHER_CASE where it was never meant to.
@@ -62,7 +62,7 @@ class Kernel:
     op: str  # as target_name prints it
     name: str
     why_not: Callable[[fx.Node, Target], str]
-    emit: str = ""
+    emit: str | Callable[..., Any] = ""
     weight_layouts: Mapping[str, str | None] = field(default_factory=dict)
 
     def supports(self, node: fx.Node, target: Target) -> bool:
@@ -71,6 +71,8 @@ class Kernel:
 
     def load_emit(self) -> Callable[..., Any]:
         """The function that makes this kernel's source (cpp) or launch record (triton)."""
+        if callable(self.emit):
+            return self.emit
         module, _, name = self.emit.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return function
@@ -324,14 +326,14 @@ def needs_kernel(node: fx.Node) -> bool:
     return node.op == "call_function" and target_name(node.target) not in ALIAS_OPS
 
 
-def select(node: fx.Node, target: Target) -> Kernel:
-    """The first kernel of the table that runs `node` on `target`.
+def select(node: fx.Node, target: Target, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
+    """The first of `kernels` that runs `node` on `target`.
 
     Raises UnsupportedError naming the node, the target and the reasons of the op's kernels.
     """
     op = target_name(node.target)
     reasons: list[str] = []
-    for kernel in KERNELS:
+    for kernel in kernels:
         if kernel.op == op:
             reason = kernel.why_not(node, target)
             if not reason:
@@ -349,14 +351,17 @@ def select(node: fx.Node, target: Target) -> Kernel:
 def cannot_run(node: fx.Node, target: Target | None = None) -> UnsupportedError:
     """The refusal of a model that needs an op which is not built, on `target` or anywhere."""
     on = f" on target {target.spec}" if target else ""
+    op = target_name(node.target)
+    if op.partition(".")[0] not in ("aten", "inferc") and "." in op:
+        return UnsupportedError(f"{op} (node {name_of(node)}) has no kernel{on}; its pass must bring one in `kernels`")
     return UnsupportedError(
-        f"inferc cannot run {target_name(node.target)} yet (node {name_of(node)}): this model's family is not supported{on}"
+        f"inferc cannot run {op} yet (node {name_of(node)}): this model's family is not supported{on}"
     )
 
 
-def kernel_named(name: str) -> Kernel:
+def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
     """The row that a node's `meta["kernel"]` names."""
-    for kernel in KERNELS:
+    for kernel in kernels:
         if kernel.name == name:
             return kernel
     raise UnsupportedError(f"unknown kernel {name!r}; this program was lowered by another version of inferc")

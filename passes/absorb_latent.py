@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, ops
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_types
+from inferc.passes.rewrite import arguments, infer_types, no_rewrite
 from inferc.program import Program, name_of
 
 aten, inferc = ops.aten, ops.inferc
@@ -42,7 +42,9 @@ class AbsorbLatent:
         count = 0
         for node in list(program.graph.find_nodes(op="call_function", target=inferc.attention.default, sort=True)):
             found = _read(node)
-            if found is not None:
+            if isinstance(found, str):
+                no_rewrite(self.name, node, found)
+            elif found is not None:
                 _rewrite(program, found)
                 count += 1
         if count:
@@ -54,19 +56,27 @@ def _is(node: Any, target: Any) -> bool:
     return isinstance(node, fx.Node) and node.target == target
 
 
-def _read(node: fx.Node) -> Latent | None:
+def _read(node: fx.Node) -> Latent | str | None:
+    """The parts, why they do not fit, or None for an attention that has no such parts."""
     q, k, v, sinks, *_ = arguments(node)
-    if sinks is not None or not _is(q, aten.cat.default) or not _is(k, aten.cat.default):
+    if not _is(q, aten.cat.default) or not _is(k, aten.cat.default):
         return None
     queries, keys = list(q.args[0]), list(k.args[0])
-    if len(queries) != 2 or len(keys) != 2 or not _is(keys[1], aten.expand.default):
-        return None
+    if len(queries) != 2 or len(keys) != 2:
+        return f"q and k have {len(queries)} and {len(keys)} parts, expected one with and one without rope"
+    if sinks is not None:
+        return "it has sinks"
+    shared = keys[1].args[0] if _is(keys[1], aten.expand.default) else None
+    if shared is None or shared.meta["val"].shape[1] != 1:
+        return f"the rotated part of k is {name_of(keys[1])}, expected one that all heads share"
     k_part, v_part = _projection(keys[0]), _projection(v)
-    shared = keys[1].args[0]
-    if k_part is None or v_part is None or k_part[0] is not v_part[0] or shared.meta["val"].shape[1] != 1:
-        return None
+    if k_part is None or v_part is None:
+        return "k and v are no projections of their own, without a bias"
+    if k_part[0] is not v_part[0]:
+        return f"k is made of {name_of(k_part[0])}, v of {name_of(v_part[0])}: expected one latent"
     if queries[0].meta["val"].shape[1:] != keys[0].meta["val"].shape[1:]:
-        return None
+        found = f"{list(queries[0].meta['val'].shape[1:])} and {list(keys[0].meta['val'].shape[1:])}"
+        return f"the parts of q and k without rope are {found}, expected equal heads"
     return Latent(node, queries[0], queries[1], k_part[0], shared, k_part[1], v_part[1])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from inferc import weights as weight_lib
-from inferc.codegen.kernels import Kernel, Target, argument, needs_kernel, select
+from inferc.codegen.kernels import KERNELS, Kernel, Target, argument, needs_kernel, select
 from inferc.errors import UnsupportedError
 from inferc.program import Program
 
@@ -19,13 +19,14 @@ from inferc.program import Program
 @dataclass(frozen=True)
 class ChooseKernels:
     target: Target
+    kernels: tuple[Kernel, ...] = KERNELS  # best first
     name: str = "choose_kernels"
 
     def __call__(self, program: Program) -> int:
         chosen: dict[fx.Node, Kernel] = {}
         for node in program.graph.nodes:
             if needs_kernel(node):
-                chosen[node] = select(node, self.target)
+                chosen[node] = select(node, self.target, self.kernels)
         wanted: dict[str, str | None] = {}
         for node, kernel in chosen.items():
             _collect_layouts(node, kernel, wanted)

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from inferc import weights as weight_lib
-from inferc.program import Program
+from inferc.passes.rewrite import no_rewrite
+from inferc.program import Program, target_name
 from inferc.weights import Weight
 
 aten = torch.ops.aten
@@ -27,6 +28,8 @@ class FoldWeights:
                 continue
             folded = _folded(node, program.weight(source))
             if folded is None:
+                if len(node.all_input_nodes) == 1:
+                    no_rewrite(self.name, node, f"{target_name(node.target)} of a weight is no cast and no view")
                 continue
             name, weight = f"{source.target}.{folded[0]}", folded[1]
             node.replace_all_uses_with(program.add_weight(name, weight, before=node))

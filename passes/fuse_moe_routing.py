@@ -7,7 +7,6 @@ experts' weights backwards. The weights stay float32, where some models round th
 
 from __future__ import annotations
 
-import logging
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,11 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from inferc import debug
-from inferc.passes.rewrite import arguments, infer_types
+from inferc.passes.rewrite import arguments, infer_types, no_rewrite
 from inferc.program import Program, name_of, target_name
 
-log = logging.getLogger(__name__)
 aten, inferc = torch.ops.aten, torch.ops.inferc
 CASTS = (aten._to_copy.default,)
 VIEWS = (aten.view.default, aten.clone.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default)
@@ -64,8 +61,7 @@ class FuseMoERouting:
                 experts = node.args[3].meta["val"].shape[0]
                 _require(routing.logits.meta["val"].shape[1] == experts, f"its router is not for {experts} experts")
             except Other as other:
-                if debug.level() >= 2:
-                    log.info("%s: no rewrite at %s: %s", self.name, name_of(node), other)
+                no_rewrite(self.name, node, str(other))
                 continue
             _rewrite(program, node, routing)
             count += 1

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_type
-from inferc.program import Program
+from inferc.passes.rewrite import arguments, infer_type, no_rewrite
+from inferc.program import Program, dtype_name, name_of
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 MAX_INPUTS = 8
+EXPONENTS = (2.0, 3.0, 0.5, -0.5, -1.0)
 
 
 def _call(name: str) -> Callable[..., str]:
@@ -91,7 +92,12 @@ class FusePointwise:
         taken: set[fx.Node] = set()
         count = 0
         for node in reversed(list(program.graph.nodes)):
-            if node in taken or not _is_elementwise(program, node) or node.target in COMPARISONS:
+            if node in taken or node.target in COMPARISONS:
+                continue
+            reason = _why_not(program, node)
+            if reason is not None:
+                if reason:
+                    no_rewrite(self.name, node, reason)
                 continue
             group = _grow(program, node)
             taken |= group.members
@@ -104,16 +110,19 @@ class FusePointwise:
         return count
 
 
-def _is_elementwise(program: Program, node: fx.Node) -> bool:
+def _why_not(program: Program, node: fx.Node) -> str | None:
+    """None for arithmetic on the elements of rows; else why it is not that, "" where it does not look like it."""
     if node.op != "call_function" or node.target not in OPS:
-        return False
+        return ""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not value.dim() or not _per_row(program, node):
-        return False
-    if node.target == aten.pow.Tensor_Scalar and float(node.args[1]) not in (2.0, 3.0, 0.5, -0.5, -1.0):  # type: ignore[arg-type]
-        return False
-    # Integers in float32 would be wrong beyond 2^24; positions alone stay below.
-    return bool(value.is_floating_point() or value.dtype == torch.bool)
+        return "it has no row for each token"
+    if node.target == aten.pow.Tensor_Scalar and float(node.args[1]) not in EXPONENTS:  # type: ignore[arg-type]
+        return f"its exponent is {node.args[1]}, expected one of {', '.join(map(str, EXPONENTS))}"
+    if not value.is_floating_point() and value.dtype != torch.bool:
+        # Integers in float32 would be wrong beyond 2^24; positions alone stay below.
+        return f"it makes {dtype_name(value.dtype)}, expected floating point"
+    return None
 
 
 def _per_row(program: Program, node: fx.Node) -> bool:
@@ -128,12 +137,15 @@ def _grow(program: Program, root: fx.Node) -> _Group:
     todo = list(root.all_input_nodes)
     while todo:
         node = todo.pop(0)
-        if node in group.members or not _is_elementwise(program, node):
+        if node in group.members or _why_not(program, node) is not None:
             continue
-        if any(user not in group.members for user in node.users):
+        others = [user for user in node.users if user not in group.members]
+        if others:
+            no_rewrite("fuse_pointwise", node, f"it is also read by {name_of(others[0])}")
             continue
         group.members.add(node)
         if len(group.inputs()) > MAX_INPUTS:
+            no_rewrite("fuse_pointwise", node, f"{name_of(root)} would read {len(group.inputs())} values with it")
             group.members.remove(node)
             continue
         todo += node.all_input_nodes

@@ -7,18 +7,15 @@ the first part of a head only, or a head that is itself a part of another.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from inferc import debug
-from inferc.passes.rewrite import infer_types, merge_equal, short_name
+from inferc.passes.rewrite import infer_types, merge_equal, no_rewrite, short_name
 from inferc.passes.rotations import Interpreter, Rotation, Terms, rotation
 from inferc.program import Program, ancestors, name_of
 
-log = logging.getLogger(__name__)
 aten, inferc = torch.ops.aten, torch.ops.inferc
 
 
@@ -39,8 +36,7 @@ class FuseRope:
                 continue
             found = _rotation(node, rotated[node])
             if isinstance(found, str):
-                if debug.level() >= 2:
-                    log.info("%s: no rewrite at %s: %s", self.name, name_of(node), found)
+                no_rewrite(self.name, node, found)
                 continue
             _rewrite(program, node, found)
             inner = ancestors([node]) & rotated.keys()

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import infer_type
-from inferc.program import Program
+from inferc.passes.rewrite import infer_type, no_rewrite
+from inferc.program import Program, dtype_name, name_of
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 
@@ -26,12 +26,16 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     return x, weight, bias
 
 
-def _packable(node: fx.Node) -> bool:
+def _why_not(node: fx.Node) -> str:
     """Routers stay apart: their few rows are read in another precision by quantizing passes."""
-    if node.target != aten.linear.default or any(user.target == inferc.moe_routing.default for user in node.users):
-        return False
-    _, weight, bias = _operands(node)
-    return all(each is None or (each.op == "get_attr" and len(each.users) == 1) for each in (weight, bias))
+    if any(user.target == inferc.moe_routing.default for user in node.users):
+        return "it is a router"
+    for each in _operands(node)[1:]:
+        if each is not None and each.op != "get_attr":
+            return f"{name_of(each)} is no weight"
+        if each is not None and len(each.users) > 1:
+            return f"weight {each.target} is read by {len(each.users)} nodes, expected this one alone"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,31 @@ class PackProjections:
     name: str = "pack_projections"
 
     def __call__(self, program: Program) -> int:
-        sharing: dict[tuple[fx.Node, bool, torch.dtype], list[fx.Node]] = {}
-        for node in program.graph.nodes:
-            if _packable(node):
-                x, weight, bias = _operands(node)
-                sharing.setdefault((x, bias is not None, weight.meta["val"].dtype), []).append(node)
-        groups = [group for group in sharing.values() if len(group) > 1]
+        readers: dict[fx.Node, list[fx.Node]] = {}
+        for node in program.graph.find_nodes(op="call_function", target=aten.linear.default, sort=True):
+            readers.setdefault(_operands(node)[0], []).append(node)
+        groups = [group for nodes in readers.values() if len(nodes) > 1 for group in self._alike(nodes)]
         for group in groups:
             _pack(program, group)
         if groups:
             program.drop_unused()
         return len(groups)
+
+    def _alike(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+        """Those of the linears of one input that can be one, with a bias or without and of one dtype."""
+        alike: dict[tuple[bool, torch.dtype], list[fx.Node]] = {}
+        for node in nodes:
+            reason = _why_not(node)
+            if reason:
+                no_rewrite(self.name, node, reason)
+                continue
+            _, weight, bias = _operands(node)
+            alike.setdefault((bias is not None, weight.meta["val"].dtype), []).append(node)
+        for (has_bias, dtype), group in alike.items():
+            if len(group) == 1:
+                how = f"it is alone {'with' if has_bias else 'without'} a bias and in {dtype_name(dtype)}"
+                no_rewrite(self.name, group[0], f"{how}, of {len(nodes)} that read {name_of(_operands(group[0])[0])}")
+        return [group for group in alike.values() if len(group) > 1]
 
 
 def _common_name(names: list[str]) -> str:

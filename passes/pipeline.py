@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from inferc import debug
-from inferc.codegen.kernels import Target
-from inferc.errors import VerifyError
+from inferc.codegen.kernels import KERNELS, Kernel, Target
+from inferc.errors import ConfigError, VerifyError
 from inferc.passes.absorb_latent import AbsorbLatent
 from inferc.passes.canonicalise import Canonicalise
 from inferc.passes.choose_kernels import ChooseKernels
@@ -34,6 +34,7 @@ from inferc.passes.plan_memory import PlanMemory
 from inferc.passes.select_rows import SelectRows
 from inferc.passes.split_head import SplitHead
 from inferc.passes.ungroup_heads import UngroupHeads
+from inferc.passes.user_passes import UserPass
 from inferc.passes.verify import CAPTURED, LOWERED, SERVABLE, check_ops, verify
 from inferc.program import Program
 
@@ -55,10 +56,21 @@ Observe = Callable[[int, str, int, Program], None]
 
 @dataclass(frozen=True)
 class LowerConfig:
-    """What the passes need to know: the target, and the tokens of a KV cache block."""
+    """What the passes need to know: the target, the tokens of a KV cache block, and the passes of the user."""
 
     target: Target
     block_size: int = 16
+    passes: tuple[UserPass, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernel table of this compile, best first: the user's own rows, then ours."""
+        return (*(kernel for each in self.passes for kernel in each.kernels), *KERNELS)
+
+    @property
+    def own_headers(self) -> dict[str, str]:
+        """The C++ of the user's kernels: file name to text."""
+        return {name: text for each in self.passes for name, text in each.own_headers.items()}
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,11 @@ class PassRecord:
 
 
 def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
-    """The passes in running order."""
+    """The passes in running order. Raises ConfigError for a pass of the user's that has no place in it."""
+    return _with_own(_our_pipeline(config), config.passes)
+
+
+def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     return (
         Canonicalise(),
         FlattenBatch(),  # before every pattern: they are written over rows of tokens
@@ -100,9 +116,21 @@ def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FusePointwise(),  # what is left
         SelectRows(),  # after the residual is fused, which it then follows
         SplitHead(),
-        ChooseKernels(config.target),
+        ChooseKernels(config.target, config.kernels),
         PlanMemory(),
     )
+
+
+def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:
+    """The user's passes each behind the one of ours it names, in the order in which they were given."""
+    names = [each.name for each in ours]
+    places = names[: names.index("choose_kernels")]  # behind it, nodes would be left without a kernel
+    for each in own:
+        if each.name in names:
+            raise ConfigError(f"--pass {each.spec}: inferc has a pass named {each.name}; give yours another name")
+        if each.after not in places:
+            raise ConfigError(f"--pass {each.spec}: its `after` is {each.after!r}, expected one of {', '.join(places)}")
+    return tuple(each for mine in ours for each in (mine, *(user for user in own if user.after == mine.name)))
 
 
 OPTIONAL = frozenset(
@@ -156,6 +184,7 @@ def run_passes(
     Raises VerifyError where a pass breaks the program.
     """
     dump_dir = debug.dump_dir() if dump_dir is None else dump_dir
+    own_ops = frozenset(row.op for each in passes if isinstance(each, UserPass) for row in each.kernels)
     records: list[PassRecord] = []
     _dump(program, dump_dir, 0, "captured")
     if observe is not None:
@@ -166,7 +195,7 @@ def run_passes(
         if not rewrites:
             level = logging.INFO if each.name in OPTIONAL else logging.WARNING
             log.log(level, "pass %s rewrote nothing in %s", each.name, program.name)
-        _verify(program, each.name, rewrites)
+        _verify(program, each.name, rewrites, own_ops)
         records.append(PassRecord(each.name, rewrites, time.perf_counter() - start, before, _num_calls(program)))
         _dump(program, dump_dir, index, each.name)
         if observe is not None:
@@ -178,12 +207,12 @@ def run_passes(
     return records
 
 
-def _verify(program: Program, name: str, rewrites: int) -> None:
+def _verify(program: Program, name: str, rewrites: int, own_ops: frozenset[str]) -> None:
     try:
         if rewrites:
             verify(program)
         if name in CHECKPOINTS:
-            check_ops(program, CHECKPOINTS[name])
+            check_ops(program, CHECKPOINTS[name], own_ops)
     except VerifyError as error:
         raise VerifyError(f"after {name}: {error}") from error
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from inferc import debug
-from inferc.program import Program, target_name
+from inferc.program import Program, name_of, target_name
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -51,6 +51,12 @@ def arguments(node: fx.Node) -> list[Any]:
 def value_of(arg: Any) -> Any:
     """The fake tensor behind a node; anything else is its own value."""
     return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def no_rewrite(pass_name: str, node: fx.Node, reason: str) -> None:
+    """Say, at INFERC_DEBUG=2, why a pass leaves alone what looks like its pattern. `reason` starts with what is found."""
+    if debug.level() >= 2:
+        log.info("%s: no rewrite at %s: %s", pass_name, name_of(node), reason)
 
 
 # ------------------------------------------------------------------------------------------------ types
@@ -203,7 +209,7 @@ def _fault(pattern: Pattern, bound: Bindings) -> str | None:
     for node in matched - free:
         for user in node.users:
             if user not in matched:
-                return f"{node.meta.get('name', node.name)} is also used by {user.meta.get('name', user.name)}"
+                return f"{name_of(node)} is also used by {name_of(user)}"
     root = bound[pattern.root]
     for output in pattern.outputs:
         for user in bound[output].users:
@@ -249,8 +255,7 @@ class Rewrite:
                     replace(program, [bound[output] for output in pattern.outputs], self.replacement, captures, node)
                     _erase_unused(program, bound.values(), gone)
                     return True
-                if debug.level() >= 2:
-                    log.info("%s: no rewrite at %s: %s", self.name, node.meta.get("name", node.name), reason)
+                no_rewrite(self.name, node, reason)
         return False
 
     def _refuse(self, captures: dict[str, Any]) -> str | None:

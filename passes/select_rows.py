@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from inferc.passes.rewrite import infer_type, infer_types
-from inferc.program import Program
+from inferc.passes.rewrite import infer_type, infer_types, no_rewrite
+from inferc.program import Program, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 
@@ -97,5 +97,9 @@ def _select(program: Program, rows: fx.Node, region: set[fx.Node]) -> int:
             name = f"{source.meta.get('name', source.name)}.rows"
             made.meta.update(name=name, layer=source.meta.get("layer"), val=infer_type(program, made))
             chosen[source] = made
+            if source.op == "call_function" and source.target not in ROW_WISE:
+                no_rewrite("select_rows", source, f"{target_name(source.target)} is not known to work row by row")
+            elif source.op == "call_function":
+                no_rewrite("select_rows", source, "it is also read by what needs all rows")
         node.replace_input_with(source, chosen[source])
     return len(chosen)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_types
+from inferc.passes.rewrite import arguments, infer_types, no_rewrite
 from inferc.program import Program, name_of
 from inferc.weights import Weight
 
@@ -27,28 +27,45 @@ class UngroupHeads:
     def __call__(self, program: Program) -> int:
         count = 0
         for view in list(program.graph.nodes):
-            if view.target == aten.view.default and _is_packed(view):
-                _ungroup(program, view)
-                count += 1
+            if not _parts_heads(view):
+                continue
+            reason = _why_not(view)
+            if reason:
+                no_rewrite(self.name, view, reason)
+                continue
+            _ungroup(program, view)
+            count += 1
         if count:
             program.drop_unused()
         return count
 
 
-def _is_packed(view: fx.Node) -> bool:
-    """A [num_tokens, heads, size] view of a linear of its own, of which only disjoint parts of each head are read."""
-    linear, shape = view.args[0], view.meta["val"].shape
-    if not isinstance(linear, fx.Node) or linear.target != aten.linear.default or len(linear.users) > 1:
+def _parts_heads(view: fx.Node) -> bool:
+    """A [num_tokens, heads, size] view of a linear, of which a part of each head is read."""
+    if view.target != aten.view.default or view.meta["val"].dim() != 3 or view.meta["val"].shape[1] == 1:
         return False
-    reads_weights = all(each is None or each.op == "get_attr" for each in linear.args[1:])  # type: ignore[union-attr]
-    if len(shape) != 3 or shape[1] == 1 or not reads_weights or not view.users:
+    linear = view.args[0]
+    if not isinstance(linear, fx.Node) or linear.target != aten.linear.default:
         return False
+    return any(_range(user) not in ((-1, -1), (0, view.meta["val"].shape[2])) for user in view.users)
+
+
+def _why_not(view: fx.Node) -> str:
+    """Why the view's parts get no rows of their own: they may if the linear is the view's, and they are disjoint."""
+    linear, size = view.args[0], view.meta["val"].shape[2]
+    assert isinstance(linear, fx.Node)
+    if len(linear.users) > 1:
+        return f"{name_of(linear)} is read by {len(linear.users)} nodes, expected this one alone"
+    if any(each is not None and each.op != "get_attr" for each in linear.args[1:]):  # type: ignore[union-attr]
+        return f"{name_of(linear)} multiplies by something that is no weight"
     end = 0
-    for start, stop in sorted(_range(part) for part in view.users):
-        if start < end or stop > shape[2] or (start, stop) == (0, shape[2]):
-            return False
+    for (start, stop), part in sorted((_range(part), part) for part in view.users):
+        if (start, stop) in ((-1, -1), (0, size)):
+            return f"{name_of(part)} reads otherwise than one part of each head"
+        if start < end:
+            return f"{name_of(part)} reads from element {start} of each head, which another part has up to {end}"
         end = stop
-    return True
+    return ""
 
 
 def _range(part: fx.Node) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from inferc.errors import VerifyError
 from inferc.passes.rewrite import infer_type
-from inferc.program import Program, target_name
+from inferc.program import Program, name_of, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 
@@ -58,8 +58,8 @@ SERVABLE = "servable"
 _CAPTURED_OPS = frozenset({inferc.attention.default, inferc.moe_experts.default})
 
 
-def _allowed(checkpoint: Any, target: Any) -> bool:
-    if target is operator.getitem:
+def _allowed(checkpoint: Any, target: Any, own_ops: frozenset[str]) -> bool:
+    if target is operator.getitem or (checkpoint != CAPTURED and target_name(target) in own_ops):
         return True
     namespace = target_name(target).split(".")[0]
     if checkpoint == CAPTURED:
@@ -69,16 +69,20 @@ def _allowed(checkpoint: Any, target: Any) -> bool:
     return target in checkpoint
 
 
-def check_ops(program: Program, checkpoint: Any) -> None:
-    """Raise VerifyError at the first node that the checkpoint (CAPTURED, SERVABLE or LOWERED) does not know."""
+def check_ops(program: Program, checkpoint: Any, own_ops: frozenset[str] = frozenset()) -> None:
+    """Raise VerifyError at the first node that the checkpoint (CAPTURED, SERVABLE or LOWERED) does not know.
+
+    own_ops: the ops of a user's kernels, as target_name prints them; they may be there from CAPTURED on.
+    """
     for node in program.graph.nodes:
-        if node.op == "call_function" and not _allowed(checkpoint, node.target):
+        if node.op == "call_function" and not _allowed(checkpoint, node.target, own_ops):
             name = "lowered" if checkpoint is LOWERED else checkpoint
-            raise VerifyError(_drawing(program, node, f"{target_name(node.target)} is not an op of a {name} program"))
+            raise VerifyError(drawing(program, node, f"{target_name(node.target)} is not an op of a {name} program"))
 
 
 def verify(program: Program) -> None:
-    """Raise VerifyError unless the graph is well formed, typed as its ops say, and reads each of its weights."""
+    """Raise VerifyError unless the graph is well formed, typed as its ops say, and reads all its weights and values."""
+    _verify_order(program)
     try:
         program.graph.lint()
     except RuntimeError as error:
@@ -87,7 +91,7 @@ def verify(program: Program) -> None:
         if node.op == "output":
             continue
         if node.meta.get("val") is None:
-            raise VerifyError(_drawing(program, node, "has no type"))
+            raise VerifyError(drawing(program, node, "has no type"))
         if node.op == "get_attr":
             _verify_weight(program, node)
         elif node.op == "call_function":
@@ -95,29 +99,69 @@ def verify(program: Program) -> None:
     used = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
     unused = sorted(set(program.weights) - used)
     if unused:
-        raise VerifyError(f"{program.name}: weights that nothing reads: {', '.join(unused)}")
+        raise VerifyError(
+            f"{program.name}: weights that nothing reads: {', '.join(unused)}; call program.drop_unused()"
+        )
+
+
+def _verify_order(program: Program) -> None:
+    """One output, last; every value is made before it is read, and is read."""
+    seen: set[fx.Node] = set()
+    nodes = list(program.graph.nodes)
+    if [node.op for node in nodes].count("output") != 1 or nodes[-1].op != "output":
+        raise VerifyError(drawing(program, nodes[-1], "is the last node; expected one output, at the end"))
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in seen:
+                where = "after it" if source in nodes else "nowhere in the graph"
+                raise VerifyError(drawing(program, node, f"reads {name_of(source)}, which is {where}"))
+        if node.op == "call_function" and not node.users:
+            raise VerifyError(drawing(program, node, "is read by nothing; call program.drop_unused()"))
+        seen.add(node)
+
+
+def interface(program: Program) -> dict[str, str]:
+    """What the frontend, the cache and the runner rely on, as text."""
+    (results,) = program.output().args
+    values = [each.meta.get("val") for each in results]  # type: ignore[union-attr]
+    return {
+        "inputs": ", ".join(f"{each.name}: {type_text(each.meta.get('val'))}" for each in program.inputs()),
+        "results": ", ".join(map(type_text, values)),
+        "KV groups": ", ".join(map(str, program.kv_groups)),
+        "block size": str(program.block_size),
+    }
+
+
+def verify_interface(program: Program, before: dict[str, str]) -> None:
+    """Raise VerifyError if the program's `interface` is no longer `before`."""
+    for what, now in interface(program).items():
+        if now != before[what]:
+            fault = f"has other {what} than before: found {now or 'none'}, expected {before[what]}"
+            raise VerifyError(drawing(program, program.output(), fault))
 
 
 def _verify_weight(program: Program, node: fx.Node) -> None:
     weight, value = program.weights.get(str(node.target)), node.meta["val"]
     if weight is None:
-        raise VerifyError(_drawing(program, node, f"reads weight {node.target}, which the program does not have"))
+        raise VerifyError(drawing(program, node, f"reads weight {node.target}, which the program does not have"))
     if tuple(value.shape) != weight.shape or value.dtype != weight.dtype:
-        raise VerifyError(_drawing(program, node, f"is {_type(value)}, its weight {_type(weight)}"))
+        raise VerifyError(drawing(program, node, f"is {type_text(value)}, its weight {type_text(weight)}"))
 
 
 def _verify_type(program: Program, node: fx.Node) -> None:
     try:
         value = infer_type(program, node)
     except Exception as error:  # a fake kernel may raise anything; all of it means that the arguments do not fit
-        raise VerifyError(_drawing(program, node, f"cannot be typed: {error}")) from error
-    if value is not node.meta["val"] and _type(value) != _type(node.meta["val"]):
-        raise VerifyError(_drawing(program, node, f"is declared {_type(node.meta['val'])}, its op says {_type(value)}"))
+        raise VerifyError(drawing(program, node, f"cannot be typed: {error}")) from error
+    if value is not node.meta["val"] and type_text(value) != type_text(node.meta["val"]):
+        raise VerifyError(
+            drawing(program, node, f"is declared {type_text(node.meta['val'])}, its op says {type_text(value)}")
+        )
 
 
-def _type(value: Any) -> str:
+def type_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(_type(item) for item in value) + ")"
+        return "(" + ", ".join(type_text(item) for item in value) + ")"
     if isinstance(value, torch.SymInt):
         return str(value.node.expr)
     if not hasattr(value, "shape"):
@@ -126,7 +170,7 @@ def _type(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
 
-def _drawing(program: Program, node: fx.Node, fault: str) -> str:
+def drawing(program: Program, node: fx.Node, fault: str) -> str:
     """The fault, and the lines around the node with a marker."""
     lines = program.to_text().splitlines()
     calls = [each for each in program.graph.nodes if each.op != "get_attr"]

@@ -33,6 +33,12 @@ def test_sampling(tiny_artifact: Path, tmp_path: Path) -> None:
     assert first.count("---") == 3 and first == second
 
 
+def test_own_pass(tmp_path: Path) -> None:
+    plain, tokens, own, same_tokens = run("own_pass.py", tmp_path / "out", cwd=tmp_path).splitlines()
+    assert "'cpp.add.float32': 5" in plain and "'example.add_rms_norm': 5" in own and "cpp.add." not in own
+    assert tokens.count("[") == 2 and tokens == same_tokens
+
+
 def test_stream_client(served: str, tmp_path: Path) -> None:
     out = run("stream_client.py", served, "abc", cwd=tmp_path)
     assert "llama, float32" in out and out.rstrip().endswith("tokens")

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from inferc import debug
 from inferc.errors import ConfigError, InfercError
@@ -90,15 +91,19 @@ def _folders() -> list[Path]:
 
 
 def build(
-    source: str, headers: Sequence[str], isas: Sequence[str] = tuple(ISA_FLAGS), folder: Path = KERNELS_FOLDER
+    source: str,
+    headers: Sequence[str],
+    isas: Sequence[str] = tuple(ISA_FLAGS),
+    folder: Path = KERNELS_FOLDER,
+    own_headers: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Path]:
     """Compile `source` once for each instruction set, in parallel; returns the libraries by instruction set.
 
-    headers: the files of `folder` that it includes. Raises ConfigError without a compiler, InfercError with the
+    headers: the files of `folder` that it includes; own_headers: others, name to text. Raises ConfigError without a compiler, InfercError with the
     compiler's first error if it refuses the source. Where the cache cannot be written, they last as long as the process.
     """
     compiler = find_compiler()
-    texts = {name: (folder / name).read_text() for name in headers}
+    texts = {**{name: (folder / name).read_text() for name in headers}, **own_headers}
     places = _folders()
     with ThreadPoolExecutor() as threads:
         made = threads.map(lambda isa: _build_one(compiler, source, texts, isa, places), isas)

@@ -89,6 +89,15 @@ def compile_model(
     allow_drift: Annotated[
         bool, typer.Option("--allow-drift", help="Keep an artifact whose numbers moved too far.")
     ] = False,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            metavar="MODULE:NAME",
+            help="A pass of your own, by the Python module and the object in it, or FILE.py:NAME; may be repeated."
+            " It runs in front of choose_kernels unless it says otherwise (docs/extending.md).",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compile MODEL into the artifact OUT."""
@@ -103,8 +112,11 @@ def compile_model(
             "max_model_len": "auto" if max_model_len is None else max_model_len,
             "certify": certify,
             "allow_drift": allow_drift,
+            "passes": tuple(passes or ()),
         },
     )
+    if passes:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
     with progress("load torch") as report:
         from inferc.compiler import compile as compile_
 
@@ -139,6 +151,7 @@ def inspect(out: Out, as_json: Json = False) -> None:
         "arena": f"{facts['arena_bytes'] / 1e6:.1f} MB",
         "KV cache": f"{facts['kv_bytes_per_token']} bytes a token",
         "format": f"version {facts['format_version']}, by {facts['producer']}",
+        **({"passes": ", ".join(config["passes"]) + " (besides inferc's own)"} if config.get("passes") else {}),
     }
     for name, value in rows.items():
         say(f"{name:10}{value}")

@@ -40,7 +40,8 @@ from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
 from inferc.manifest import CERTIFICATE, COSTS, json_bytes
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
-from inferc.passes.plan_memory import memory_plan
+from inferc.passes.plan_memory import MemoryPlan, memory_plan
+from inferc.passes.user_passes import UserPass, load_passes
 from inferc.program import Program
 from inferc.runtime.abi import detect_isa
 
@@ -83,6 +84,7 @@ def compile(
     """
     start = time.perf_counter()
     config = config or CompileConfig()
+    passes = load_passes(config.passes)
     with _interrupts() as interrupts, OutputFolder(Path(out)) as folder:
         report = interrupts.checked(progress or _silent)
         checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
@@ -90,7 +92,7 @@ def compile(
         resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
         too_large = config.certify == "auto" and resolved.certify == "layers"
         generation = generation_defaults(checkpoint)
-        build = _Build(checkpoint, resolved, folder, tokenizer, report, interrupts, generation, too_large)
+        build = _Build(checkpoint, resolved, folder, tokenizer, report, interrupts, generation, passes, too_large)
         with _threads_for(num_parameters):
             certificate = build.run()
         interrupts.check()
@@ -119,12 +121,15 @@ class _Build:
         report: Progress,
         interrupts: _Interrupts,
         generation: dict[str, Any],
+        passes: tuple[UserPass, ...],
         too_large: bool = False,
     ) -> None:
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
         self.interrupts, self.generation = interrupts, generation
         self.writer = ArtifactWriter(folder, config.allow_drift)
-        self.target = Target.parse(config.target)
+        self.lower_config = LowerConfig(Target.parse(config.target), config.block_size, passes)
+        self.pipeline = build_pipeline(self.lower_config)
+        self.target = self.lower_config.target
         self.tokenizer, self.too_large = tokenizer, too_large
         self.isas = tuple(cpp_build.ISA_FLAGS)
         self.records: list[PassRecord] = []
@@ -156,32 +161,31 @@ class _Build:
             self.writer.write_manifest(manifest)
         return None if certifier is None else certifier.certificate.to_json()
 
-    def _lower_config(self) -> LowerConfig:
-        return LowerConfig(self.target, self.config.block_size)
-
     def _check_lowers(self, program: Program) -> None:
         """Raise what lowering will refuse: on a copy and unverified, as the reference runs first and may take minutes."""
         twin = program_lib.from_json(program_lib.to_json(program))
-        for each in build_pipeline(self._lower_config()):
+        for each in self.pipeline:
             self.report("check the kernels", 0, 1)
             each(twin)
         plan = memory_plan(twin)
         if self.target.device == "cpu":
-            emit_cpp(twin, plan.values, plan.pools)
+            self._emit(twin, plan)
+
+    def _emit(self, program: Program, plan: MemoryPlan) -> CppUnit:
+        return emit_cpp(program, plan.values, plan.pools, self.lower_config.kernels, self.lower_config.own_headers)
 
     def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
         """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
-        config = self._lower_config()
         costs = CostRecorder()
-        self.records = lower(program, config, observe=self._observer(certifier, costs, len(build_pipeline(config))))
+        self.records = lower(program, self.lower_config, observe=self._observer(certifier, costs))
         self.writer.add(COSTS, json_bytes(costs.log(program).to_json()))
         plan = memory_plan(program)
-        unit = emit_cpp(program, plan.values, plan.pools) if self.target.device == "cpu" else None
+        unit = self._emit(program, plan) if self.target.device == "cpu" else None
         libraries = {} if unit is None else self._write_libraries(unit)
         cubins = self._cubins(program)
         for name, data in cubins.files.items():
             self.writer.add(name, data)
-        self.kernels = [*_kernel_rows(program, self.target), *cubins.kernels]
+        self.kernels = [*_kernel_rows(program, self.lower_config), *cubins.kernels]
         self.writer.add_weights(
             program.weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
         )
@@ -216,19 +220,21 @@ class _Build:
         """Compile the step for each instruction set; returns the library files by ISA, best first."""
         self.report("compile kernels", 0, 1)
         libraries = {}
-        for isa, built in cpp_build.build(unit.source, unit.headers, self.isas).items():
+        for isa, built in cpp_build.build(unit.source, unit.headers, self.isas, own_headers=unit.own_headers).items():
             libraries[isa] = f"kernels/cpu-{isa}.so"
             self.writer.add(libraries[isa], built.read_bytes())
         self.writer.add("kernels/cpp/unit.cpp", unit.source.encode())
         for header in unit.headers:
             self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
+        for header, text in unit.own_headers.items():
+            self.writer.add(f"kernels/cpp/{header}", text.encode())
         return libraries
 
-    def _observer(self, certifier: Certifier | None, costs: CostRecorder, count: int) -> Observe:
+    def _observer(self, certifier: Certifier | None, costs: CostRecorder) -> Observe:
         """Keeps the text and the costs after every pass, and lets the certificate see it."""
 
         def observe(index: int, name: str, rewrites: int, program: Program) -> None:
-            self.report("lower" if certifier is None else "lower and certify", index, count)
+            self.report("lower" if certifier is None else "lower and certify", index, len(self.pipeline))
             self.writer.add(f"graph/{index:02}_{name}.txt", program.to_text().encode())
             costs(index, name, rewrites, program)
             if certifier is not None:
@@ -257,7 +263,9 @@ class _Build:
         log.info("certificate: on a random copy of the first %d layers", layers)
         with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
             silent = self.interrupts.checked(_silent)
-            build = _Build(copied, self.config, folder, None, silent, self.interrupts, self.generation)
+            build = _Build(
+                copied, self.config, folder, None, silent, self.interrupts, self.generation, self.lower_config.passes
+            )
             build.isas = detect_isa()[:1]  # the one that runs here
             program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
             scope = f"a random copy of the first {layers} layers, which hold every kind of layer of the model"
@@ -292,12 +300,12 @@ SMALL_MODEL = 50_000_000  # parameters
 VOLATILE_FACTS = ("_name_or_path", "transformers_version")
 
 
-def _kernel_rows(program: Program, target: Target) -> list[dict[str, Any]]:
+def _kernel_rows(program: Program, config: LowerConfig) -> list[dict[str, Any]]:
     """The kernel table: each kernel that a node uses, and how many do."""
     counts = Counter(str(node.meta["kernel"]) for node in program.graph.nodes if "kernel" in node.meta)
     return [
-        {"name": name, "target": target.spec, "op": kernel_named(name).op, "nodes": count, "runs": True}
-        for name, count in counts.items()
+        {"name": kernel.name, "target": config.target.spec, "op": kernel.op, "nodes": count, "runs": True}
+        for kernel, count in ((kernel_named(name, config.kernels), count) for name, count in counts.items())
     ]
 
 

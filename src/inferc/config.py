@@ -72,6 +72,7 @@ class CompileConfig:
     block_size: int | Auto = "auto"
     certify: Certify | Auto = "auto"  # auto: full where the float32 model fits in memory, else layers
     allow_drift: bool = False
+    passes: tuple[Any, ...] = ()  # of the user: "module:name", "file.py:name" or, from Python, the object
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -99,6 +100,7 @@ class CompileConfig:
             block_size=DEFAULT_BLOCK_SIZE if self.block_size == "auto" else self.block_size,
             certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
             allow_drift=self.allow_drift,
+            passes=tuple(os.path.basename(pass_spec(each)) for each in self.passes),  # no paths in an artifact
         )
         log.info("compile config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
         return resolved
@@ -132,6 +134,7 @@ class ResolvedCompileConfig:
     block_size: int
     certify: Certify
     allow_drift: bool
+    passes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,11 @@ def from_dict(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     return kind(**values)
 
 
+def pass_spec(each: Any) -> str:
+    """How an artifact records a pass of the user: as it was named, an object by its module and its own name."""
+    return each if isinstance(each, str) else f"{type(each).__module__}:{getattr(each, 'name', type(each).__name__)}"
+
+
 def parse_bytes(text: str) -> int:
     """`"2GiB"`, `"512 MB"`, `"1.5g"` or `"1048576"` as a number of bytes: Ki, Mi, Gi, Ti are powers of 1024."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
@@ -281,12 +289,12 @@ def _choices(hint: Any) -> tuple[list[str], list[type]]:
     """The words and the plain types that an annotation allows."""
     if get_origin(hint) is Literal:
         return list(get_args(hint)), []
-    if not get_args(hint):
-        return [], [hint]
+    if not get_args(hint) or get_origin(hint) is tuple:
+        return [], [get_origin(hint) or hint]
     parts = [_choices(part) for part in get_args(hint)]
     return [word for part in parts for word in part[0]], [kind for part in parts for kind in part[1]]
 
 
 def _listed(words: list[str], kinds: list[type]) -> str:
-    names = {int: "a whole number", bool: "true or false", type(None): "leaving it out"}
+    names = {int: "a whole number", bool: "true or false", type(None): "leaving it out", tuple: "a tuple"}
     return " or ".join([*words, *(names.get(kind, kind.__name__) for kind in kinds)])
