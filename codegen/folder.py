@@ -37,6 +37,7 @@ class OutputFolder:
         self._prefix = f".{self.out.name}.partial-"
         # Never a name twice: the loader takes a library at a path that it knows for the one it has loaded.
         self._partial = self.out.parent / f"{self._prefix}{secrets.token_hex(8)}"
+        self._unlocked = self._partial.with_name(self._partial.name.replace(".partial-", ".new-"))
         self.path = self._partial / "artifact"
         self._lock: int | None = None
         self._made_parents: list[Path] = []
@@ -48,16 +49,18 @@ class OutputFolder:
                 parent.mkdir()
                 self._made_parents.append(parent)
             self._remove_leftovers()
-            unlocked = self._partial.with_name(self._partial.name.replace(".partial-", ".new-"))
-            unlocked.mkdir()  # by a name that nobody deletes before it is locked
-            self._lock = _try_lock(unlocked)
-            unlocked.rename(self._partial)
+            self._unlocked.mkdir()  # by a name that nobody deletes before it is locked
+            self._lock = _try_lock(self._unlocked)
+            self._unlocked.rename(self._partial)
             self.path.mkdir()
         except OSError as error:
             self._leave()
             raise ConfigError(
                 f"cannot write {self.out}: {error.strerror}; choose an output folder that you may write to"
             ) from None
+        except BaseException:  # an interrupt: nobody calls __exit__ then
+            self._leave()
+            raise
         return self
 
     def __exit__(
@@ -82,7 +85,8 @@ class OutputFolder:
 
     def _leave(self) -> None:
         """Delete what is not the artifact, and the folders made for it if they stay empty."""
-        shutil.rmtree(self._partial, ignore_errors=True)
+        for folder in (self._partial, self._unlocked):
+            shutil.rmtree(folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

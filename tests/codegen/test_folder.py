@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inferc.codegen import folder as folder_module
 from inferc.codegen.folder import OutputFolder
 from inferc.errors import ConfigError
 
@@ -29,6 +32,27 @@ def test_commit_puts_it_in_place(tmp_path: Path) -> None:
         assert not out.exists()
         folder.commit()
     assert contents(tmp_path) == ["a", "a/b", "a/b/out", "a/b/out/kernels", "a/b/out/kernels/x.so"]
+
+
+@pytest.mark.parametrize("step", ["_try_lock", "shutil.rmtree", "Path.rename"])
+def test_an_interrupt_while_it_is_opened_leaves_nothing(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Any = {"shutil.rmtree": shutil.rmtree, "Path.rename": Path.rename, "_try_lock": folder_module._try_lock}[step]
+    calls: list[object] = []
+
+    def interrupted(*args: object, **options: object) -> object:
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    if step == "shutil.rmtree":  # of what a killed compile left behind
+        (tmp_path / ".out.partial-0").mkdir()
+    monkeypatch.setattr(f"inferc.codegen.folder.{step}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        OutputFolder(tmp_path / "out").__enter__()
+    assert calls and [name for name in contents(tmp_path) if "partial-0" not in name] == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -118,6 +142,7 @@ def test_a_read_only_parent_is_refused(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
+from inferc.codegen import folder as folder_module
 from inferc.codegen.folder import OutputFolder
 
 OutputFolder(Path(sys.argv[1])).__enter__().write("x", b"x")

@@ -50,6 +50,11 @@ def skip_without(family: Family, name: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} does not have it")
 
 
+# GPT-BigCode's module scripts a function as it is imported, in some transformers versions.
+scripts = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+@scripts
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_the_references(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES[name]
