@@ -304,8 +304,17 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
+_COLLECTIVES = {
+    "inferc.all_reduce",
+    "inferc.all_gather",
+    "inferc.expert_choose",
+    "inferc.expert_dispatch",
+    "inferc.expert_combine",
+}
 _REFERENCE_OPS = sorted(
-    {row[0] for row in _CPP_ROWS} | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
+    {row[0] for row in _CPP_ROWS}
+    | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
+    | _COLLECTIVES
 )
 
 KERNELS: tuple[Kernel, ...] = (
