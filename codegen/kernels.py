@@ -140,6 +140,11 @@ def _first_axis(node: fx.Node) -> str:
     return "" if dim == 0 else f"axis {dim}: expected rows, which are axis 0"
 
 
+def _last_axis(node: fx.Node) -> str:
+    dim, rank = argument(node, "dim"), node.meta["val"].dim()
+    return "" if dim % rank == rank - 1 else f"axis {dim}: expected columns, which are the last axis"
+
+
 def _heads_fit(node: fx.Node) -> str:
     """attention.h: heads of at most 512 elements in steps of 16."""
     num_heads, dim = _shape(node, "q")[1:]
@@ -255,6 +260,8 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("aten.add.Tensor", "add", "self", (), (), _same_shapes),
     ("aten.mul.Tensor", "mul", "self", (), (), _same_shapes),
     ("aten.index_select", "index_select", "self", (), (), _first_axis),
+    ("inferc.all_reduce", "all_reduce", "x", (), (), None),
+    ("inferc.all_gather", "all_gather", "x", (), (), _last_axis),
     ("inferc.head_linear", "head_linear", "x", ("weight",), (), None),
     ("inferc.linear_wide", "linear_wide", "x", ("weight",), (), None),
     ("inferc.linear_add", "linear_add", "x", ("weight",), ("bias",), None),
@@ -310,8 +317,17 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
+_COLLECTIVES = {
+    "inferc.all_reduce",
+    "inferc.all_gather",
+    "inferc.expert_choose",
+    "inferc.expert_dispatch",
+    "inferc.expert_combine",
+}
 _REFERENCE_OPS = sorted(
-    {row[0] for row in _CPP_ROWS} | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
+    {row[0] for row in _CPP_ROWS}
+    | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
+    | _COLLECTIVES
 )
 
 KERNELS: tuple[Kernel, ...] = (

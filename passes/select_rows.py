@@ -39,6 +39,11 @@ ROW_WISE = frozenset(
         inferc.gelu_mul.default,
         inferc.moe_routing.default,
         inferc.moe_experts.default,
+        inferc.all_reduce.default,
+        inferc.all_gather.default,  # of columns; the exchange of experts keeps its rows to itself
+        inferc.expert_choose.default,
+        inferc.expert_dispatch.default,
+        inferc.expert_combine.default,
     }
 )
 

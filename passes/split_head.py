@@ -15,8 +15,9 @@ from inferc.passes.rewrite import infer_type
 from inferc.program import Program, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-# What may be done to logits: a scale, a softcap, a cast (which float32 logits make needless).
-AFTER_HEAD = (aten.mul.Tensor, aten._to_copy.default, inferc.pointwise.default)
+# What may be done to logits: a scale, a softcap, a cast (which float32 logits make needless), and putting the ranks'
+# shares of the vocabulary together.
+AFTER_HEAD = (aten.mul.Tensor, aten._to_copy.default, inferc.pointwise.default, inferc.all_gather.default)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,11 @@ LOWERED = frozenset(
         inferc.moe_routing.default,
         inferc.moe_experts.default,
         inferc.lm_head.default,
+        inferc.all_reduce.default,
+        inferc.all_gather.default,
+        inferc.expert_choose.default,
+        inferc.expert_dispatch.default,
+        inferc.expert_combine.default,
     }
 )
 """Every node has a kernel."""

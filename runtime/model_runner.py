@@ -93,6 +93,7 @@ class ModelRunner:
         self._count_table = np.zeros(self.max_num_seqs, np.uintp)
         self._last_ids = np.zeros(self.max_num_seqs, np.int32)
         self._host: abi.InfercHost | None = None
+        self._collective = abi.COLLECTIVE()
         self._threads = self._library.inferc_threads_open(config.num_threads)
         if not self._threads:
             raise ConfigError(f"cannot start {config.num_threads} threads; lower --threads")
@@ -255,10 +256,16 @@ class ModelRunner:
         """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""
         self._observe((lambda _, node, *value: tap(node)) if tap is not None else None)
 
+    def set_collective(self, collective: Callable[[int, int, int, int], None] | None) -> None:
+        """Call `collective(op, group, address, count)` where the step exchanges with other ranks (inferc_abi.h)."""
+        self._collective = abi.COLLECTIVE()
+        if collective is not None:
+            self._collective = abi.COLLECTIVE(lambda _, *exchange: collective(*exchange))
+        self._observe(None)
+
     def _observe(self, observe: Callable[..., None] | None) -> None:
-        self._host = (
-            abi.InfercHost(abi.ABI, None, abi.OBSERVE(observe), abi.COLLECTIVE()) if observe is not None else None
-        )
+        seen = abi.OBSERVE(observe) if observe is not None else abi.OBSERVE()
+        self._host = abi.InfercHost(abi.ABI, None, seen, self._collective) if seen or self._collective else None
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads and give the memory back."""

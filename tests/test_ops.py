@@ -16,6 +16,8 @@ TABLE = reference.rope_table(torch.arange(5), random(2).abs(), 1.0)
 CACHE = random(4, 2, 2, 4, 2, 4)
 SLOTS = torch.arange(4, 9)
 PLACES = (torch.tensor([[1, 2]]), torch.tensor([0, 5]), torch.tensor([5]))
+IDS = torch.tensor([[0, 1]] * 5, dtype=torch.int32)
+PLACEMENT = torch.zeros(4, 1, dtype=torch.int32)
 CALLS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (random(5, 8), random(8), 1e-5),
     "rms_norm_add": (random(5, 8), random(5, 8), random(8), 1e-5),
@@ -47,6 +49,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
         random(4, 8, 6),
     ),
     "lm_head": (random(5, 8), random(9, 8), None),
+    "all_reduce": (random(5, 8), "tp", 1),
+    "all_gather": (random(5, 8), "tp", 0, [8], -1),
+    "expert_choose": (IDS, torch.arange(5), PLACEMENT, 0),
+    "expert_dispatch": (random(5, 8), IDS, random(5, 2), torch.arange(5), PLACEMENT, "ep", 0, 1),
+    "expert_combine": (random(5, 8), IDS, torch.arange(5), PLACEMENT, "ep", 0, 1),
 }
 
 

@@ -13,6 +13,7 @@ from inferc.codegen.kernels import argument
 from inferc.errors import UnsupportedError
 from inferc.program import name_of, target_name
 
+GROUPS = {"tp": 0, "ep": 1}  # as in inferc_abi.h
 MASKS = {"causal": "CAUSAL", "sliding": "SLIDING", "chunked": "CHUNKED"}
 
 
@@ -216,6 +217,23 @@ def index_select(node: fx.Node, values: Values) -> Call:
     out, result = b.write()
     kind = result.cpp_type
     return b.done(f"index_select<{kind}>(t, {x}, {b.input('index')}, {result.rows}, {result.width}, {out});")
+
+
+def all_reduce(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    out, result = b.write()
+    sizes = f"{result.rows}, {result.width}, {GROUPS[b.arg('group')]}"
+    return b.done(f"all_reduce<{result.cpp_type}>(t, s, {x}, {sizes}, {out});")
+
+
+def all_gather(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, operand = b.read("x")
+    out, result = b.write()
+    first = sum(b.arg("sizes")[: b.arg("rank")])
+    sizes = f"{result.rows}, {first}, {operand.width}, {result.width}, {GROUPS[b.arg('group')]}"
+    return b.done(f"all_gather<{result.cpp_type}>(t, s, {x}, {sizes}, {out});")
 
 
 def _norm(b: Builder) -> str:

@@ -27,7 +27,7 @@ class Kernels:
     """Calls with tensors as pointers, ints as int64 and floats as float32."""
 
     def __init__(self, isa: str, num_threads: int = 2) -> None:
-        headers = [name for name in HEADERS if name not in ("step.h", "entry.h")]
+        headers = [name for name in HEADERS if name not in ("step.h", "collectives.h", "entry.h")]
         library = build(UNIT.read_text(), headers, (isa,))[isa]
         self.library = ctypes.CDLL(str(library))
         self.library.threads_open.restype = ctypes.c_void_p

@@ -280,6 +280,10 @@ class Compiled:
         self.libraries = build(self.unit.source, self.unit.headers, isas)
         self.isas = isas
         self.weights = tuple(self.lowered.weights)
+        self.finish(shape.block_size, shape.max_positions, shape.vocab)
+
+    def finish(self, block_size: int, max_model_len: int, vocab_size: int) -> None:
+        """What a loaded artifact says of the compiled program."""
         self.stored = {name: self.store(name) for name in self.weights}
         self.memory = Formula(**self.unit.arena)
         self.kv_bytes_per_token = sum(group.bytes_per_token for group in self.lowered.kv_groups)
@@ -295,8 +299,8 @@ class Compiled:
             }
             for group in self.lowered.kv_groups
         ]
-        self.block_size, self.max_model_len = shape.block_size, shape.max_positions
-        self.model = {"vocab_size": shape.vocab}
+        self.block_size, self.max_model_len = block_size, max_model_len
+        self.model = {"vocab_size": vocab_size}
         fields = self.unit.program_json_fields
         self.program = {"step": {"inputs": fields["inputs"]}, "observable": fields["observable"]}
 

@@ -44,6 +44,7 @@ __attribute__((visibility("default"))) void inferc_threads_close(void* threads) 
 
 __attribute__((visibility("default"))) int inferc_step(const InfercHost* host, const StepArgs* args, void* arena) {
   if (int line = inferc::check_step(args, arena)) return line;
+  INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   inferc::Step step(host, *args, arena, inferc::ARENA);
   auto region = [&](inferc::Team& team) { inferc::step_thread(team, step); };
   inferc::parallel(args->threads, region);
@@ -52,6 +53,7 @@ __attribute__((visibility("default"))) int inferc_step(const InfercHost* host, c
 
 __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena) {
   if (int line = inferc::check_step(args->step, arena)) return line;
+  INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   INFERC_CHECK(args->max_top >= 0 && args->max_top <= INFERC_MAX_TOP_LOGPROBS);
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
   inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {
@@ -62,6 +64,7 @@ __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host,
 
 __attribute__((visibility("default"))) int inferc_score(const InfercHost* host, const ScoreArgs* args, void* arena) {
   if (int line = inferc::check_step(args->step, arena)) return line;
+  INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
   inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {
     inferc::score_rows(team, *args, first, rows, logits);

@@ -7,6 +7,10 @@
 #define INFERC_SAMPLE_ROWS 64  // logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 
+// `op` of a collective: the sum over the ranks of a group, in place, of `count` elements. Groups: 0 tensor, 1 expert.
+#define INFERC_ALL_REDUCE_F32 0
+#define INFERC_ALL_REDUCE_BF16 1
+
 extern "C" {
 
 // Calls out of a step, made by thread 0 while the others wait; a null function costs a branch.

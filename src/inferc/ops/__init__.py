@@ -18,6 +18,15 @@ from inferc.ops.attention import (
     rope_kv_write_in_place,
     visible,
 )
+from inferc.ops.collectives import (
+    all_gather,
+    all_reduce,
+    expert_choose,
+    expert_combine,
+    expert_dispatch,
+    joined,
+    run_ranks,
+)
 from inferc.ops.elementwise import gelu_mul, silu_mul
 from inferc.ops.experts import moe_experts, moe_routing
 from inferc.ops.linear import head_linear, linear_add, linear_wide, lm_head
@@ -27,9 +36,15 @@ from inferc.ops.rope import PAIRS as rope_pairs
 from inferc.ops.rope import rope, rope_table
 
 __all__ = [
+    "all_gather",
+    "all_reduce",
     "attention",
+    "expert_choose",
+    "expert_combine",
+    "expert_dispatch",
     "gelu_mul",
     "head_linear",
+    "joined",
     "kv_write",
     "kv_write_in_place",
     "latent_attention",
@@ -52,6 +67,7 @@ __all__ = [
     "rope_kv_write_in_place",
     "rope_pairs",
     "rope_table",
+    "run_ranks",
     "silu_mul",
     "visible",
 ]

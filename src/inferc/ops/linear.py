@@ -48,4 +48,5 @@ def _head_linear_fake(x: Tensor, weight: Tensor) -> Tensor:
 @define("head_linear(Tensor x, Tensor weight) -> Tensor", _head_linear_fake)
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """A projection of each head by its own weight: x [num_tokens, heads, k]; weight [heads, n, k]; result […, heads, n]."""
-    return torch.einsum("thk,hnk->thn", x.float(), weight.float()).to(x.dtype)
+    product = torch.einsum("thk,hnk->thn", x.float(), weight.float())
+    return product.to(x.dtype).contiguous()  # einsum may leave heads first in memory

@@ -1,0 +1,36 @@
+// What ranks exchange, through the host: thread 0 calls it on contiguous rows while the others wait.
+#pragma once
+#include "step.h"
+
+namespace inferc {
+
+template <class T>
+INLINE void sum_over_ranks(Team& team, const Step& s, Rows<T> value, i64 rows, i64 width, i32 group) {
+  constexpr i32 op = sizeof(T) == 4 ? INFERC_ALL_REDUCE_F32 : INFERC_ALL_REDUCE_BF16;
+  team.barrier();
+  if (team.tid == 0) s.host->collective(s.host->context, op, group, value.data, rows * width);
+  team.barrier();
+}
+
+// out, and only it, is contiguous: it has a place of its own.
+template <class T>
+void all_reduce(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 width, i32 group, Rows<T> out) {
+  team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) memcpy(out[row], x[row], width * sizeof(T));
+  });
+  sum_over_ranks<T>(team, s, out, rows, width, group);
+}
+
+// Columns [first, first + part) of out are this rank's x. The others are zero here, and the ranks' sum is exact.
+template <class T>
+void all_gather(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 first, i64 part, i64 width, i32 group, Rows<T> out) {
+  team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) {
+      memset(out[row], 0, width * sizeof(T));
+      memcpy(out[row] + first, x[row], part * sizeof(T));
+    }
+  });
+  sum_over_ranks<T>(team, s, out, rows, width, group);
+}
+
+}  // namespace inferc

@@ -1,0 +1,117 @@
+"""Which ranks hold which experts: evenly, or by how many tokens each expert was seen to get.
+
+An expert that gets more than a rank's share is held by several; its tokens take turns. Loads are counted by running: give
+`ExpertLoads().observe` to `Program.run` or `inferc.reference.run_step`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from inferc.errors import ConfigError
+
+Placement = tuple[tuple[int, ...], ...]  # of each expert, the ranks that hold it
+
+
+def contiguous(num_experts: int, ep: int) -> Placement:
+    """Each expert once, neighbours together."""
+    check_ranks(num_experts, ep)
+    return tuple((expert * ep // num_experts,) for expert in range(num_experts))
+
+
+def check_ranks(num_experts: int, ep: int) -> None:
+    if not 1 <= ep <= num_experts:
+        raise ConfigError(f"--ep {ep}: a layer has {num_experts} experts; use --ep from 1 to {num_experts}")
+
+
+def balanced(loads: Sequence[float], ep: int, num_redundant: int = 0) -> Placement:
+    """Greedily: replicas for the experts with the most load each, then the heaviest to the rank with the least.
+
+    Ranks hold as many experts as one another, or one fewer; `num_redundant` is how many replicas there are besides.
+    """
+    num_experts = len(loads)
+    check_ranks(num_experts, ep)
+    if not 0 <= num_redundant <= num_experts * (ep - 1):
+        raise ConfigError(f"{num_redundant} redundant experts: expected 0 to {num_experts * (ep - 1)} on {ep} ranks")
+    replicas = [1] * num_experts
+    for _ in range(num_redundant):
+        hottest = max((e for e in range(num_experts) if replicas[e] < ep), key=lambda e: loads[e] / replicas[e])
+        replicas[hottest] += 1
+    room = [-(-(num_experts + num_redundant) // ep)] * ep
+    held: list[list[int]] = [[] for _ in range(num_experts)]
+    total = [0.0] * ep
+    # Experts with many replicas first: they need as many different ranks.
+    for expert in sorted(range(num_experts), key=lambda e: (-replicas[e], -loads[e] / replicas[e])):
+        share = loads[expert] / replicas[expert]
+        for _ in range(replicas[expert]):
+            free = [rank for rank in range(ep) if rank not in held[expert]]
+            rank = min(free, key=lambda rank: (room[rank] <= 0, total[rank], -room[rank], rank))
+            held[expert].append(rank)
+            room[rank] -= 1
+            total[rank] += share
+    return _fill_empty(tuple(tuple(sorted(ranks)) for ranks in held), ep)
+
+
+def _fill_empty(placement: Placement, ep: int) -> Placement:
+    """Give a rank without experts one of the rank that has most."""
+    moved = [list(ranks) for ranks in placement]
+    for rank in range(ep):
+        if not any(rank in ranks for ranks in moved):
+            counts = [sum(other in ranks for ranks in moved) for other in range(ep)]
+            most = counts.index(max(counts))
+            ranks = next(ranks for ranks in moved if most in ranks)
+            ranks[ranks.index(most)] = rank
+    return tuple(tuple(sorted(ranks)) for ranks in moved)
+
+
+def rank_loads(placement: Placement, loads: Sequence[float], ep: int) -> list[float]:
+    """Tokens that each rank computes, where replicas share theirs evenly."""
+    total = [0.0] * ep
+    for ranks, load in zip(placement, loads, strict=True):
+        for rank in ranks:
+            total[rank] += load / len(ranks)
+    return total
+
+
+@dataclass
+class ExpertLoads:
+    """Tokens that each expert of each layer got."""
+
+    layers: dict[int, list[int]] = field(default_factory=dict)
+
+    def observe(self, node: fx.Node, value: Any) -> None:
+        """Count a routing's choices; other nodes pass by."""
+        if node.target != torch.ops.inferc.moe_routing.default:
+            return
+        num_experts = int(node.args[0].meta["val"].shape[1])  # type: ignore[union-attr]
+        counts = torch.bincount(value[0].flatten().long(), minlength=num_experts).tolist()
+        before = self.layers.get(int(node.meta["layer"]), [0] * num_experts)
+        self.layers[int(node.meta["layer"])] = [old + new for old, new in zip(before, counts, strict=True)]
+
+    def placements(self, ep: int, num_redundant: int = 0) -> dict[int, Placement]:
+        """A placement for each layer."""
+        return {layer: balanced(loads, ep, num_redundant) for layer, loads in self.layers.items()}
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"expert_loads": {str(layer): loads for layer, loads in self.layers.items()}}))
+
+    @staticmethod
+    def load(path: Path) -> ExpertLoads:
+        """Raises ConfigError for a file that is no load profile."""
+        try:
+            data = json.loads(path.read_text())["expert_loads"]
+            layers = {int(layer): [int(load) for load in loads] for layer, loads in data.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: no load profile ({error}); expected {{'expert_loads': {{layer: [tokens]}}}}"
+            ) from error
+        if any(load < 0 for loads in layers.values() for load in loads):
+            raise ConfigError(f"{path}: a load is negative; expected numbers of tokens")
+        return ExpertLoads(layers)

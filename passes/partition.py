@@ -1,0 +1,78 @@
+"""Lower a program for several ranks: the passes up to packing once, then a program a rank through the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from inferc.errors import ConfigError
+from inferc.passes.expert_placement import Placement
+from inferc.passes.partition_experts import Exchange, partition_experts
+from inferc.passes.pipeline import LowerConfig, Pass, build_pipeline, run_passes
+from inferc.passes.shard import shard
+from inferc.passes.verify import verify
+from inferc.program import Program
+
+PARTITION_BEFORE = "pack_projections"
+"""Rows of packed projections would have to be told apart again, and residuals fuse behind a rank's own sums."""
+LAST_STAGE = ("select_rows", "split_head")
+"""Passes of the LM head, which only the last pipeline stage has."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Over how many ranks a model is spread."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    placements: Mapping[int, Placement] = field(default_factory=dict)  # of experts, by layer
+    exchange: Exchange = "all_to_all"
+
+    def __post_init__(self) -> None:
+        for name, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)):
+            if size < 1:
+                raise ConfigError(f"--{name} {size}: expected 1 or more")
+        if self.tp > 1 and self.ep > 1:
+            raise ConfigError(f"--tp {self.tp} with --ep {self.ep}: expected one of them to be 1")
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The lowered program of one rank."""
+
+    program: Program = field(repr=False)
+    tp_rank: int
+    pp_stage: int
+    ep_rank: int = 0
+
+
+def lower_ranks(program: Program, config: LowerConfig, ranks: Ranks) -> list[RankProgram]:
+    """The lowered programs of all ranks of a captured program, which is itself lowered up to the partition."""
+    prepare(program, config)
+    return partition(program, config, ranks)
+
+
+def prepare(program: Program, config: LowerConfig) -> None:
+    """The passes in front of the partition, in place."""
+    run_passes(program, _passes(config)[0])
+
+
+def partition(program: Program, config: LowerConfig, ranks: Ranks) -> list[RankProgram]:
+    """The lowered programs of all ranks of a prepared program, which stays as it is: by ep rank, stage, tp rank."""
+    made = []
+    of_experts = [program] if ranks.ep == 1 else partition_experts(program, ranks.ep, ranks.placements, ranks.exchange)
+    for ep_rank, by_expert in enumerate(of_experts):
+        for stage, programs in enumerate(shard(by_expert, ranks.tp, ranks.pp)):
+            last = stage + 1 == ranks.pp
+            for tp_rank, own in enumerate(programs):
+                verify(own)
+                run_passes(own, tuple(each for each in _passes(config)[1] if last or each.name not in LAST_STAGE))
+                made.append(RankProgram(own, tp_rank, stage, ep_rank))
+    return made
+
+
+def _passes(config: LowerConfig) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    passes = build_pipeline(config)
+    at = [each.name for each in passes].index(PARTITION_BEFORE)
+    return passes[:at], passes[at:]
