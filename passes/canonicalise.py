@@ -64,7 +64,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
     source = args[0]
     if target in ALIASES:
         # Repeated elements can be viewed in another shape only as a copy.
-        return None if source.target == aten.expand.default and not source.meta["val"].is_contiguous() else source
+        return None if source.target == aten.expand.default else source
     if target == aten.dropout.default and (args[1] == 0.0 or not args[2]):
         return source
     if target in (aten.mul.Tensor, aten.div.Tensor) and args[1] == 1.0 and _same_type(node, source):

@@ -370,6 +370,8 @@ def _arg_json(arg: Any) -> Any:
         return {"dict": {key: _arg_json(item) for key, item in arg.items()}}
     if isinstance(arg, torch.dtype):
         return {"dtype": dtype_name(arg)}
+    if isinstance(arg, torch.memory_format):
+        return {"memory_format": str(arg).removeprefix("torch.")}
     if isinstance(arg, torch.SymInt):
         return {"size": _size_json(arg)}
     if arg is None or isinstance(arg, (bool, int, float, str)):
@@ -390,6 +392,8 @@ def _arg_load(arg: Any, nodes: dict[str, fx.Node], symbols: dict[str, torch.SymI
         return {key: _arg_load(item, nodes, symbols) for key, item in arg["dict"].items()}
     if "dtype" in arg:
         return getattr(torch, arg["dtype"])
+    if "memory_format" in arg:
+        return getattr(torch, arg["memory_format"])
     if "size" in arg:
         return _size_load(arg["size"], symbols)
     return {}

@@ -1,0 +1,21 @@
+"""Families whose graphs hold what others do not are certified too: saved as JSON, and run kernel by kernel."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import FAMILIES
+from random_models import make_random_model
+
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.runtime.artifact import inspect_artifact
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text", "gemma3_text"])
+def test_a_full_certificate(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    folder = make_random_model(name, tmp_path / "m", **family.fields)
+    compile(folder, tmp_path / "out", CompileConfig(dtype="float32", certify="full"))
+    facts: dict[str, Any] = inspect_artifact(tmp_path / "out")
+    assert facts["certificate"]["ok"]
