@@ -13,9 +13,10 @@ HEAD = """\
 # Models
 
 Every row is a test (`tests/end_to_end/test_families.py`): a small random model of the family, float32, compiled for the cpu
-target, gives the tokens of Hugging Face's `generate`, with prompts of 1 to 40 tokens in one batch, chunked. The features
-named are in force: without them the same weights give other logits. `make test` runs the first transformers version,
-`make test-all` both. This page is generated from the table that the test runs.
+target, gives the tokens of Hugging Face's `generate`, with prompts of 1 to 40 tokens in one batch, chunked. What stands under
+"in force" is: without it the same weights give other logits. `make test` runs the first transformers version,
+`make test-all` both. This page is generated from the table that the test runs. Ropes that depend on the sequence's length
+(dynamic NTK, Phi-3's longrope) are fixed at compile, for all of these.
 
 No code knows a family by its name. One that is not here works if its graph is captured, passes the check against its own
 eager code, and every op has a kernel; otherwise it is refused with the op and the place. Always refused, with the reason:
@@ -38,11 +39,11 @@ def versions() -> tuple[str, str]:
 
 def render() -> str:
     first, second = versions()
-    lines = [f"| model type | in force | {first} | {second} |", "| --- | --- | --- | --- |"]
+    lines = [f"| model type | in force | has besides | {first} | {second} |", "| --- | --- | --- | --- | --- |"]
     for name, family in FAMILIES.items():
-        features = [*family.off, *family.also]
+        features = " | ".join(", ".join(names) for names in (family.off, family.also))
         known = ["yes" if family.since <= version else f"since {family.since}" for version in (first, second)]
-        lines.append(f"| {family.model_type(name)} | {', '.join(features)} | {known[0]} | {known[1]} |")
+        lines.append(f"| {family.model_type(name)} | {features} | {known[0]} | {known[1]} |")
     return HEAD + "\n".join(lines) + "\n"
 
 
