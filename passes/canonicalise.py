@@ -182,10 +182,10 @@ def _embedding(program: Program, node: fx.Node) -> bool:
         return False
     table, index = node.args[0], node.args[1]
     assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
-    if index.target != aten.add.Tensor or not isinstance(index.args[1], int) or arguments(index)[2] != 1:
+    if table.op != "get_attr" or index.target != aten.add.Tensor:
         return False
     skipped, size = index.args[1], program.weight(table).shape[0]
-    if skipped < 0 or table.op != "get_attr":
+    if not isinstance(skipped, int) or not 0 <= skipped < size or arguments(index)[2] != 1:
         return False
     shorter = weight_lib.slice_(program.weight(table), 0, skipped, size)
     node.args = (program.add_weight(f"{table.target}.{skipped}", shorter, before=node), index.args[0])

@@ -16,10 +16,9 @@ from torch import fx
 
 from inferc.errors import UnsupportedError
 from inferc.passes.rewrite import arguments, infer_types
-from inferc.program import KVGroup, Program
+from inferc.program import MASK_KINDS, KVGroup, Program
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-KINDS = {"causal": "full", "sliding": "window", "chunked": "chunk"}
 
 
 @dataclass
@@ -51,7 +50,7 @@ class Stored:
             return "full", 0
         if len(masks) == 1:
             ((mask, window),) = masks
-            return KINDS[mask], int(window)
+            return MASK_KINDS[mask], int(window)
         # A chunk's queries see no key that a window of the chunk's size does not.
         return "window", max(int(window) for _, window in masks)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
-from inferc.kv_pools import cache_groups
+from inferc.kv_pools import cache_groups, num_parts
 from inferc.runtime import abi
 from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
@@ -226,7 +226,7 @@ class ModelRunner:
 
     def _canonical_shape(self, group: int, count: int) -> tuple[int, ...]:
         of = self._groups[group]
-        parts = 1 if of["kind"] == "latent" else 2
+        parts = num_parts(of["kind"])
         return (count, len(of["layers"]), parts, self.block_size, int(of["num_kv_heads"]), int(of["head_dim"]))
 
     def _move(self, function: str, group: int, blocks: I32, canonical: NDArray[Any]) -> None:

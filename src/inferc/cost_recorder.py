@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from inferc.cost import CostLog, ModelFacts, PassCost
-from inferc.op_costs import KINDS, program_costs
-from inferc.program import Program, target_name
+from inferc.op_costs import program_costs
+from inferc.program import MASK_KINDS, Program, target_name
 
 
 class CostRecorder:
@@ -70,7 +70,7 @@ def _attention_groups(program: Program) -> tuple[tuple[dict[str, Any], ...], int
         q, k, v, _, _, mask, window = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:7])
         sizes = int(k.shape[-1]) + int(v.shape[-1])
         axis = 1 if k.dim() == 4 else -2
-        found[KINDS[mask], int(k.shape[axis]), int(k.shape[-1]), int(window), sizes * k.dtype.itemsize] += 1
+        found[MASK_KINDS[mask], int(k.shape[axis]), int(k.shape[-1]), int(window), sizes * k.dtype.itemsize] += 1
         ungrouped += int(q.shape[axis]) * sizes * k.dtype.itemsize
     groups = (
         _group(kind, layers, heads, dim, window, layers * heads * of_head)

@@ -16,6 +16,11 @@ from inferc.errors import ConfigError
 NEVER = 2**62  # later than any position
 
 
+def num_parts(kind: str) -> int:
+    """Tensors that a layer of a group stores of a token: K and V, or the one latent."""
+    return 1 if kind == "latent" else 2
+
+
 @dataclass(frozen=True)
 class CacheLimits:
     """What is served at most, in tokens and sequences."""

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, fx
 
 from inferc.cost import Formula, OpCost, Step
-from inferc.program import Program, dtype_name, target_name
+from inferc.program import MASK_KINDS, Program, dtype_name, target_name
 
 Terms = dict[str, int]  # a formula in the making
-KINDS = {"causal": "full", "sliding": "window", "chunked": "chunk"}
 TYPICAL = Step(num_tokens=4096, num_seqs=64, num_rows=64, context=4096)  # to say which of two sizes is the larger
 
 # Another view of what is there: nothing moves.
@@ -262,7 +261,7 @@ class Lookup:
 
 def _attend(call: Call, num_kv_heads: int, key_dim: int, value_dim: int, itemsize: int) -> None:
     """K and V of every position that a sequence sees, once; QK and PV for every pair of a query and a key."""
-    kind, window = KINDS[call.arguments["mask"]], int(call.arguments["window"])
+    kind, window = MASK_KINDS[call.arguments["mask"]], int(call.arguments["window"])
     num_heads = int(call.value("q").shape[-2 if call.value("q").dim() == 3 else 1])
     call.cache = {f"keys:{kind}:{window}": num_kv_heads * (key_dim + value_dim) * itemsize}
     call.flops = {f"pairs:{kind}:{window}": 2 * num_heads * (key_dim + value_dim)}

@@ -27,9 +27,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from inferc import kv_pools
 from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc import weights as weight_lib
 from inferc.weights import Weight
+
+MASK_KINDS = {"causal": "full", "sliding": "window", "chunked": "chunk"}
+"""The kind of KV group that each mask of `inferc.attention` asks for."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class KVGroup:
     @property
     def num_parts(self) -> int:
         """Tensors of a token and layer: K and V, or the latent."""
-        return 1 if self.kind == "latent" else 2
+        return kv_pools.num_parts(self.kind)
 
     @property
     def bytes_per_token(self) -> int:

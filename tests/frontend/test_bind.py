@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import FAMILIES
 from random_models import make_random_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from inferc.errors import ArtifactError, UnsupportedError
 from inferc.frontend import trace
 from inferc.frontend.bind import Binding, bind
+from inferc.frontend.export import export_model
 from inferc.frontend.load import Checkpoint, load
 from inferc.weights import read_whole
 
@@ -163,3 +165,16 @@ def test_tied_weights_stored_twice(same: bool, tmp_path: Path, caplog: pytest.Lo
         bind(model, checkpoint)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
     assert ("kept apart" in caplog.text) != same
+
+
+def test_layers_that_the_class_declares_ignorable_are_listed(tmp_path: Path) -> None:
+    """DeepSeek V3 stores a layer more, which predicts a second token."""
+    family = FAMILIES["deepseek_v3"]
+    folder = make_random_model("deepseek_v3", tmp_path / "m", **family.fields)
+    tensors = load_file(folder / "model.safetensors")
+    extra = "model.layers.61.eh_proj.weight"
+    save_file({**tensors, extra: torch.zeros(4, 4)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert export_model(load(folder), "float32").info["ignored_tensors"] == [extra]
+    save_file({**tensors, extra.replace("61", "7"): torch.zeros(4, 4)}, folder / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"tensor model.layers.7.eh_proj.weight has no use"):
+        export_model(load(folder), "float32")
