@@ -203,19 +203,29 @@ class ArtifactWriter:
             )
         log.warning("%s", message)
 
-    def add_program(self, program: Program, memory_plan: Mapping[str, Any], target_fields: Mapping[str, Any]) -> None:
-        """program.json: the step struct, the weight table, the lowered graph, and where its values lie.
+    def add_program(
+        self,
+        program: Program,
+        memory_plan: Mapping[str, Any],
+        target_fields: Mapping[str, Any],
+        file: str = PROGRAM,
+        prefix: str = "",
+    ) -> None:
+        """`file`: the step struct, the weight table, the lowered graph, and where its values lie.
 
-        target_fields: what the target's runner must know besides, at the top level.
+        target_fields: what the target's runner must know besides, at the top level; prefix: in front of the program's
+        names of weights when `add_weights` got them.
         """
         step = {
             "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
-            "outputs": ["hidden", "logits"],
+            "outputs": _output_names(program),
+            "hidden": _type_json(program.output().args[0][0].meta["val"]),  # type: ignore[index,union-attr]
         }
         graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
-        weights = [dataclasses.asdict(weight) for weight in self.weights]
+        stored = {weight.name: weight for weight in self.weights}
+        weights = [{**dataclasses.asdict(stored[prefix + name]), "name": name} for name in program.weights]
         data = {**target_fields, "step": step, "weights": weights, "memory_plan": dict(memory_plan), "program": graph}
-        self.add(PROGRAM, json_bytes(data))
+        self.add(file, json_bytes(data))
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """engine.json, last of all: every file by name, and its own digest."""
@@ -238,59 +248,74 @@ def count_broken(chunk: torch.Tensor) -> int:
     return count
 
 
-def make_manifest(
+def program_entry(
     program: Program,
-    config: ResolvedCompileConfig,
     *,
-    producer: str,
-    host: str | None,
-    model: Mapping[str, Any],
-    passes: Sequence[Mapping[str, Any]],
-    kernels: Sequence[Mapping[str, Any]],
+    file: str,
+    ranks: Mapping[str, int],
     libraries: Mapping[str, str],
     arena: Mapping[str, int],
     kv_layout: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """engine.json but for the files: what the runtime must know before it opens anything else.
+    """What engine.json says of one program.
 
-    host: the kind of machine the libraries run on ("linux-x86_64"), None if there are none; libraries: ISA to file,
-    best first; arena: the keys of `MemoryFormula`.
+    ranks: tp_rank, pp_stage, ep_rank; libraries: ISA to file, best first; arena: the keys of `MemoryFormula`.
     """
     groups = program_lib.to_json(program)["kv_groups"]
-    entry = {
+    layout = dict(kv_layout)
+    digest = hashlib.sha256(json.dumps([layout, groups, program.block_size], sort_keys=True).encode()).hexdigest()
+    return {
         "name": program.name,
-        "file": PROGRAM,
-        "tp_rank": 0,
-        "pp_stage": 0,
-        "ep_rank": 0,
+        "file": file,
+        **ranks,
         "inputs": [node.name for node in program.inputs()],
-        "outputs": ["hidden", "logits"],
+        "outputs": _output_names(program),
         "kv_groups": [
             {**group, "bytes_per_token": of.bytes_per_token}
             for group, of in zip(groups, program.kv_groups, strict=True)
         ],
         "num_weights": len(program.weights),
-    }
-    layout = dict(kv_layout)
-    digest = hashlib.sha256(json.dumps([layout, groups, program.block_size], sort_keys=True).encode()).hexdigest()
-    return {
-        "format_version": FORMAT_VERSION,
-        "producer": producer,
-        "targets": [config.target],
-        "host": host,
-        "model": dict(model),
-        "programs": [entry],
-        "config": dataclasses.asdict(config),
-        "passes": [dict(row) for row in passes],
-        "kernels": [dict(row) for row in kernels],
         "libraries": dict(libraries),
         "memory": {
             "arena": dict(arena),
             "kv_bytes_per_token": sum(group.bytes_per_token for group in program.kv_groups),
         },
         "kv_layout": {**layout, "hash": digest},
+    }
+
+
+def make_manifest(
+    config: ResolvedCompileConfig,
+    *,
+    producer: str,
+    host: str | None,
+    model: Mapping[str, Any],
+    programs: Sequence[Mapping[str, Any]],
+    passes: Sequence[Mapping[str, Any]],
+    kernels: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """engine.json but for the files: what the runtime must know before it opens anything else.
+
+    host: the kind of machine the libraries run on ("linux-x86_64"), None if there are none; programs: a
+    `program_entry` a rank.
+    """
+    return {
+        "format_version": FORMAT_VERSION,
+        "producer": producer,
+        "targets": [config.target],
+        "host": host,
+        "model": dict(model),
+        "programs": [dict(entry) for entry in programs],
+        "config": dataclasses.asdict(config),
+        "passes": [dict(row) for row in passes],
+        "kernels": [dict(row) for row in kernels],
         "determinism": DETERMINISM,
     }
+
+
+def _output_names(program: Program) -> list[str]:
+    """Hidden rows, and the logits where the program has the LM head."""
+    return ["hidden", "logits"][: len(program.output().args[0])]  # type: ignore[arg-type]
 
 
 def _stored(name: str, weight: Weight, file: str, offset: int, num_bytes: int) -> StoredWeight:

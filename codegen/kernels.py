@@ -173,6 +173,11 @@ def _experts_fit(node: fx.Node) -> str:
     return _joined(_at_most("num_experts", num_experts, 1024), _multiple("the experts' intermediate_size", inter, 16))
 
 
+def _ranks_fit(node: fx.Node) -> str:
+    """exchange.h: the ranks of a token are the bits of one word."""
+    return _at_most("--ep", argument(node, "size"), 64)
+
+
 def _routing_fits(node: fx.Node) -> str:
     num_experts = _shape(node, "router_logits")[1]
     most = _at_most("num_experts", num_experts, 1024)
@@ -191,6 +196,15 @@ def _cache_dtype(node: fx.Node) -> str:
 
 def _rope_and_cache(node: fx.Node) -> str:
     return _joined(_rope_fits(node), _cache_dtype(node))
+
+
+def _qkv_fits(node: fx.Node) -> str:
+    """kv.h: a head is whole panels, and what it is rotated in lies on the stack."""
+    head_dim = int(_shape(node, "kv_cache")[5])
+    fits = _joined(_multiple("head_dim", head_dim, 16), _at_most("head_dim", head_dim, 512))
+    cache, x = _dtype(node, "kv_cache"), _dtype(node, "x")
+    rotary = _at_most("rotary dimension", _shape(node, "table")[-1], head_dim)
+    return _joined(fits, rotary, "" if cache == x else f"a KV cache of {cache}: expected {x}, that of the rows")
 
 
 def _packed_lookup(node: fx.Node) -> str:
@@ -262,6 +276,8 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("aten.index_select", "index_select", "self", (), (), _first_axis),
     ("inferc.all_reduce", "all_reduce", "x", (), (), None),
     ("inferc.all_gather", "all_gather", "x", (), (), _last_axis),
+    ("inferc.expert_dispatch", "expert_dispatch", "x", (), ("placement",), _ranks_fit),
+    ("inferc.expert_combine", "expert_combine", "y", (), ("placement",), _ranks_fit),
     ("inferc.head_linear", "head_linear", "x", ("weight",), (), None),
     ("inferc.linear_wide", "linear_wide", "x", ("weight",), (), None),
     ("inferc.linear_add", "linear_add", "x", ("weight",), ("bias",), None),
@@ -274,6 +290,10 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     (
         *("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", ()),
         *(("q_weight", "k_weight"), _rope_and_cache),
+    ),
+    (
+        *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write", "x", ("weight",)),
+        *(("bias", "q_weight", "k_weight"), _qkv_fits),
     ),
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
     ("inferc.latent_write", "latent_write", "k", (), (), _cache_dtype),
@@ -303,6 +323,13 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
     kernels.append(
         Kernel("cpp", "inferc.pointwise", "cpp.pointwise", _pointwise, "inferc.codegen.cpp.pointwise:pointwise")
     )
+    calls = "inferc.codegen.cpp.calls"
+    ids, positions = _Cpp("expert_ids", torch.int32), _Cpp("self", torch.int64, _first_axis)
+    choose = Kernel(
+        "cpp", "inferc.expert_choose", "cpp.expert_choose", ids, f"{calls}:expert_choose", {"placement": None}
+    )
+    kernels.append(choose)
+    kernels.append(Kernel("cpp", "aten.index_select", "cpp.index_select.int64", positions, f"{calls}:index_select"))
     table = _Cpp("inv_freq", torch.float32)
     kernels.append(
         Kernel(

@@ -6,16 +6,10 @@ An expert that gets more than a rank's share is held by several; its tokens take
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import fx
 
 from inferc.errors import ConfigError
+from inferc.expert_loads import ExpertLoads
 
 Placement = tuple[tuple[int, ...], ...]  # of each expert, the ranks that hold it
 
@@ -80,38 +74,6 @@ def rank_loads(placement: Placement, loads: Sequence[float], ep: int) -> list[fl
     return total
 
 
-@dataclass
-class ExpertLoads:
-    """Tokens that each expert of each layer got."""
-
-    layers: dict[int, list[int]] = field(default_factory=dict)
-
-    def observe(self, node: fx.Node, value: Any) -> None:
-        """Count a routing's choices; other nodes pass by."""
-        if node.target != torch.ops.inferc.moe_routing.default:
-            return
-        num_experts = int(node.args[0].meta["val"].shape[1])  # type: ignore[union-attr]
-        counts = torch.bincount(value[0].flatten().long(), minlength=num_experts).tolist()
-        before = self.layers.get(int(node.meta["layer"]), [0] * num_experts)
-        self.layers[int(node.meta["layer"])] = [old + new for old, new in zip(before, counts, strict=True)]
-
-    def placements(self, ep: int, num_redundant: int = 0) -> dict[int, Placement]:
-        """A placement for each layer."""
-        return {layer: balanced(loads, ep, num_redundant) for layer, loads in self.layers.items()}
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"expert_loads": {str(layer): loads for layer, loads in self.layers.items()}}))
-
-    @staticmethod
-    def load(path: Path) -> ExpertLoads:
-        """Raises ConfigError for a file that is no load profile."""
-        try:
-            data = json.loads(path.read_text())["expert_loads"]
-            layers = {int(layer): [int(load) for load in loads] for layer, loads in data.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}: no load profile ({error}); expected {{'expert_loads': {{layer: [tokens]}}}}"
-            ) from error
-        if any(load < 0 for loads in layers.values() for load in loads):
-            raise ConfigError(f"{path}: a load is negative; expected numbers of tokens")
-        return ExpertLoads(layers)
+def placements(loads: ExpertLoads, ep: int, num_redundant: int = 0) -> dict[int, Placement]:
+    """A placement for each layer of a profile."""
+    return {layer: balanced(counts, ep, num_redundant) for layer, counts in loads.layers.items()}

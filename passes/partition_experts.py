@@ -43,7 +43,7 @@ def partition_experts(
     Raises UnsupportedError for a program without experts, ConfigError for a placement that does not fit.
     """
     if not list(program.graph.find_nodes(op="call_function", target=inferc.moe_experts.default)):
-        raise UnsupportedError(f"--ep {ep}: {program.name} has no experts to place; use --tp")
+        raise UnsupportedError(f"--ep {ep}: the model has no experts to place; use --tp")
     made = []
     for rank in range(ep):
         own = program_lib.from_json(program_lib.to_json(program))

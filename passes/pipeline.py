@@ -23,6 +23,7 @@ from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residua
 from inferc.passes.fuse_linear_wide import fuse_linear_wide
 from inferc.passes.fuse_moe_routing import FuseMoERouting
 from inferc.passes.fuse_pointwise import FusePointwise
+from inferc.passes.fuse_qkv_rope_kv_write import FuseQKV
 from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_unscaled, fuse_rms_norm_wide
 from inferc.passes.fuse_rms_norm_add import fuse_rms_norm_add
 from inferc.passes.fuse_rope import FuseRope
@@ -113,6 +114,7 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block
         fuse_rope_kv_write,
         fuse_norm_rope_kv_write,
+        FuseQKV(),  # after both, whose ops it takes the projection into
         FusePointwise(),  # what is left
         SelectRows(),  # after the residual is fused, which it then follows
         SplitHead(),
@@ -155,6 +157,7 @@ OPTIONAL = frozenset(
         "fuse_rms_norm_add",
         "fuse_rope_kv_write",
         "fuse_norm_rope_kv_write",
+        "fuse_qkv_rope_kv_write",
         "fuse_pointwise",
     }
 )

@@ -23,8 +23,13 @@ aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
 SAMPLE_ROWS = 64  # most rows whose logits exist at a time
 ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
-ROTATES_AND_WRITES = (inferc.rope_kv_write.default, inferc.norm_rope_kv_write.default)  # return (q, cache)
+ROTATES_AND_WRITES = (  # return (q, cache)
+    inferc.rope_kv_write.default,
+    inferc.norm_rope_kv_write.default,
+    inferc.qkv_rope_kv_write.default,
+)
 POOLS = ("T", "S", "B", "sample")
+HIDDEN_IN = "hidden_in"
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ def live_values(program: Program) -> list[Value]:
     """The values that need a place, in graph order."""
     results = program.output().all_input_nodes
     step = ancestors(results[:1])
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    # Rows that come from another stage need a place too.
+    calls = [node for node in program.graph.nodes if node.op == "call_function" or node.name == HIDDEN_IN]
     index = {node: at for at, node in enumerate(calls)}
     last = _last_uses(calls, index, results)
     axes = _row_axes(program)

@@ -33,6 +33,7 @@ LOWERED = frozenset(
         inferc.kv_write.default,
         inferc.rope_kv_write.default,
         inferc.norm_rope_kv_write.default,
+        inferc.qkv_rope_kv_write.default,
         inferc.paged_attention.default,
         inferc.latent_write.default,
         inferc.latent_attention.default,

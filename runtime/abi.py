@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inferc.errors import ArtifactError, ConfigError
 
-ABI = 2
+ABI = 3
 MAX_TOP_LOGPROBS = 64
 
 # Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
@@ -29,7 +29,19 @@ COLLECTIVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int6
 
 
 class InfercHost(Structure):
-    _fields_ = [("abi", c_uint64), ("context", c_void_p), ("observe", OBSERVE), ("collective", COLLECTIVE)]
+    _fields_ = [
+        *(("abi", c_uint64), ("context", c_void_p), ("observe", OBSERVE), ("collective", COLLECTIVE)),
+        ("ranks", c_int64 * 2),
+    ]
+
+
+class Exchange(Structure):
+    """Per rank of a group, what goes to it and what comes from it; addresses of i64 arrays."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("send", "receive", "send_offsets", "send_bytes")),
+        *((name, c_void_p) for name in ("receive_offsets", "receive_bytes")),
+    ]
 
 
 class StepArgs(Structure):
@@ -38,7 +50,7 @@ class StepArgs(Structure):
         *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_rows", "max_tokens", "max_seqs", "max_rows")),
         *((name, c_void_p) for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots")),
         *((name, c_void_p) for name in ("logits_rows", "slot_mapping", "block_table", "max_blocks", "kv_cache")),
-        *((name, c_void_p) for name in ("weights", "threads")),
+        *((name, c_void_p) for name in ("weights", "threads", "hidden_in", "hidden_out")),
     ]
 
 

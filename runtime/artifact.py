@@ -14,8 +14,8 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,7 +31,6 @@ from inferc.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
     MANIFEST,
-    PROGRAM,
     StoredWeight,
     align,
     is_sealed,
@@ -60,13 +59,18 @@ class MemoryFormula:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A loaded artifact. `manifest` is engine.json and `program` is program.json, as parsed."""
+    """A loaded artifact, or one rank of it: `ranks` has them all, of which this is the first if nobody chose another.
+
+    manifest is engine.json, `entry` what it says of this rank's program, `program` that program's file, as parsed.
+    """
 
     path: Path
     manifest: dict[str, Any]
+    entry: dict[str, Any]
     program: dict[str, Any]
     weights: tuple[StoredWeight, ...]  # in the order of the step's weight table
     maps: dict[str, mmap.mmap]  # of the weight files, by name
+    ranks: list[Artifact] = field(repr=False)  # by stage, ep rank, tp rank; only this one where the model is whole
 
     @property
     def model(self) -> dict[str, Any]:
@@ -80,7 +84,22 @@ class Artifact:
 
     @property
     def kv_groups(self) -> list[dict[str, Any]]:
-        return list(self.manifest["programs"][0]["kv_groups"])
+        """Of this rank; `whole_kv_groups` has all ranks' together."""
+        return list(self.entry["kv_groups"])
+
+    @property
+    def whole_kv_groups(self) -> list[dict[str, Any]]:
+        """The groups of all ranks, of which `bytes_per_token` and `layers` are the sums: what a scheduler counts in.
+
+        Ranks that hold parts of the same layers have equal groups; stages may have different ones.
+        """
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for rank in self.ranks:
+            for group in rank.entry["kv_groups"]:
+                whole = found.setdefault(group_key(group), {**group, "layers": [], "bytes_per_token": 0})
+                whole["bytes_per_token"] += group["bytes_per_token"]
+                whole["layers"] = sorted({*whole["layers"], *group["layers"]})
+        return list(found.values())
 
     @property
     def block_size(self) -> int:
@@ -92,16 +111,28 @@ class Artifact:
 
     @property
     def memory(self) -> MemoryFormula:
-        return MemoryFormula(**self.manifest["memory"]["arena"])
+        return MemoryFormula(**self.entry["memory"]["arena"])
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return int(self.manifest["memory"]["kv_bytes_per_token"])
+        return int(self.entry["memory"]["kv_bytes_per_token"])
+
+    @property
+    def name_of_rank(self) -> str:
+        """`tp 1, pp 0, ep 0`, of the sizes that are not 1; empty where the model is whole."""
+        config = self.config
+        sizes = {"tp": self.entry["tp_rank"], "pp": self.entry["pp_stage"], "ep": self.entry["ep_rank"]}
+        return ", ".join(f"{name} {rank}" for name, rank in sizes.items() if config[name] > 1)
+
+    @property
+    def weights_bytes(self) -> int:
+        """What this rank reads of the weight files; ranks may share a tensor, and names in one rank too."""
+        return sum({(weight.file, weight.offset): weight.num_bytes for weight in self.weights}.values())
 
     @property
     def isas(self) -> tuple[str, ...]:
         """Instruction sets the artifact has a library for, best first."""
-        return tuple(self.manifest["libraries"])
+        return tuple(self.entry["libraries"])
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -110,7 +141,7 @@ class Artifact:
 
     def library(self, isa: str) -> Path:
         """The compiled step for `isa`; its bytes were checked when the artifact was loaded."""
-        libraries = self.manifest["libraries"]
+        libraries = self.entry["libraries"]
         if isa not in libraries:
             have = ", ".join(libraries) or "none"
             raise ArtifactError(f"{self.path} has no library for isa {isa}; it has: {have}")
@@ -193,16 +224,32 @@ def load_artifact(path: str | os.PathLike[str], *, target: str | None = None, to
     contents = {
         name: _read_checked(folder, name, entry) for name, entry in manifest["files"].items() if "sha256" in entry
     }
-    program = json.loads(contents[PROGRAM])
     maps = {name: _map(folder, name, entry) for name, entry in manifest["files"].items() if "xxh3_128" in entry}
+    ranks: list[Artifact] = []
+    for entry in manifest["programs"]:
+        program = json.loads(contents[entry["file"]])
+        ranks.append(
+            Artifact(folder, manifest, entry, program, _weight_table(folder, entry, program, maps), maps, ranks)
+        )
+    return ranks[0]
+
+
+def group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What KV groups of different ranks have in common where one scheduler's blocks stand for all of them."""
+    return tuple(group[name] for name in ("kind", "window", "num_kv_heads", "head_dim", "dtype"))
+
+
+def _weight_table(
+    folder: Path, entry: Mapping[str, Any], program: Mapping[str, Any], maps: Mapping[str, mmap.mmap]
+) -> tuple[StoredWeight, ...]:
     rows = [
         StoredWeight(**{**row, "shape": tuple(row["shape"]), "physical_shape": tuple(row["physical_shape"])})
         for row in program["weights"]
     ]
     for row in rows:
         if row.file not in maps or row.offset % ALIGNMENT or row.offset + row.num_bytes > len(maps[row.file]):
-            raise ArtifactError(f"{folder / PROGRAM} places weight {row.name} outside of {row.file}; {AGAIN}")
-    return Artifact(folder, manifest, program, tuple(rows), maps)
+            raise ArtifactError(f"{folder / entry['file']} places weight {row.name} outside of {row.file}; {AGAIN}")
+    return tuple(rows)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -243,16 +290,29 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
     num_threads = available_cores()
     seqs, tokens = defaults.max_num_seqs, defaults.max_num_batched_tokens
     certificate = artifact.path / CERTIFICATE
+
+    def arena_bytes(rank: Artifact) -> int:
+        return rank.memory.arena_bytes(tokens, seqs, seqs, num_threads)
+
     return {
         "format_version": manifest["format_version"],
         "producer": manifest["producer"],
         "targets": manifest["targets"],
         "weights_bytes": sum(len(data) for data in artifact.maps.values()),
-        "arena_bytes": artifact.memory.arena_bytes(tokens, seqs, seqs, num_threads),
+        "arena_bytes": max(map(arena_bytes, artifact.ranks)),
         "arena_for": {"num_tokens": tokens, "num_rows": seqs, "num_seqs": seqs, "num_threads": num_threads},
-        "kv_bytes_per_token": artifact.kv_bytes_per_token,
-        "kv_groups": artifact.kv_groups,
-        "libraries": manifest["libraries"],
+        "kv_bytes_per_token": sum(rank.kv_bytes_per_token for rank in artifact.ranks),
+        "kv_groups": artifact.whole_kv_groups,
+        "libraries": artifact.entry["libraries"],
+        "programs": [
+            {
+                **{name: rank.entry[name] for name in ("name", "tp_rank", "pp_stage", "ep_rank", "kv_groups")},
+                "weights_bytes": rank.weights_bytes,
+                "arena_bytes": arena_bytes(rank),
+                "kv_bytes_per_token": rank.kv_bytes_per_token,
+            }
+            for rank in artifact.ranks
+        ],
         "model": manifest["model"],
         "config": manifest["config"],
         "passes": manifest["passes"],

@@ -35,7 +35,7 @@ class Perplexity:
 def kv_cache_bytes(artifact: Artifact, window: int) -> int:
     """What the windows in flight need of KV cache, and one for the reserved block."""
     limits = CacheLimits(artifact.block_size, window, IN_FLIGHT + 1, window)
-    groups = cache_groups(artifact.kv_groups)
+    groups = cache_groups(artifact.whole_kv_groups)
     return pools_bytes(groups, limits, pools_for_all(groups, limits))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict
+from inferc.errors import UnsupportedError
 from inferc.kv_pools import cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
@@ -33,7 +34,7 @@ def load_engine(
     artifact = path if isinstance(path, Artifact) else load_artifact(path, target=target)
     config = from_dict(EngineConfig, options)
     check = artifact.verify_weights()
-    groups = cache_groups(artifact.kv_groups)
+    groups = cache_groups(artifact.whole_kv_groups)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)
     runner = _make_runner(artifact, target or str(artifact.manifest["targets"][0]), resolved)
     sizes = SchedulerConfig(
@@ -69,9 +70,18 @@ def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
 
 def _make_runner(artifact: Artifact, target: str, config: ResolvedEngineConfig) -> Runner:
     if target == "reference":
+        if len(artifact.ranks) > 1:
+            raise UnsupportedError(
+                f"{artifact.path} holds {len(artifact.ranks)} ranks for the reference target, which runs one;"
+                " compile it for --target cpu, or without --tp, --pp and --ep"
+            )
         from inferc.runtime.reference_runner import ReferenceRunner
 
         return ReferenceRunner(artifact, config)
+    if len(artifact.ranks) > 1:
+        from inferc.runtime.rank_group import RankGroup
+
+        return RankGroup(artifact, config)
     from inferc.runtime.model_runner import ModelRunner
 
     return ModelRunner(artifact, config)

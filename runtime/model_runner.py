@@ -11,7 +11,7 @@ import logging
 import mmap
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_b
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.kv_pools import cache_groups, num_parts
 from inferc.runtime import abi
-from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult
+from inferc.runtime.collectives import GROUPS, Collectives
+from inferc.runtime.step import F32, I32, I64, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "float32": np.dtype(np.float32),
     "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
 }
 
 
@@ -93,7 +95,11 @@ class ModelRunner:
         self._count_table = np.zeros(self.max_num_seqs, np.uintp)
         self._last_ids = np.zeros(self.max_num_seqs, np.int32)
         self._host: abi.InfercHost | None = None
-        self._collective = abi.COLLECTIVE()
+        self._observed = abi.OBSERVE()
+        self._collectives = Collectives()
+        inputs = _step_inputs(artifact)
+        self._hidden = _rows_of(inputs["hidden_in"]) if "hidden_in" in inputs else None
+        self._hidden_out = _hidden_out(artifact)
         self._threads = self._library.inferc_threads_open(config.num_threads)
         if not self._threads:
             raise ConfigError(f"cannot start {config.num_threads} threads; lower --threads")
@@ -110,12 +116,15 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def submit(self, plan: StepPlan) -> None:
-        """Queue a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds."""
+    def submit(self, plan: StepPlan, hidden: Rows | None = None) -> None:
+        """Queue a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds.
+
+        hidden: the rows of the pipeline stage before, for a later one.
+        """
         self._check(plan)
-        inputs = self._inputs(plan)  # here, while the step before runs; the worker fills in the late ids
+        inputs = self._inputs(plan, hidden)  # here, while the step before runs; the worker fills in the late ids
         sample = None
-        if len(plan.logits_rows):
+        if len(plan.logits_rows) and self._hidden_out is None:
             sample = SampleInputs.of(plan.sample, inputs, self.vocab_size, self._count_table, self._last_ids)
         self._jobs.put(lambda: self._results.put(self._run(inputs, sample)))
 
@@ -123,7 +132,7 @@ class ModelRunner:
         """The result of the oldest step that was submitted and not yet waited for."""
         return self._results.get()
 
-    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+    def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
         self._check(plan)
         targets = abi.contiguous(target_ids, np.int32)
@@ -131,7 +140,7 @@ class ModelRunner:
             raise RequestError(
                 f"score: {len(targets)} target ids for {len(plan.logits_rows)} rows, or one out of range"
             )
-        scored: tuple[F32, I32] = self._call(lambda: self._score(plan, targets))
+        scored: tuple[F32, I32] = self._call(lambda: self._score(plan, targets, hidden))
         return scored
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
@@ -167,7 +176,7 @@ class ModelRunner:
     def _run(self, inputs: StepInputs, sample: SampleInputs | None) -> StepResult:
         self._step(inputs)
         if sample is None:
-            return StepResult(np.zeros(0, np.int32))
+            return StepResult(np.zeros(0, np.int32), hidden=inputs.hidden_out)
         self._done(self._library.inferc_sample(self._host, sample.args, self._arena.ctypes.data), "sample")
         return sample.result()
 
@@ -175,11 +184,21 @@ class ModelRunner:
         inputs.fill_late(self._last_ids)
         self._done(self._library.inferc_step(self._host, inputs.args, self._arena.ctypes.data), "step")
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
-        return StepInputs.of(plan, self._maxima, self._pool_table, self._weights, self._threads)
+    def _inputs(self, plan: StepPlan, hidden: Rows | None) -> StepInputs:
+        inputs = StepInputs.of(plan, self._maxima, self._pool_table, self._weights, self._threads)
+        if self._hidden is not None:
+            width, dtype = self._hidden
+            if hidden is None or hidden.shape != (plan.num_tokens, width) or hidden.dtype != dtype:
+                found = "none" if hidden is None else f"{list(hidden.shape)} of {hidden.dtype}"
+                raise RequestError(f"hidden rows: {found}; expected {[plan.num_tokens, width]} of {dtype}")
+            inputs.take_hidden(hidden)
+        if self._hidden_out is not None:
+            width, dtype = self._hidden_out
+            inputs.give_hidden(np.empty((plan.num_tokens, width), dtype))
+        return inputs
 
-    def _score(self, plan: StepPlan, targets: I32) -> tuple[F32, I32]:
-        inputs = self._inputs(plan)
+    def _score(self, plan: StepPlan, targets: I32, hidden: Rows | None) -> tuple[F32, I32]:
+        inputs = self._inputs(plan, hidden)
         logprobs, argmax = np.zeros(len(targets), np.float32), np.zeros(len(targets), np.int32)
         pointers = (targets.ctypes.data, logprobs.ctypes.data, argmax.ctypes.data)
         args = abi.ScoreArgs(ctypes.pointer(inputs.args), self.vocab_size, *pointers)
@@ -256,16 +275,21 @@ class ModelRunner:
         """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""
         self._observe((lambda _, node, *value: tap(node)) if tap is not None else None)
 
-    def set_collective(self, collective: Callable[[int, int, int, int], None] | None) -> None:
-        """Call `collective(op, group, address, count)` where the step exchanges with other ranks (inferc_abi.h)."""
-        self._collective = abi.COLLECTIVE()
-        if collective is not None:
-            self._collective = abi.COLLECTIVE(lambda _, *exchange: collective(*exchange))
-        self._observe(None)
+    def set_collective(self, collectives: Collectives) -> None:
+        """Answer the step's exchanges with other ranks by these."""
+        self._collectives = collectives
+        self._set_host()
 
     def _observe(self, observe: Callable[..., None] | None) -> None:
-        seen = abi.OBSERVE(observe) if observe is not None else abi.OBSERVE()
-        self._host = abi.InfercHost(abi.ABI, None, seen, self._collective) if seen or self._collective else None
+        self._observed = abi.OBSERVE(observe) if observe is not None else abi.OBSERVE()
+        self._set_host()
+
+    def _set_host(self) -> None:
+        joined = bool(self._collectives.groups)
+        collective = abi.COLLECTIVE(self._collectives) if joined else abi.COLLECTIVE()
+        ranks = (ctypes.c_int64 * len(GROUPS))(*self._collectives.ranks)
+        needed = joined or self._observed
+        self._host = abi.InfercHost(abi.ABI, None, self._observed, collective, ranks) if needed else None
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads and give the memory back."""
@@ -280,6 +304,7 @@ class ModelRunner:
                 job()
             except Exception as error:  # a step must answer: whoever waits for it would wait forever
                 log.exception("step failed")
+                self._collectives.abort()
                 self._results.put(StepResult(np.zeros(0, np.int32), error=str(error)))
 
     def _call(self, function: Callable[[], Any]) -> Any:
@@ -299,19 +324,35 @@ class ModelRunner:
         return result
 
     def _done(self, code: int, what: str) -> None:
+        self._collectives.check()
         if code:
             raise InfercError(f"{what} refused its arguments (check at line {code} of the compiled unit)")
 
 
 def _check_inputs(artifact: Compiled) -> None:
     """Refuse a program whose step asks for more than this runner fills."""
-    known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows"}
+    known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows", "hidden_in"}
     for group in range(len(artifact.kv_groups)):
         known |= {f"slot_mapping_{group}", f"block_table_{group}", f"kv_cache_{group}"}
-    names = [entry["name"] if isinstance(entry, dict) else entry for entry in artifact.program["step"]["inputs"]]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in _step_inputs(artifact) if name not in known]
     if unknown:
         raise UnsupportedError(f"the artifact's step takes {', '.join(unknown)}, which this runtime does not fill")
+
+
+def _step_inputs(artifact: Compiled) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in artifact.program["step"]["inputs"]}
+
+
+def _rows_of(entry: Mapping[str, Any]) -> tuple[int, np.dtype[Any]]:
+    """Columns and dtype of a value with a row for each token."""
+    return int(entry["shape"][-1]), NUMPY_DTYPES[entry["dtype"]]
+
+
+def _hidden_out(artifact: Compiled) -> tuple[int, np.dtype[Any]] | None:
+    """Columns and dtype of the rows that a pipeline stage without the LM head hands on."""
+    if "logits" in artifact.program["step"]["outputs"]:
+        return None
+    return _rows_of(artifact.program["step"]["hidden"])
 
 
 def _align(count: int) -> int:

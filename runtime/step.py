@@ -16,6 +16,7 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
+Rows = NDArray[np.generic]  # [T, hidden_size], bfloat16 as its bits
 
 
 @dataclass
@@ -136,4 +137,5 @@ class StepResult:
     token_ids: I32
     logprobs: list[Logprobs | None] | None = None
     failed: NDArray[np.bool_] | None = None
+    hidden: Rows | None = None  # what a pipeline stage without the LM head hands on, instead of ids
     error: str | None = None  # the step failed: nothing else is valid

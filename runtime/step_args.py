@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.runtime import abi
-from inferc.runtime.step import I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
+from inferc.runtime.step import I32, Logprobs, Rows, SampleRows, StepPlan, StepResult, TokenLists
 
 ROW_DTYPES: dict[str, type[np.generic]] = {
     **dict.fromkeys(("seq_slots", "top_k", "num_logprobs"), np.int32),
@@ -33,6 +33,18 @@ class StepInputs:
     _late_rows: I32
     _late_slots: I32
     _keep: list[Any]
+    hidden_out: Rows | None = None  # what the step leaves for the stage behind
+
+    def take_hidden(self, rows: Rows) -> None:
+        """The rows of the stage before."""
+        rows = np.ascontiguousarray(rows)
+        self._keep.append(rows)
+        self.args.hidden_in = rows.ctypes.data
+
+    def give_hidden(self, rows: Rows) -> None:
+        """Where the step is to leave rows for the stage behind."""
+        self.hidden_out = rows
+        self.args.hidden_out = rows.ctypes.data
 
     @staticmethod
     def of(

@@ -167,6 +167,20 @@ def test_writing_the_cache() -> None:
     assert both == OpCost("inferc.rope_kv_write", "bfloat16", (), (("T", 128),), (("T", activations),), flops)
 
 
+def test_a_projection_in_the_write_saves_its_result_written_and_read() -> None:
+    b = Small()
+    x, table = b.activation(32), b.activation(16, dtype=torch.float32)
+    weight = b.weight("qkv", 128, 32)
+    norms = (None, None, 0.0, 0.0, False)
+    where = (table, b.cache, b.slots, 0)
+    found = b.cost(inferc.qkv_rope_kv_write.default, x, weight, None, *norms, *where, 4, "halves")
+    # x, table, slots and q; the product has 128 columns of 32, the rotation three operations an element of q and k.
+    activations = 32 * 2 + 64 + 8 + 4 * 16 * 2
+    flops = (("T", 2 * 128 * 32 + 3 * (4 * 16 + 2 * 16)),)
+    read = (("1", 128 * 32 * 2),)
+    assert found == OpCost("inferc.qkv_rope_kv_write", "bfloat16", read, (("T", 128),), (("T", activations),), flops)
+
+
 def test_experts_are_those_that_are_touched() -> None:
     b = Small()
     ids, shares = b.activation(2, dtype=torch.int32), b.activation(2, dtype=torch.float32)

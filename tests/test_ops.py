@@ -30,6 +30,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
         *(random(5, 4, 4), random(5, 2, 4), random(5, 2, 4), random(4), random(4), 1e-5, 0.0, True),
         *(TABLE, CACHE, SLOTS, 1),
     ),
+    "qkv_rope_kv_write": (
+        *(random(5, 6), random(32, 6), random(32), random(4), random(4), 1e-5, 0.0, True),
+        *(TABLE, CACHE, SLOTS, 1, 4, "halves"),
+    ),
     "paged_attention": (random(5, 4, 4), CACHE, *PLACES, None, 0, 0.5, "causal", 0, 0.0),
     "layer_norm": (random(5, 8), random(8), random(8), 1e-5),
     "linear_wide": (random(5, 8).bfloat16(), random(6, 8).bfloat16()),

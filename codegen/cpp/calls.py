@@ -211,9 +211,24 @@ def head_linear(node: fx.Node, values: Values) -> Call:
     return b.done(f"head_linear<{result.cpp_type}>(t, {x}, {result.rows}, {heads}, {panels}, {out});")
 
 
+def hidden_in(node: fx.Node, values: Values) -> Call:
+    """The rows of the stage before, from the host into their place."""
+    b = Builder(node, values)
+    out, operand = b.write()
+    return b.done(f"hidden_in<{operand.cpp_type}>(t, s, {operand.rows}, {operand.width}, {out});")
+
+
+def hidden_out(node: fx.Node, values: Values) -> str:
+    """The rows for the stage behind, to the host: a statement at the step's end."""
+    x = values.operand(node)
+    view = f"s.{POOLS[x.pool]}<{x.cpp_type}>({x.offset}, {x.column}, {x.stride})"
+    return f"hidden_out<{x.cpp_type}>(t, s, {view}, {x.rows}, {x.width});"
+
+
 def index_select(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    x, _ = b.read("self")
+    of_input = b.arg("self").name == "positions"
+    x = f"Rows<const i64>{{{{{b.input('self')}, 1}}}}" if of_input else b.read("self")[0]
     out, result = b.write()
     kind = result.cpp_type
     return b.done(f"index_select<{kind}>(t, {x}, {b.input('index')}, {result.rows}, {result.width}, {out});")
@@ -229,11 +244,74 @@ def all_reduce(node: fx.Node, values: Values) -> Call:
 
 def all_gather(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    x, operand = b.read("x")
+    x, _ = b.read("x")
     out, result = b.write()
-    first = sum(b.arg("sizes")[: b.arg("rank")])
-    sizes = f"{result.rows}, {first}, {operand.width}, {result.width}, {GROUPS[b.arg('group')]}"
+    parts = ", ".join(map(str, b.arg("sizes")))
+    sizes = f"{result.rows}, {{{{{parts}}}}}, {result.width}, {GROUPS[b.arg('group')]}"
     return b.done(f"all_gather<{result.cpp_type}>(t, s, {x}, {sizes}, {out});")
+
+
+def _placement(b: Builder) -> str:
+    positions = b.arg("positions")
+    where = b.input("positions") if positions.op == "placeholder" else f"{b.read('positions')[0]}.data"
+    experts, replicas = b.arg("placement").meta["val"].shape
+    return f"Placement{{{{{b.weight('placement')}, {experts}, {replicas}, {where}}}}}"
+
+
+def _touch_scratch(b: Builder) -> None:
+    b.reads.append(("experts", 0, 1))
+    b.writes.append(("experts", 0, 1))
+
+
+def expert_choose(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    ids, operand = b.read("expert_ids")
+    where = _placement(b)
+    out, _ = b.write()
+    _touch_scratch(b)
+    sizes = f"{operand.rows}, {operand.width}, {where}, {GROUPS['ep']}"
+    return b.done(f"expert_choose(t, s, {ids}, {sizes}, {out});")
+
+
+def _exchange(b: Builder, ids: Operand) -> str:
+    _touch_scratch(b)
+    how = f"{ids.rows}, {ids.width}, {b.arg('size')}, {GROUPS[b.arg('group')]}"
+    return f"Exchange{{{{s, {_placement(b)}, {how}}}}}"
+
+
+def expert_dispatch(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, operand = b.read("x")
+    ids, choices = b.read("expert_ids")
+    weights, _ = b.read("expert_weights")
+    exchange = _exchange(b, choices)
+    outs = ", ".join(b.write(index)[0] for index in range(3))
+    kind = operand.cpp_type
+    return b.done(f"expert_dispatch<{kind}>(t, {exchange}, {x}, {ids}, {weights}, {operand.width}, {outs});")
+
+
+def expert_combine(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    y, operand = b.read("y")
+    ids, choices = b.read("expert_ids")
+    exchange = _exchange(b, choices)
+    out, _ = b.write()
+    return b.done(f"expert_combine<{operand.cpp_type}>(t, {exchange}, {y}, {ids}, {operand.width}, {out});")
+
+
+def exchange_work_bytes(node: fx.Node) -> tuple[int, int]:
+    """Scratch of one node of exchange.h: bytes per row, and besides."""
+    top_k = int(argument(node, "expert_ids").meta["val"].shape[1])
+    table = math.prod(argument(node, "placement").meta["val"].shape) * 4
+    name = {"inferc.expert_dispatch": "x", "inferc.expert_combine": "y"}.get(target_name(node.target))
+    if name is None:
+        return 0, table + 64
+    x, size = argument(node, name).meta["val"], argument(node, "size")
+    fan = min(top_k, size)
+    # A parcel is the larger of what travels; as many rows leave as arrive at most, and `fan` for the share's rounding.
+    parcel = int(x.shape[1]) * x.dtype.itemsize + top_k * 8 + 8
+    lists, sums = 8 + 4 + 4, int(x.shape[1]) * 4
+    return lists + 2 * parcel + sums, table + fan * (parcel + 4) + 8 * size * 6 + 14 * 64
 
 
 def _norm(b: Builder) -> str:
@@ -327,6 +405,19 @@ def _rope_kv_write(b: Builder, norms: str) -> Call:
     )
 
 
+def qkv_rope_kv_write(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, operand = b.read("x")
+    table, rotary = b.read("table")
+    out, _ = b.write(0)
+    weights = f"{b.panels('weight')}, {b.weight('bias')}, {b.weight('q_weight')}, {b.weight('k_weight')}, {_norm(b)}"
+    how = f"{rotary.width // 2}, {b.arg('pairs').upper()}"
+    cache, slots = b.cache(writes=True), b.input("slot_mapping")
+    sizes = f"{operand.rows}, {b.arg('num_heads')}"
+    kind = operand.cpp_type
+    return b.done(f"qkv_rope_kv_write<{kind}>(t, {x}, {weights}, {table}, {how}, {cache}, {slots}, {sizes}, {out});")
+
+
 def latent_write(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     k, operand = b.read("k")
@@ -384,8 +475,7 @@ def moe_experts(node: fx.Node, values: Values) -> Call:
     out, _ = b.write()
     experts, hidden, inter = b.arg("down").meta["val"].shape
     kind = operand.cpp_type
-    b.reads.append(("experts", 0, 1))
-    b.writes.append(("experts", 0, 1))
+    _touch_scratch(b)
     fields = (
         f"{x}, {ids}, {weights}, {b.weight('gate_up')}, {b.weight('down')}, {b.weight('gate_up_bias')}, "
         f"{b.weight('down_bias')}, {b.arg('activation').upper()}, {cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, "

@@ -25,7 +25,18 @@ MAX_UNSYNCED = 6  # calls between two barriers; each hands out at most two of te
 KEY_SPLIT = 512  # as in attention.h
 SAMPLE_ROWS = 64  # as in inferc_abi.h
 ATTENTIONS = ("inferc.paged_attention", "inferc.latent_attention")
-COLLECTIVES = ("inferc.all_reduce", "inferc.all_gather")
+COLLECTIVES = (
+    *("inferc.all_reduce", "inferc.all_gather"),
+    *("inferc.expert_choose", "inferc.expert_dispatch", "inferc.expert_combine"),
+)
+WORK_BYTES = {
+    "inferc.moe_experts": calls.moe_work_bytes,
+    "inferc.expert_choose": calls.exchange_work_bytes,
+    "inferc.expert_dispatch": calls.exchange_work_bytes,
+    "inferc.expert_combine": calls.exchange_work_bytes,
+}
+"""Scratch of one node: bytes per row of its values, and besides."""
+HIDDEN_IN = "hidden_in"  # the input of a later pipeline stage
 KEY_UNITS = {"float32": 1, "bfloat16": 2}
 
 
@@ -46,7 +57,7 @@ class CppUnit:
 
 HEADERS = (
     *("inferc_abi.h", "simd.h", "team.h", "gemm.h", "rows.h", "kv.h", "attention.h", "moe.h", "sample.h"),
-    *("step.h", "collectives.h", "entry.h"),
+    *("step.h", "collectives.h", "exchange.h", "entry.h"),
 )
 
 
@@ -71,10 +82,7 @@ def emit(
     places: where each value with storage lies, by node name; pools: bytes per row of the pools "T", "S", "B" and
     "sample"; kernels: the rows that its nodes name; own_headers: what those besides ours need. Raises UnsupportedError naming the node for an op without a kernel.
     """
-    output = program.output().args[0]
-    assert isinstance(output, (tuple, list)) and len(output) == 2, "a lowered program returns (hidden, logits)"
-    hidden, logits = output
-    assert isinstance(hidden, fx.Node) and isinstance(logits, fx.Node)
+    hidden, logits = _outputs(program)
     step_nodes = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in step_nodes)
     step = _calls(program, Values(program, places), [n for n in program.graph.nodes if n in step_nodes], kernels)
@@ -87,9 +95,13 @@ def emit(
     tables: list[str] = []
     body = _region(step, numbers, tables)
     head_body = _region(head, numbers, tables)
-    logits_operand = Values(program, places, sampled).operand(logits)
-    logits_at = (logits_operand.offset, logits_operand.stride)
-    source = _source(program, arena, tables, body, head_body, logits_at, list(own_headers))
+    if logits is None:
+        body += ["  t.barrier();", f"  {calls.hidden_out(hidden, Values(program, places))}"]
+        head_body.append("  return {nullptr, 0};  // a later stage has the LM head")
+    else:
+        at = Values(program, places, sampled).operand(logits)
+        head_body += ["  t.barrier();", f"  return s.sample<float>({at.offset}, 0, {at.stride});"]
+    source = _source(program, arena, tables, body, head_body, list(own_headers))
     fields = {
         "abi": ABI,
         "arena": _formula(arena),
@@ -97,14 +109,31 @@ def emit(
         "weights": list(program.weights),
         "observable": [_observable(node, number) for node, number in numbers.items()],
         "kv_layout": _kv_layout(program),
-        "vocab_size": logits_operand.width,
+        "vocab_size": _vocab_size(program),
     }
     return CppUnit(source, HEADERS, fields, own_headers)
+
+
+def _outputs(program: Program) -> tuple[fx.Node, fx.Node | None]:
+    """The hidden rows and the logits, which only the last pipeline stage has."""
+    results = program.output().args[0]
+    assert isinstance(results, (tuple, list)) and len(results) in (1, 2), "a lowered program returns (hidden, logits)"
+    hidden, logits = (*results, None)[:2]
+    assert isinstance(hidden, fx.Node) and (logits is None or isinstance(logits, fx.Node))
+    return hidden, logits
+
+
+def _vocab_size(program: Program) -> int:
+    """Columns of the logits, 0 where there are none."""
+    logits = _outputs(program)[1]
+    return 0 if logits is None else int(logits.meta["val"].shape[1])
 
 
 def _calls(program: Program, values: Values, nodes: Sequence[fx.Node], kernels: tuple[Kernel, ...]) -> list[Call]:
     made = []
     for node in nodes:
+        if node.op == "placeholder" and node.name == HIDDEN_IN:
+            made.append(calls.hidden_in(node, values))
         if not needs_kernel(node):
             continue
         if "kernel" not in node.meta:
@@ -123,12 +152,14 @@ def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
     """The fields of `Arena` in step.h, in order."""
     scratch = {"const": 0, "T": 0, "S": 0}
     for node in program.graph.nodes:
-        if node.op == "call_function" and target_name(node.target) == "inferc.moe_experts":
-            tokens = str(node.meta["val"].shape[0]) == str(program.inputs()[0].meta["val"].shape[0])
-            per_row, besides = calls.moe_work_bytes(node)
-            scratch["T" if tokens else "S"] = max(scratch["T" if tokens else "S"], per_row)
+        work = WORK_BYTES.get(target_name(node.target)) if node.op == "call_function" else None
+        if work is not None:
+            value = node.meta["val"]
+            num_rows = (value[0] if isinstance(value, tuple) else value).shape[0]
+            pool = "T" if str(num_rows) == str(program.inputs()[0].meta["val"].shape[0]) else "S"
+            per_row, besides = work(node)
+            scratch[pool] = max(scratch[pool], per_row)
             scratch["const"] = max(scratch["const"], besides)
-    vocab = int(program.output().args[0][1].meta["val"].shape[1])  # type: ignore[index,union-attr]
     return {
         "per_token": pools.get("T", 0),
         "per_row": pools.get("S", 0),
@@ -137,7 +168,7 @@ def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
         "scratch": align(scratch["const"]),
         "scratch_per_token": scratch["T"],
         "scratch_per_row": scratch["S"],
-        "per_thread": align(max(vocab * 4 + 64, _partial_bytes(program))),
+        "per_thread": align(max(_vocab_size(program) * 4 + 64, _partial_bytes(program))),
     }
 
 
@@ -302,7 +333,6 @@ def _source(
     tables: Sequence[str],
     body: Sequence[str],
     head: Sequence[str],
-    logits_at: tuple[int, int],
     own_headers: Sequence[str],
 ) -> str:
     layout = ", ".join(f"{value}" for value in arena.values())
@@ -311,17 +341,18 @@ def _source(
         for index, group in enumerate(program.kv_groups)
     ]
     found = any(target_name(node.target) in COLLECTIVES for node in program.graph.nodes if node.op == "call_function")
-    collectives = "true" if found else "false"
+    inputs = {node.name for node in program.inputs()}
+    facts = {"COLLECTIVES": found, "HIDDEN_IN": HIDDEN_IN in inputs, "HIDDEN_OUT": _outputs(program)[1] is None}
     parts = [
         f"// Generated by inferc from the lowered program {program.name!r}; graph/ has it as text.",
-        '#include "collectives.h"',
+        '#include "exchange.h"',
         *(f'#include "{name}"' for name in own_headers),
         "",
         "namespace inferc {",
         "namespace {",
         "",
         f"constexpr Arena ARENA{{{layout}}};",
-        f"constexpr bool COLLECTIVES = {collectives};",
+        *(f"constexpr bool {name} = {'true' if fact else 'false'};" for name, fact in facts.items()),
         *tables,
         "",
         "// Every thread runs this; kernels share their work out, barriers stand where one reads what another wrote.",
@@ -330,10 +361,9 @@ def _source(
         "}",
         "",
         "// The logits of `rows` (at most 64) rows of the step, from row `first` on.",
-        "Rows<const float> head_thread(Team& t, const Step& s, i64 first, i64 rows) {",
+        "Rows<const float> head_thread([[maybe_unused]] Team& t, [[maybe_unused]] const Step& s,",
+        "                              [[maybe_unused]] i64 first, [[maybe_unused]] i64 rows) {",
         *head,
-        "  t.barrier();",
-        f"  return s.sample<float>({logits_at[0]}, 0, {logits_at[1]});",
         "}",
         "",
         "template <class F>",

@@ -25,12 +25,14 @@ from inferc import weights as weight_lib
 from inferc.errors import VerifyError
 from inferc.frontend.load import Checkpoint
 from inferc.frontend.reference import reference_greedy, reference_logits, reference_model
+from inferc.passes.partition import RankProgram
 from inferc.program import Program
-from inferc.reference import IN_PLACE, Chunk, ReadWeight, new_kv_caches, step_inputs
+from inferc.reference import IN_PLACE, Chunk, ReadWeight, new_kv_caches, run_partitioned, step_inputs
 from inferc.runtime.artifact import load_artifact
 from inferc.runtime.engine import Engine
 from inferc.runtime.load import load_engine
 from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.rank_group import RankGroup
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.weights import TensorReader
 
@@ -146,6 +148,17 @@ class Certifier:
         logits = [run_reference(program, prompt, values.__getitem__) for prompt in self.certificate.prompts]
         self.add(name, "reference", logits)
 
+    def observe_ranks(self, ranks: Sequence[RankProgram]) -> None:
+        """After the partition: the ranks' lowered programs together, by the ops' references."""
+        stages = [
+            [each.program for each in ranks if each.pp_stage == stage]
+            for stage in range(1 + max(each.pp_stage for each in ranks))
+        ]
+        prompts = self.certificate.prompts
+        logits = run_partitioned(stages, self._reader, prompts, max(map(len, prompts)))
+        logits = [each.float() for each in logits]
+        self.add("partition", f"reference, {len(ranks)} ranks", logits)
+
     def add_kernels(self, ran_by: str, logits: Sequence[Tensor], greedy: Sequence[list[int]]) -> None:
         """The row of an artifact's compiled step: logits per prompt [T, vocab_size], and what it generates."""
         equal = sum(self._same_greedy(index, found) for index, found in enumerate(greedy))
@@ -257,8 +270,8 @@ def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tu
     loaded = load_artifact(artifact)
     engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=64)
     runner = engine.runner
-    assert isinstance(runner, ModelRunner), "only compiled steps are observed"
-    logits_id = int(loaded.program["observable"][-1]["id"])  # nothing in a program comes after the LM head
+    assert isinstance(runner, (ModelRunner, RankGroup)), "only compiled steps are observed"
+    logits_id = int(loaded.ranks[-1].program["observable"][-1]["id"])  # nothing in a program comes after the LM head
     try:
         logits = [_scored_logits(engine, runner, logits_id, prompt) for prompt in prompts]
         greedy: list[list[int]] = [[] for _ in prompts]
@@ -277,10 +290,11 @@ def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tu
                 )
     finally:
         engine.close()
-    return f"cpu kernels ({runner.isa})", logits, greedy
+    ranks = f", {len(loaded.ranks)} ranks" if len(loaded.ranks) > 1 else ""
+    return f"cpu kernels ({runner.isa}{ranks})", logits, greedy
 
 
-def _scored_logits(engine: Engine, runner: ModelRunner, logits_id: int, prompt: list[int]) -> Tensor:
+def _scored_logits(engine: Engine, runner: ModelRunner | RankGroup, logits_id: int, prompt: list[int]) -> Tensor:
     """The logits of every position of a prompt, seen as the engine scores it."""
     seen: list[Tensor] = []
 

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -39,6 +39,10 @@ from inferc.cli_explain import explain
 from inferc.cli_generate import chat, generate
 from inferc.cli_serve import serve
 from inferc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from inferc.expert_loads import ExpertLoads
+    from inferc.runtime.engine import Engine
 
 app = typer.Typer(
     name="inferc",
@@ -98,9 +102,24 @@ def compile_model(
             " It runs in front of choose_kernels unless it says otherwise (docs/extending.md).",
         ),
     ] = None,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Split every layer over N tensor ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", metavar="N", help="Split the layers into N pipeline stages.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", metavar="N", help="Spread the experts of MoE layers over N ranks.")] = 1,
+    expert_loads: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-loads",
+            metavar="FILE",
+            help="Place experts by how many tokens each got: a profile that `inferc eval --record-expert-loads` wrote.",
+        ),
+    ] = None,
+    redundant_experts: Annotated[
+        int,
+        typer.Option("--redundant-experts", metavar="N", help="With --expert-loads: replicas of the most loaded."),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Compile MODEL into the artifact OUT."""
+    """Compile MODEL into the artifact OUT. With --tp, --pp or --ep it holds a program for each rank (docs/parallel.md)."""
     from inferc.config import CompileConfig, from_dict
 
     config = from_dict(
@@ -113,6 +132,11 @@ def compile_model(
             "certify": certify,
             "allow_drift": allow_drift,
             "passes": tuple(passes or ()),
+            "tp": tp,
+            "pp": pp,
+            "ep": ep,
+            "expert_loads": expert_loads,
+            "redundant_experts": redundant_experts,
         },
     )
     if passes:
@@ -155,6 +179,14 @@ def inspect(out: Out, as_json: Json = False) -> None:
     }
     for name, value in rows.items():
         say(f"{name:10}{value}")
+    for rank in facts["programs"] if len(facts["programs"]) > 1 else []:
+        where = "  ".join(
+            f"{name} {rank[key]}"
+            for name, key in (("tp", "tp_rank"), ("pp", "pp_stage"), ("ep", "ep_rank"))
+            if config[name] > 1
+        )
+        sizes = f"{rank['weights_bytes'] / 1e6:.1f} MB of weights, {rank['arena_bytes'] / 1e6:.1f} MB arena"
+        say(f"  {where:14}{sizes}, {rank['kv_bytes_per_token']} KV bytes a token")
     for group in facts["kv_groups"]:
         reach = f"{group['kind']} {group['window']}" if group["window"] else group["kind"]
         heads = f"{group['num_kv_heads']} heads of {group['head_dim']}, {group['dtype']}"
@@ -193,6 +225,14 @@ def evaluate(
         int | None,
         typer.Option("--window", metavar="N", help="Tokens in a window; 1024, or the model's length if less."),
     ] = None,
+    record_expert_loads: Annotated[
+        Path | None,
+        typer.Option(
+            "--record-expert-loads",
+            metavar="FILE",
+            help="Write how many tokens each expert got: `inferc compile --ep N --expert-loads FILE` places by it.",
+        ),
+    ] = None,
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_batched_tokens: MaxBatchedTokens = 512,
@@ -216,8 +256,18 @@ def evaluate(
     # As many sequences as tokens, so that a step scores every row it computes; but no cache for as many.
     options = engine_options(threads, isa, max_num_batched_tokens, max_num_batched_tokens)
     options["kv_memory_bytes"] = kv_cache_bytes(artifact, size)
-    with engine(artifact, options) as client, progress("eval") as report:
+    profiles: list[ExpertLoads] = []
+
+    def record(started: Engine) -> None:
+        from inferc.runtime.record_loads import record_loads
+
+        profiles.append(record_loads(artifact, started))
+
+    on_start = None if record_expert_loads is None else record
+    with engine(artifact, options, on_start) as client, progress("eval") as report:
         result = perplexity(client, ids, size, lambda done, total: report("eval", done, total))
+    if record_expert_loads is not None:
+        profiles[0].save(record_expert_loads)
     if as_json:
         print_json(dataclasses.asdict(result))
         return

@@ -47,6 +47,11 @@ def bench_kernels(
     if input_len < 1:
         raise ConfigError(f"--input-len {input_len}: expected at least 1")
     artifact = load_artifact(out, target="cpu")
+    if len(artifact.ranks) > 1:
+        raise ConfigError(
+            f"{out} holds {len(artifact.ranks)} ranks; expected a whole artifact to profile: compile one without --tp,"
+            " --pp and --ep"
+        )
     artifact.verify_weights().wait()
     runner = ModelRunner(artifact, from_dict(EngineConfig, engine_options(threads, isa, 1, max(16, input_len))))
     try:

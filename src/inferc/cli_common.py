@@ -21,6 +21,7 @@ from inferc.errors import ConfigError, InfercError, RequestError
 
 if TYPE_CHECKING:
     from inferc.runtime.artifact import Artifact
+    from inferc.runtime.engine import Engine
     from inferc.runtime.engine_loop import EngineThread
 
 log = logging.getLogger(__name__)
@@ -193,12 +194,20 @@ def engine_options(
 
 
 @contextmanager
-def engine(artifact: Artifact, options: dict[str, Any]) -> Iterator[EngineThread]:
-    """An engine in a thread of this process, for work on token ids."""
+def engine(
+    artifact: Artifact, options: dict[str, Any], on_start: Callable[[Engine], None] | None = None
+) -> Iterator[EngineThread]:
+    """An engine in a thread of this process, for work on token ids. on_start: sees it before its first step."""
     from inferc.runtime.engine_loop import EngineThread
     from inferc.runtime.load import load_engine
 
-    client = EngineThread(lambda: load_engine(artifact, **options))
+    def load() -> Engine:
+        made = load_engine(artifact, **options)
+        if on_start is not None:
+            on_start(made)
+        return made
+
+    client = EngineThread(load)
     try:
         yield client
     finally:

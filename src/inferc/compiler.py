@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,18 +27,21 @@ from inferc.certify import Certifier, encoder, make_prompts, run_kernels
 from inferc.codegen.cpp import build as cpp_build
 from inferc.codegen.cpp.emit import CppUnit
 from inferc.codegen.cpp.emit import emit as emit_cpp
-from inferc.codegen.emit import ArtifactWriter, make_manifest
+from inferc.codegen.emit import ArtifactWriter, make_manifest, program_entry
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.kernels import Target, kernel_named
 from inferc.codegen.triton.emit import Cubins, emit_cubins
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost_recorder import CostRecorder
-from inferc.errors import VerifyError
+from inferc.errors import ConfigError, VerifyError
+from inferc.expert_loads import ExpertLoads
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
-from inferc.manifest import CERTIFICATE, COSTS, json_bytes
+from inferc.manifest import CERTIFICATE, COSTS, PROGRAM, json_bytes
+from inferc.passes.expert_placement import Placement, placements
+from inferc.passes.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
 from inferc.passes.plan_memory import MemoryPlan, memory_plan
 from inferc.passes.user_passes import UserPass, load_passes
@@ -89,10 +92,13 @@ def compile(
         report = interrupts.checked(progress or _silent)
         checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
         num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
+        ranks = _ranks(config)
         resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
         too_large = config.certify == "auto" and resolved.certify == "layers"
         generation = generation_defaults(checkpoint)
-        build = _Build(checkpoint, resolved, folder, tokenizer, report, interrupts, generation, passes, too_large)
+        build = _Build(
+            checkpoint, resolved, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
+        )
         with _threads_for(num_parameters):
             certificate = build.run()
         interrupts.check()
@@ -122,6 +128,7 @@ class _Build:
         interrupts: _Interrupts,
         generation: dict[str, Any],
         passes: tuple[UserPass, ...],
+        ranks: Ranks,
         too_large: bool = False,
     ) -> None:
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
@@ -130,10 +137,11 @@ class _Build:
         self.lower_config = LowerConfig(Target.parse(config.target), config.block_size, passes)
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target
-        self.tokenizer, self.too_large = tokenizer, too_large
+        self.tokenizer, self.ranks, self.too_large = tokenizer, ranks, too_large
         self.isas = tuple(cpp_build.ISA_FLAGS)
         self.records: list[PassRecord] = []
         self.kernels: list[dict[str, Any]] = []
+        self.libraries: dict[str, dict[str, str]] = {}  # by their source
 
     def run(self) -> dict[str, Any] | None:
         """Write everything; returns the certificate."""
@@ -164,12 +172,18 @@ class _Build:
     def _check_lowers(self, program: Program) -> None:
         """Raise what lowering will refuse: on a copy and unverified, as the reference runs first and may take minutes."""
         twin = program_lib.from_json(program_lib.to_json(program))
-        for each in self.pipeline:
+        if self.ranks.count > 1:
             self.report("check the kernels", 0, 1)
-            each(twin)
-        plan = memory_plan(twin)
-        if self.target.device == "cpu":
-            self._emit(twin, plan)
+            lowered = [each.program for each in lower_ranks(twin, self.lower_config, self.ranks)]
+        else:
+            for each in self.pipeline:
+                self.report("check the kernels", 0, 1)
+                each(twin)
+            lowered = [twin]
+        for own in lowered:
+            plan = memory_plan(own)
+            if self.target.device == "cpu":
+                self._emit(own, plan)
 
     def _emit(self, program: Program, plan: MemoryPlan) -> CppUnit:
         return emit_cpp(program, plan.values, plan.pools, self.lower_config.kernels, self.lower_config.own_headers)
@@ -177,33 +191,72 @@ class _Build:
     def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
         """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
         costs = CostRecorder()
-        self.records = lower(program, self.lower_config, observe=self._observer(certifier, costs))
-        self.writer.add(COSTS, json_bytes(costs.log(program).to_json()))
-        plan = memory_plan(program)
-        unit = self._emit(program, plan) if self.target.device == "cpu" else None
-        libraries = {} if unit is None else self._write_libraries(unit)
-        cubins = self._cubins(program)
+        ranks = self._lower(program, certifier, costs)
+        first = ranks[0].program
+        self.writer.add(COSTS, json_bytes(costs.log(first).to_json()))
+        cubins = self._cubins(first)
         for name, data in cubins.files.items():
             self.writer.add(name, data)
-        self.kernels = [*_kernel_rows(program, self.lower_config), *cubins.kernels]
+        stages = [each.program for each in ranks if (each.tp_rank, each.ep_rank) == (0, 0)]
+        self.kernels = [*_kernel_rows(stages, self.lower_config), *cubins.kernels]
+        weights = {each.prefix + name: weight for each in ranks for name, weight in each.program.weights.items()}
         self.writer.add_weights(
-            program.weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
+            weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
         )
-        self.writer.add_program(program, plan.to_json(), {} if unit is None else unit.program_json_fields)
+        programs = [self._write_rank(each) for each in ranks]
         manifest = make_manifest(
-            program,
             self.config,
             producer=f"inferc {version('inferc')}",
-            host=f"{platform.system()}-{platform.machine()}".lower() if libraries else None,
+            host=f"{platform.system()}-{platform.machine()}".lower() if self.libraries else None,
             model=self._model_facts(program),
+            programs=programs,
             passes=[_pass_row(record) for record in self.records],
             kernels=self.kernels,
+        )
+        self.writer.write_manifest(manifest)
+        return manifest
+
+    def _lower(self, program: Program, certifier: Certifier | None, costs: CostRecorder) -> list[RankProgram]:
+        """The lowered programs of all ranks. The pass log, and the costs, go on with the first rank's."""
+        observe = self._observer(certifier, costs)
+        if self.ranks.count == 1:
+            self.records = lower(program, self.lower_config, observe=observe)
+            return [RankProgram(program, 0, 0)]
+        shared = prepare(program, self.lower_config, observe)
+        first = self.ranks.label(0, 0, 0)
+
+        def observe_rank(label: str) -> Observe:
+            own = self._observer(None, costs if label == first else None, label)
+
+            def observe(index: int, name: str, rewrites: int, program: Program) -> None:
+                name, rewrites = (name, rewrites) if index else ("partition", self.ranks.count)
+                own(len(shared) + 1 + index, name, rewrites, program)
+
+            return observe
+
+        ranks = partition(program, self.lower_config, self.ranks, observe_rank)
+        nodes = [shared[-1].nodes_after, ranks[0].records[0].nodes_before]
+        self.records = [*shared, PassRecord("partition", self.ranks.count, 0.0, *nodes), *ranks[0].records]
+        if certifier is not None:
+            certifier.observe_ranks(ranks)
+        return ranks
+
+    def _write_rank(self, rank: RankProgram) -> dict[str, Any]:
+        """The kernels and the program of one rank; returns its entry in the manifest."""
+        plan = memory_plan(rank.program)
+        unit = self._emit(rank.program, plan) if self.target.device == "cpu" else None
+        libraries = {} if unit is None else self._write_libraries(unit, rank.label)
+        file = f"program-{rank.label}.json" if rank.label else PROGRAM
+        fields = {} if unit is None else unit.program_json_fields
+        self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
+        return program_entry(
+            rank.program,
+            file=file,
+            ranks={"tp_rank": rank.tp_rank, "pp_stage": rank.pp_stage, "ep_rank": rank.ep_rank},
             libraries=libraries,
             arena=plan.formula if unit is None else unit.arena,
             kv_layout={"order": "canonical"} if unit is None else unit.program_json_fields["kv_layout"],
         )
-        self.writer.write_manifest(manifest)
-        return manifest
 
     def _cubins(self, program: Program) -> Cubins:
         """The Triton kernels, which no step of today's targets needs: a compiler that fails leaves them out."""
@@ -216,27 +269,37 @@ class _Build:
             log.warning("the artifact gets no cuda kernels: triton failed (%s: %s)", type(error).__name__, reason)
             return Cubins()
 
-    def _write_libraries(self, unit: CppUnit) -> dict[str, str]:
-        """Compile the step for each instruction set; returns the library files by ISA, best first."""
-        self.report("compile kernels", 0, 1)
+    def _write_libraries(self, unit: CppUnit, label: str) -> dict[str, str]:
+        """Compile the step for each instruction set; returns the library files by ISA, best first.
+
+        Ranks whose step is the same text share the files of the first.
+        """
+        if unit.source in self.libraries:
+            return self.libraries[unit.source]
+        self.report("compile kernels", len(self.libraries), self.ranks.count)
+        folder = f"kernels/{label}" if self.libraries else "kernels"
         libraries = {}
         for isa, built in cpp_build.build(unit.source, unit.headers, self.isas, own_headers=unit.own_headers).items():
-            libraries[isa] = f"kernels/cpu-{isa}.so"
+            libraries[isa] = f"{folder}/cpu-{isa}.so"
             self.writer.add(libraries[isa], built.read_bytes())
-        self.writer.add("kernels/cpp/unit.cpp", unit.source.encode())
-        for header in unit.headers:
-            self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
-        for header, text in unit.own_headers.items():
-            self.writer.add(f"kernels/cpp/{header}", text.encode())
+        self.writer.add(f"{folder}/cpp/unit.cpp", unit.source.encode())
+        if not self.libraries:
+            for header in unit.headers:
+                self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
+            for header, text in unit.own_headers.items():
+                self.writer.add(f"kernels/cpp/{header}", text.encode())
+        self.libraries[unit.source] = libraries
         return libraries
 
-    def _observer(self, certifier: Certifier | None, costs: CostRecorder) -> Observe:
+    def _observer(self, certifier: Certifier | None, costs: CostRecorder | None, label: str = "") -> Observe:
         """Keeps the text and the costs after every pass, and lets the certificate see it."""
+        folder = f"graph/{label}" if label else "graph"
 
         def observe(index: int, name: str, rewrites: int, program: Program) -> None:
             self.report("lower" if certifier is None else "lower and certify", index, len(self.pipeline))
-            self.writer.add(f"graph/{index:02}_{name}.txt", program.to_text().encode())
-            costs(index, name, rewrites, program)
+            self.writer.add(f"{folder}/{index:02}_{name}.txt", program.to_text().encode())
+            if costs is not None:
+                costs(index, name, rewrites, program)
             if certifier is not None:
                 certifier.observe(index, name, rewrites, program)
 
@@ -264,7 +327,15 @@ class _Build:
         with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
             silent = self.interrupts.checked(_silent)
             build = _Build(
-                copied, self.config, folder, None, silent, self.interrupts, self.generation, self.lower_config.passes
+                copied,
+                self.config,
+                folder,
+                None,
+                silent,
+                self.interrupts,
+                self.generation,
+                self.lower_config.passes,
+                self.ranks,
             )
             build.isas = detect_isa()[:1]  # the one that runs here
             program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
@@ -300,9 +371,21 @@ SMALL_MODEL = 50_000_000  # parameters
 VOLATILE_FACTS = ("_name_or_path", "transformers_version")
 
 
-def _kernel_rows(program: Program, config: LowerConfig) -> list[dict[str, Any]]:
+def _ranks(config: CompileConfig) -> Ranks:
+    """Over how many ranks to spread the model. Raises ConfigError for sizes that do not go together."""
+    placed: dict[int, Placement] = {}
+    if config.expert_loads is not None:
+        if config.ep == 1:
+            raise ConfigError(f"--expert-loads {config.expert_loads}: it places experts on --ep ranks; give --ep N")
+        loads = ExpertLoads.load(Path(config.expert_loads))
+        placed = placements(loads, config.ep, config.redundant_experts)
+    return Ranks(config.tp, config.pp, config.ep, placed)
+
+
+def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[str, Any]]:
     """The kernel table: each kernel that a node uses, and how many do."""
-    counts = Counter(str(node.meta["kernel"]) for node in program.graph.nodes if "kernel" in node.meta)
+    nodes = [node for program in programs for node in program.graph.nodes]
+    counts = Counter(str(node.meta["kernel"]) for node in nodes if "kernel" in node.meta)
     return [
         {"name": kernel.name, "target": config.target.spec, "op": kernel.op, "nodes": count, "runs": True}
         for kernel, count in ((kernel_named(name, config.kernels), count) for name, count in counts.items())

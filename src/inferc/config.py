@@ -73,10 +73,20 @@ class CompileConfig:
     certify: Certify | Auto = "auto"  # auto: full where the float32 model fits in memory, else layers
     allow_drift: bool = False
     passes: tuple[Any, ...] = ()  # of the user: "module:name", "file.py:name" or, from Python, the object
+    tp: int = 1  # ranks that each hold a part of every layer,
+    pp: int = 1  # of the layers,
+    ep: int = 1  # of the experts
+    expert_loads: str | None = None  # a file of how many tokens each expert got, by which ep places them
+    redundant_experts: int = 0  # of each layer: how many of the most loaded are on more than one rank
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        _check_positive(self, "max_model_len", "block_size")
+        _check_positive(self, "max_model_len", "block_size", "tp", "pp", "ep")
+        if self.redundant_experts and self.expert_loads is None:
+            raise ConfigError(
+                f"redundant_experts {self.redundant_experts}: a load profile says which experts to repeat;"
+                " give --expert-loads FILE (recorded by `inferc eval --record-expert-loads FILE`)"
+            )
         if self.block_size != "auto" and self.block_size % 16:
             raise ConfigError(f"block_size {self.block_size} is not a multiple of 16; use {DEFAULT_BLOCK_SIZE} or 32")
 
@@ -101,6 +111,10 @@ class CompileConfig:
             certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
             allow_drift=self.allow_drift,
             passes=tuple(os.path.basename(pass_spec(each)) for each in self.passes),  # no paths in an artifact
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            redundant_experts=self.redundant_experts,
         )
         log.info("compile config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
         return resolved
@@ -135,6 +149,10 @@ class ResolvedCompileConfig:
     certify: Certify
     allow_drift: bool
     passes: tuple[str, ...]
+    tp: int
+    pp: int
+    ep: int
+    redundant_experts: int
 
 
 @dataclass(frozen=True)
@@ -276,7 +294,7 @@ def _check_fields(config: Any) -> None:
         value = getattr(config, name)
         words, kinds = _choices(hint)
         if isinstance(value, str):
-            if value in words:
+            if value in words or str in kinds:
                 continue
             if name in NOT_BUILT and NOT_BUILT[name].fullmatch(value):
                 raise UnsupportedError(f"{name} {value!r} is not built yet; available: {_listed(words, kinds)}")

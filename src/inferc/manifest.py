@@ -12,9 +12,9 @@ from typing import Any
 
 import xxhash
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "engine.json"
-PROGRAM = "program.json"
+PROGRAM = "program.json"  # of an artifact with one program; those of several ranks have one each
 CERTIFICATE = "certificate.json"
 COSTS = "graph/costs.json"  # what the program costs after each pass, as `inferc explain` reads it
 ALIGNMENT = 64  # of every weight's first byte: a cache line, and the widest vector load

@@ -316,6 +316,23 @@ def _kv_write(call: Call) -> None:
         add(call.cache, times(call.elements(call.value(name)), itemsize))
 
 
+def _qkv_rope_kv_write(call: Call) -> None:
+    """The product, then the norms and rotations of q and k; of K and V the new positions are written."""
+    call.read("kv_cache")
+    cache, x = call.value("kv_cache"), call.value("x")
+    q = call.node.meta["val"][0]
+    call.write(q)
+    call.flops = times(call.sizes.elements((x.shape[0], *call.value("weight").shape)), 2)
+    each = PER_ELEMENT["inferc.rope"]
+    if call.arguments["q_weight"] is not None:
+        each += PER_ELEMENT["inferc.rms_norm"]
+    new = call.sizes.elements((x.shape[0], *cache.shape[4:]))
+    add(call.flops, times(call.elements(q), each))
+    add(call.flops, times(new, each))
+    add(call.cache, times(new, 2 * cache.dtype.itemsize))
+    call.dtype = x.dtype
+
+
 def _moe_experts(call: Call) -> None:
     """Weights of the experts that the step's tokens touch, and the arithmetic of top_k experts for each token."""
     call.read("gate_up", "down")
@@ -347,6 +364,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.kv_write": _kv_write,
     "inferc.norm_rope_kv_write": _kv_write,
     "inferc.rope_kv_write": _kv_write,
+    "inferc.qkv_rope_kv_write": _qkv_rope_kv_write,
     "inferc.moe_experts": _moe_experts,
 }
 """How an op's cost is made where the default is not it. Every op that takes a `kv_cache` must be here."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from inferc import ops
+from inferc.errors import VerifyError
 from inferc.program import Program
 from inferc.weights import TensorReader, read_whole
 
@@ -17,6 +19,7 @@ IN_PLACE: dict[Any, Callable[..., Any]] = {
     torch.ops.inferc.kv_write.default: ops.kv_write_in_place,
     torch.ops.inferc.latent_write.default: ops.latent_write_in_place,
     torch.ops.inferc.norm_rope_kv_write.default: ops.norm_rope_kv_write_in_place,
+    torch.ops.inferc.qkv_rope_kv_write.default: ops.qkv_rope_kv_write_in_place,
     torch.ops.inferc.rope_kv_write.default: ops.rope_kv_write_in_place,
 }
 ReadWeight = Callable[[str], Tensor]
@@ -152,3 +155,53 @@ def generate_greedy(
         for seq, ids in new.items():
             out[seq].extend(ids)
     return out
+
+
+class _RankOfBatch:
+    """One rank's program with caches of its own."""
+
+    def __init__(self, program: Program, reader: TensorReader, num_blocks: int) -> None:
+        self.program, self.read_weight = program, weight_reader(program, reader)
+        self.caches = new_kv_caches(program, num_blocks)
+
+    def step(self, chunks: Sequence[Chunk], hidden: Tensor | None) -> Tensor:
+        """Hidden rows, or the logits of every row on the last stage."""
+        inputs = step_inputs(self.program, chunks, self.caches)
+        if hidden is not None:
+            inputs["hidden_in"] = hidden
+        with torch.inference_mode():
+            last: Tensor = self.program.run(inputs, self.read_weight, calls=IN_PLACE)[-1]
+        return last
+
+
+def run_partitioned(
+    stages: Sequence[Sequence[Program]], reader: TensorReader, prompts: Sequence[Sequence[int]], chunk_size: int
+) -> list[Tensor]:
+    """Logits [len(prompt), vocab_size] of prompts by the lowered programs of all ranks, as one batch, stage by stage.
+
+    stages: of each pipeline stage, its ranks' programs. The ranks of a stage run in threads of this process. Raises
+    VerifyError where they return different rows.
+    """
+    longest = max(map(len, prompts))
+    width = -(-longest // stages[0][0].block_size)
+    num_blocks = 1 + len(prompts) * width
+    ranks = [[_RankOfBatch(program, reader, num_blocks) for program in stage] for stage in stages]
+    group = "ep" if "ep_rank" in stages[0][0].info else "tp"
+    out: list[list[Tensor]] = [[] for _ in prompts]
+    for start in range(0, longest, chunk_size):
+        seqs = [seq for seq, prompt in enumerate(prompts) if start < len(prompt)]
+        new = [prompts[seq][start : start + chunk_size] for seq in seqs]
+        chunks = [
+            Chunk(ids, start, range(1 + seq * width, 1 + (seq + 1) * width), seq)
+            for seq, ids in zip(seqs, new, strict=True)
+        ]
+        rows: Tensor | None = None
+        for stage in ranks:
+            results = ops.run_ranks(group, [partial(rank.step, chunks, rows) for rank in stage])
+            if not all(torch.equal(other, results[0]) for other in results[1:]):
+                raise VerifyError(f"the ranks of group {group} return different rows; expected equal ones")
+            rows = results[0]
+        assert rows is not None
+        for seq, logits in zip(seqs, rows.split([len(ids) for ids in new]), strict=True):
+            out[seq].append(logits)
+    return [torch.cat(parts) for parts in out]

@@ -125,7 +125,7 @@ def test_a_manifest_of_something_else(tmp_path: Path, text: str) -> None:
 
 def test_another_version(copied: Path) -> None:
     rewrite_manifest(copied, format_version=FORMAT_VERSION + 1)
-    with pytest.raises(ArtifactError, match=r"is of format version 2, this inferc reads 1; compile the model again"):
+    with pytest.raises(ArtifactError, match=r"is of format version 3, this inferc reads 2; compile the model again"):
         load_artifact(copied)
 
 

@@ -111,7 +111,7 @@ def test_what_is_not_built_or_out_of_range(model: Path, options: tuple[str, str]
     assert options[1].split(":")[0] in refused_compile(model, *options)
 
 
-@pytest.mark.parametrize("option", ["--quantize", "--calibrate", "--tp", "--add-target"])
+@pytest.mark.parametrize("option", ["--quantize", "--calibrate", "--add-target"])
 def test_options_that_are_not_built_are_unknown(model: Path, option: str) -> None:
     assert f"No such option: {option}" in refused("compile", model, "-o", model.parent / "out", option, "1")
 

@@ -72,7 +72,7 @@ def test_compile(tiny_llama_folder: Path, tmp_path: Path) -> None:
 
 def test_inspect(tiny_artifact: Path) -> None:
     found = run_json("inspect", tiny_artifact)
-    assert found["format_version"] == 1 and found["targets"] == ["cpu"]
+    assert found["format_version"] == 2 and found["targets"] == ["cpu"]
     assert all(found[key] > 0 for key in ("weights_bytes", "arena_bytes", "kv_bytes_per_token"))
     assert all({"name", "target"} <= set(kernel) for kernel in found["kernels"])
     (group,) = found["kv_groups"]

@@ -11,13 +11,13 @@ from graphs import example, random
 from ranks import Model, random_module, run, weight_bytes
 
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.expert_loads import ExpertLoads
 from inferc.ops import expert_combine, expert_dispatch, run_ranks
-from inferc.passes.expert_placement import ExpertLoads, Placement, balanced, contiguous, rank_loads
+from inferc.passes.expert_placement import Placement, balanced, contiguous, placements, rank_loads
 from inferc.passes.partition import Ranks
 from inferc.passes.partition_experts import partition_experts
 from inferc.passes.verify import verify
 from inferc.program import Program
-from inferc.reference import IN_PLACE, Chunk, new_kv_caches, step_inputs, weight_reader
 from inferc.weights import read_whole
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
@@ -69,8 +69,8 @@ INPUTS = {"positions": torch.arange(5), "x": random(5, 6)}
 
 def test_exchanges_tokens_around_a_ranks_own_experts() -> None:
     made = example(moe, INPUTS, WEIGHTS)
-    placements: dict[int, Placement] = {0: ((0, 1), (1,), (0,), (1,))}
-    programs = partition_experts(made.program, 2, placements)
+    placed: dict[int, Placement] = {0: ((0, 1), (1,), (0,), (1,))}
+    programs = partition_experts(made.program, 2, placed)
     golden = """
         %positions: int64[s0] = input
         %x: float32[s0, 6] = input
@@ -130,8 +130,8 @@ def test_sums_over_the_ranks_are_the_whole(name: str) -> None:
 
 
 def test_redundant_experts_are_the_whole_in_any_chunks() -> None:
-    placements = dict.fromkeys(range(2), balanced(LOADS, 4, 4))
-    assert_equal("mixtral", Ranks(ep=4, placements=placements), chunk=5)
+    placed = dict.fromkeys(range(2), balanced(LOADS, 4, 4))
+    assert_equal("mixtral", Ranks(ep=4, placements=placed), chunk=5)
 
 
 def test_chunks_do_not_move_a_bit() -> None:
@@ -180,18 +180,16 @@ def test_every_rank_holds_experts_and_none_twice(loads: list[float], num_redunda
     assert {rank for ranks in placement for rank in ranks} == {0, 1, 2, 3}
 
 
-def test_loads_are_counted_by_running(tmp_path: Path) -> None:
-    (whole,) = model("deepseek_v3").whole()
-    caches = new_kv_caches(whole.program, 3)
+def test_a_profile_is_saved_and_read(tmp_path: Path) -> None:
     loads = ExpertLoads()
-    inputs = step_inputs(whole.program, [Chunk(PROMPTS[0], 0, [1, 2])], caches)
-    read = weight_reader(whole.program, model("deepseek_v3").reader)
-    whole.program.run(inputs, read, calls=IN_PLACE, observe=loads.observe)
-    assert sorted(loads.layers) == [1]
-    assert sum(loads.layers[1]) == 3 * len(PROMPTS[0])
+    loads.add(1, [3, 0, 2, 9, 0, 0, 1, 1])
+    loads.add(1, [0, 1, 0, 1, 0, 0, 0, 0])
     loads.save(tmp_path / "loads.json")
-    assert ExpertLoads.load(tmp_path / "loads.json") == loads
-    assert_equal("deepseek_v3", Ranks(ep=4, placements=loads.placements(4, 4)))
+    assert ExpertLoads.load(tmp_path / "loads.json") == loads == ExpertLoads({1: [3, 1, 2, 10, 0, 0, 1, 1]})
+    assert [path.name for path in tmp_path.iterdir()] == ["loads.json"]
+    assert_equal("deepseek_v3", Ranks(ep=4, placements=placements(loads, 4, 4)))
+    with pytest.raises(ConfigError, match="cannot write"):
+        loads.save(tmp_path / "no" / "loads.json")
 
 
 # ------------------------------------------------------------------------------------------------ refusals

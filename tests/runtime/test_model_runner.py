@@ -178,7 +178,7 @@ def test_a_step_over_the_budget_is_refused(runner: ModelRunner) -> None:
 def test_unknown_step_inputs_are_refused_by_name(compiled: Compiled) -> None:
     other = Compiled.__new__(Compiled)
     other.__dict__.update(compiled.__dict__)
-    other.program = {**compiled.program, "step": {"inputs": ["token_ids", "tree_mask"]}}
+    other.program = {**compiled.program, "step": {"inputs": [{"name": "token_ids"}, {"name": "tree_mask"}]}}
     with pytest.raises(UnsupportedError, match="takes tree_mask, which this runtime does not fill"):
         ModelRunner(other, config_of(compiled))
 

@@ -302,7 +302,8 @@ class Compiled:
         self.block_size, self.max_model_len = block_size, max_model_len
         self.model = {"vocab_size": vocab_size}
         fields = self.unit.program_json_fields
-        self.program = {"step": {"inputs": fields["inputs"]}, "observable": fields["observable"]}
+        step = {"inputs": [{"name": name} for name in fields["inputs"]], "outputs": ["hidden", "logits"]}
+        self.program = {"step": step, "observable": fields["observable"]}
 
     def store(self, name: str) -> NDArray[Any]:
         weight, value = self.lowered.weights[name], self.tensors[name]

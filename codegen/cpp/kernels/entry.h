@@ -11,6 +11,7 @@ inline int check_step(const StepArgs* a, const void* arena) {
   INFERC_CHECK(a->num_tokens > 0 && a->num_tokens <= a->max_tokens && a->max_tokens % 64 == 0);
   INFERC_CHECK(a->num_seqs > 0 && a->num_seqs <= a->max_seqs && a->max_seqs % 64 == 0);
   INFERC_CHECK(a->num_rows >= 0 && a->num_rows <= a->max_rows && a->max_rows % 64 == 0);
+  INFERC_CHECK((!HIDDEN_IN || a->hidden_in) && (!HIDDEN_OUT || a->hidden_out));
   return 0;
 }
 
@@ -53,6 +54,7 @@ __attribute__((visibility("default"))) int inferc_step(const InfercHost* host, c
 
 __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena) {
   if (int line = inferc::check_step(args->step, arena)) return line;
+  INFERC_CHECK(!inferc::HIDDEN_OUT);  // the stage with the LM head has the logits
   INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   INFERC_CHECK(args->max_top >= 0 && args->max_top <= INFERC_MAX_TOP_LOGPROBS);
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
@@ -64,6 +66,7 @@ __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host,
 
 __attribute__((visibility("default"))) int inferc_score(const InfercHost* host, const ScoreArgs* args, void* arena) {
   if (int line = inferc::check_step(args->step, arena)) return line;
+  INFERC_CHECK(!inferc::HIDDEN_OUT);  // the stage with the LM head has the logits
   INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
   inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {

@@ -3,15 +3,25 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 2
+#define INFERC_ABI 3
 #define INFERC_SAMPLE_ROWS 64  // logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 
-// `op` of a collective: the sum over the ranks of a group, in place, of `count` elements. Groups: 0 tensor, 1 expert.
-#define INFERC_ALL_REDUCE_F32 0
-#define INFERC_ALL_REDUCE_BF16 1
+// `op` of a collective. Groups: 0 tensor, 1 expert.
+#define INFERC_ALL_REDUCE_F32 0   // the sum over the ranks of a group, in place, of `count` elements at `data`
+#define INFERC_ALL_REDUCE_BF16 1  // the same; parts are added in float32 and the sum is rounded once
+#define INFERC_EXCHANGE 2         // bytes from every rank to every rank; `data` is an InfercExchange, `count` the ranks
+#define INFERC_GROUPS 2
 
 extern "C" {
+
+// For each rank: the bytes that go to it from `send` and those that come from it into `receive`, as it sends them.
+// What a rank sends to itself may already lie where it belongs.
+struct InfercExchange {
+  const char* send;
+  char* receive;
+  const int64_t *send_offsets, *send_bytes, *receive_offsets, *receive_bytes;
+};
 
 // Calls out of a step, made by thread 0 while the others wait; a null function costs a branch.
 struct InfercHost {
@@ -20,6 +30,7 @@ struct InfercHost {
   // After each observable node (program.json "observable"): rows of `row_bytes` bytes at `data`, `stride` bytes apart.
   void (*observe)(void* context, int32_t node, int32_t layer, const void* data, int64_t rows, int64_t stride);
   void (*collective)(void* context, int32_t op, int32_t group, void* data, int64_t count);
+  int64_t ranks[INFERC_GROUPS];  // of this process, in each group
 };
 
 struct StepArgs {
@@ -40,6 +51,8 @@ struct StepArgs {
   void* const* kv_cache;
   const void* const* weights;  // in the order of program.json "weights"
   void* threads;               // from inferc_threads_open
+  const void* hidden_in;       // [num_tokens, hidden_size] of the stage before, where there is one
+  void* hidden_out;            // [num_tokens, hidden_size] for the stage behind, where there is one
 };
 
 struct SampleArgs {

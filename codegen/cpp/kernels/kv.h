@@ -161,6 +161,40 @@ void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const
   });
 }
 
+// x times the weight of all heads of q, k and v, each head finished where it is computed: q into out, k and v into the
+// cache. Heads of q and k are normed first if they have weights.
+template <class T>
+void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T* bias, const T* q_weight, const T* k_weight,
+                       Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<T> cache, const i64* slots,
+                       i64 rows, i64 heads, Rows<T> out) {
+  const i64 dim = cache.dim, of_head = dim / 16, all = heads + 2 * cache.heads;
+  const i64 blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  team.each(all * blocks, 1, [&](i64 item, i64) {
+    i64 block = item / all, head = item % all;
+    i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;
+    T projected[BLOCK_ROWS * MAX_HEAD_DIM];
+    gemm_panels<T>(
+        w, head * of_head, (head + 1) * of_head, row1 - row0, [&](i64 row) { return x[row0 + row]; },
+        [&](i64 row, i64 panel, Vec acc) {
+          if (bias) acc = add(acc, load(bias + panel * 16));
+          store(projected + row * dim + (panel - head * of_head) * 16, acc);
+        });
+    const bool is_q = head < heads, is_k = !is_q && head < heads + cache.heads;
+    const T* weight = is_q ? q_weight : k_weight;
+    T normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
+    for (i64 row = row0; row < row1; ++row) {
+      const T* value = projected + (row - row0) * dim;
+      if (!is_q && !is_k) {
+        write_value(cache, slots[row], head - heads - cache.heads, value);
+        continue;
+      }
+      if (weight) norm_row(value, weight, norm, dim, normed), value = normed;
+      rope_head(value, table[row], half, pairs, dim, is_q ? out[row] + head * dim : rotated);
+      if (is_k) write_key(cache, slots[row], head - heads, rotated);
+    }
+  });
+}
+
 // Slot source[i] to slot target[i], in order, in every layer.
 template <class T>
 void copy_slots(Cache<T> cache, const i64* source, const i64* target, i64 count) {

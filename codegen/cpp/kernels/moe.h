@@ -137,13 +137,19 @@ struct ExpertWork {
   }
 };
 
+// Choices of id -1 are another rank's, and nowhere in the result.
 template <class T>
 void sort_by_expert(const Experts<T>& m, const ExpertWork<T>& work) {
   memset(work.starts, 0, (m.experts + 1) * 4);
   i32 next[MAX_EXPERTS];
-  for (i64 i = 0; i < m.rows * m.top_k; ++i) ++work.starts[m.ids[i / m.top_k][i % m.top_k] + 1];
+  auto on_choices = [&](auto f) {
+    for (i64 row = 0; row < m.rows; ++row)
+      for (i64 k = 0; k < m.top_k; ++k)
+        if (m.ids[row][k] >= 0) f(m.ids[row][k], i32(row * m.top_k + k));
+  };
+  on_choices([&](i32 expert, i32) { ++work.starts[expert + 1]; });
   for (i64 e = 0; e < m.experts; ++e) next[e] = work.starts[e], work.starts[e + 1] += work.starts[e];
-  for (i64 i = 0; i < m.rows * m.top_k; ++i) work.choices[next[m.ids[i / m.top_k][i % m.top_k]]++] = i32(i);
+  on_choices([&](i32 expert, i32 choice) { work.choices[next[expert]++] = choice; });
 }
 
 // The activation of the choices [first, last) of one expert, for four panels of columns.
@@ -198,7 +204,7 @@ void moe_experts(Team& team, const Experts<T>& m) {
   if (team.tid == 0) sort_by_expert(m, work);
   team.barrier();
   if (m.scale_input) {
-    team.each(m.rows * m.top_k, row_grain(m.hidden), [&](i64 begin, i64 end) {
+    team.each(work.starts[m.experts], row_grain(m.hidden), [&](i64 begin, i64 end) {
       for (i64 i = begin; i < end; ++i) {
         i64 token = work.choices[i] / m.top_k;
         Vec share = set1(m.weights[token][work.choices[i] % m.top_k]);

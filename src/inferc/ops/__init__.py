@@ -32,6 +32,7 @@ from inferc.ops.experts import moe_experts, moe_routing
 from inferc.ops.linear import head_linear, linear_add, linear_wide, lm_head
 from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.pointwise import pointwise
+from inferc.ops.qkv import qkv_rope_kv_write, qkv_rope_kv_write_in_place
 from inferc.ops.rope import PAIRS as rope_pairs
 from inferc.ops.rope import rope, rope_table
 
@@ -60,6 +61,8 @@ __all__ = [
     "norm_rope_kv_write_in_place",
     "paged_attention",
     "pointwise",
+    "qkv_rope_kv_write",
+    "qkv_rope_kv_write_in_place",
     "rms_norm",
     "rms_norm_add",
     "rope",

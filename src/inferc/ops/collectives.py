@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inferc.errors import InfercError
+from inferc.meeting import Meeting
 from inferc.ops.registry import define, like_first
 
 Result = TypeVar("Result")
@@ -57,27 +58,14 @@ def _exchange(group: str, size: int, value: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------------- in one process
 
 
-class _Meeting:
-    """Where the threads of one group meet, with a place for each rank's value."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size)
-
-
 class _Thread:
     """One thread's side of a group of threads."""
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
 
     def exchange(self, value: Any) -> list[Any]:
-        self._meeting.values[self.rank] = value
-        self._meeting.barrier.wait()
-        found = list(self._meeting.values)
-        self._meeting.barrier.wait()  # nobody posts the next value before all have read these
-        return found
+        return self._meeting.exchange(self.rank, value)
 
 
 def run_ranks(group: str, functions: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -85,7 +73,7 @@ def run_ranks(group: str, functions: Sequence[Callable[[], Result]]) -> list[Res
 
     Raises what the first rank to fail raised.
     """
-    meeting = _Meeting(len(functions))
+    meeting = Meeting(len(functions))
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 
@@ -97,7 +85,7 @@ def run_ranks(group: str, functions: Sequence[Callable[[], Result]]) -> list[Res
             errors.append(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             errors.insert(0, error)
-            meeting.barrier.abort()
+            meeting.abort()
 
     outer = _GROUPS.get()
     threads = [threading.Thread(target=work, args=(rank,), name=f"{group}-{rank}") for rank in range(len(functions))]

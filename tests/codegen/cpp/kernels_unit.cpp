@@ -176,6 +176,22 @@ EXPORT void test_norm_rope_kv_write(void* pool, i64 dtype, const void* q, const 
   })
 }
 
+EXPORT void test_qkv_rope_kv_write(void* pool, i64 dtype, const void* x, const void* w, i64 k, const void* bias,
+                                   const void* q_weight, const void* k_weight, float eps, float offset, i64 early,
+                                   const float* table, i64 half, void* cache, i64 layers, i64 layer, i64 block_size,
+                                   i64 kv_heads, i64 dim, const i64* slots, i64 rows, i64 heads, void* out) {
+  FOR_DTYPE(dtype, {
+    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
+    Panels<T> panels{as<T>(w), (heads + 2 * kv_heads) * dim, k};
+    Norm norm{eps, offset, early != 0};
+    on(pool, [&](Team& t) {
+      qkv_rope_kv_write<T>(t, rows_of<const T>(x, k), panels, as<T>(bias), as<T>(q_weight), as<T>(k_weight), norm,
+                           rows_of<const float>(table, 2 * half), half, HALVES, c, slots, rows, heads,
+                           rows_of<T>(out, heads * dim));
+    });
+  })
+}
+
 EXPORT void test_move_blocks(i64 dtype, i64 pack, void* cache, i64 layers, i64 block_size, i64 kv_heads, i64 dim,
                              const i32* blocks, i64 count, void* canonical) {
   FOR_DTYPE(dtype, {

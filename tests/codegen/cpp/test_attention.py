@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cpp_kernels import DTYPES, Kernels, assert_near
+from cpp_kernels import DTYPES, Kernels, assert_near, packed
 from torch import Tensor
 
 from inferc.kv_pools import CacheGroup
@@ -205,6 +205,40 @@ def test_norms_in_the_write_equal_norms_before_it(kernels: Kernels, dtype: torch
     left, right = fused.data.float(), plain.data.float()
     assert torch.equal(left.isnan(), right.isnan())
     assert_near(left.nan_to_num().to(dtype), right.nan_to_num().to(dtype), factor=2.0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 13, 200], ids=lambda count: f"T{count}")
+@pytest.mark.parametrize(("dim", "normed", "biased"), [(32, True, False), (64, False, True), (48, False, False)])
+def test_the_projection_in_the_write_moves_no_bit(
+    kernels: Kernels, dtype: torch.dtype, num_tokens: int, dim: int, normed: bool, biased: bool
+) -> None:
+    """Against the projection and the fused write as two kernels: one row, tall tiles, more rows than a block."""
+    case = replace(CASES[1], dim=dim, seqs=((0, num_tokens),))
+    fused, plain = Pool(kernels, case, dtype), Pool(kernels, case, dtype)
+    plain.table = fused.table
+    widths = (case.heads * dim, case.kv_heads * dim, case.kv_heads * dim)
+    x, weight = torch.randn(num_tokens, 72).to(dtype), packed((torch.randn(sum(widths), 72) / 8).to(dtype))
+    bias = torch.randn(sum(widths)).to(dtype) if biased else None
+    half, slots, norm = 12, fused.slots(0, 0, num_tokens), (1e-5, 1.0, False)
+    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else (None, None)
+    table = ops.rope_table(torch.arange(num_tokens), 10000.0 ** (-torch.arange(half).float() / half), 1.0)
+    outs = [torch.full((num_tokens, case.heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
+    rest = (2, 1, case.block_size, case.kv_heads, dim, slots, num_tokens, case.heads)
+    kernels.run(
+        *("test_qkv_rope_kv_write", dtype, x, weight, 72, bias, *norms, *norm, table, half, fused.data, *rest, outs[0])
+    )
+    qkv = torch.empty(num_tokens, sum(widths), dtype=dtype)
+    kernels.run("test_linear", dtype, x, 72, num_tokens, weight, sum(widths), 72, bias, qkv, sum(widths), False)
+    parts = qkv.split(widths, -1)
+    if normed:
+        call = (*parts, sum(widths), *norms, *norm, table, half, plain.data)
+        kernels.run("test_norm_rope_kv_write", dtype, *call, *rest, outs[1])
+    else:
+        kernels.run("test_kv_write", dtype, True, *parts, sum(widths), table, half, plain.data, *rest, outs[1])
+    assert torch.equal(*outs)
+    assert torch.equal(fused.data.isnan(), plain.data.isnan())
+    assert torch.equal(fused.data.nan_to_num(), plain.data.nan_to_num())
+    assert not fused.data.isnan().all()
 
 
 def test_blocks_pack_into_the_canonical_form_and_back(kernels: Kernels, dtype: torch.dtype) -> None:

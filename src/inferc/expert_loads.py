@@ -1,0 +1,51 @@
+"""How many tokens each expert of each layer got: recorded by running, read to place experts on ranks.
+
+Neither torch nor a stage: `inferc eval` records a profile, `inferc compile` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inferc.errors import ConfigError
+
+
+@dataclass
+class ExpertLoads:
+    """Tokens that each expert of each layer got."""
+
+    layers: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, layer: int, counts: Sequence[int]) -> None:
+        """What the experts of a layer got besides, by id."""
+        before = self.layers.get(layer, [0] * len(counts))
+        self.layers[layer] = [old + new for old, new in zip(before, counts, strict=True)]
+
+    def save(self, path: Path) -> None:
+        """Raises ConfigError where the file cannot be written; a file that is there stays whole until then."""
+        data = {"expert_loads": {str(layer): self.layers[layer] for layer in sorted(self.layers)}}
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(data) + "\n")
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+    @staticmethod
+    def load(path: Path) -> ExpertLoads:
+        """Raises ConfigError for a file that is no load profile."""
+        try:
+            data = json.loads(path.read_text())["expert_loads"]
+            layers = {int(layer): [int(load) for load in loads] for layer, loads in data.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: no load profile ({error}); expected {{'expert_loads': {{layer: [tokens]}}}}"
+            ) from error
+        if any(load < 0 for loads in layers.values() for load in loads):
+            raise ConfigError(f"{path}: a load is negative; expected numbers of tokens")
+        return ExpertLoads(layers)

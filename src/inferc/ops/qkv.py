@@ -1,0 +1,90 @@
+"""The projection of q, k and v with all that stands between it and attention: one op from hidden rows to the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from inferc.ops.attention import rope_kv_write, rope_kv_write_in_place
+from inferc.ops.norms import rms_norm
+from inferc.ops.registry import define
+
+
+def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    kv_cache, num_heads = args[8], args[11]
+    return x.new_empty((x.shape[0], num_heads, kv_cache.shape[5])), torch.empty_like(kv_cache)
+
+
+@define(
+    "qkv_rope_kv_write(Tensor x, Tensor weight, Tensor? bias, Tensor? q_weight, Tensor? k_weight, float eps,"
+    " float weight_offset, bool round_before_scale, Tensor table, Tensor kv_cache, Tensor slot_mapping, int layer,"
+    " int num_heads, str pairs) -> (Tensor, Tensor)",
+    _fake,
+)
+def qkv_rope_kv_write(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_before_scale: bool,
+    table: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    num_heads: int,
+    pairs: str,
+) -> tuple[Tensor, Tensor]:
+    """`linear` to the heads of q, k and v, an `rms_norm` of q's and k's if they have weights, then `rope_kv_write`.
+
+    x [num_tokens, hidden_size]; weight [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], rows of q, k and v in
+    this order; q_weight and k_weight [head_dim], both or neither; num_kv_heads and head_dim are the cache's. Returns
+    (rotated q [num_tokens, num_heads, head_dim], cache).
+    """
+    q, k, v = _heads(x, weight, bias, kv_cache, num_heads)
+    q, k = _normed(q, k, q_weight, k_weight, (eps, weight_offset, round_before_scale))
+    return rope_kv_write(q, k, v, table, kv_cache, slot_mapping, layer, pairs)
+
+
+def qkv_rope_kv_write_in_place(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_before_scale: bool,
+    table: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    num_heads: int,
+    pairs: str,
+) -> tuple[Tensor, Tensor]:
+    """`qkv_rope_kv_write` as a runner does it."""
+    q, k, v = _heads(x, weight, bias, kv_cache, num_heads)
+    q, k = _normed(q, k, q_weight, k_weight, (eps, weight_offset, round_before_scale))
+    return rope_kv_write_in_place(q, k, v, table, kv_cache, slot_mapping, layer, pairs)
+
+
+def _heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kv_cache: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_kv_heads, head_dim = kv_cache.shape[4:]
+    heads = linear(x, weight, bias).view(x.shape[0], -1, head_dim)
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    return q, k, v
+
+
+def _normed(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, how: tuple[float, float, bool]
+) -> tuple[Tensor, Tensor]:
+    if q_weight is None or k_weight is None:
+        return q, k
+    return rms_norm(q, q_weight, *how), rms_norm(k, k_weight, *how)
