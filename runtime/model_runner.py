@@ -32,6 +32,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "float32": np.dtype(np.float32),
     "int32": np.dtype(np.int32),
+    "int8": np.dtype(np.int8),
 }
 
 
