@@ -175,7 +175,7 @@ def test_bad_usage(tmp_path: Path, tiny_artifact: Path) -> None:
     assert "not JSON" in refused(damaged)
 
 
-@pytest.mark.parametrize("option", ["--quantize", "--html"])
+@pytest.mark.parametrize("option", ["--html"])
 def test_options_that_are_not_built_are_unknown(option: str) -> None:
     result = CliRunner().invoke(app, ["explain", "anything", option, "x"])
     assert result.exit_code == 2 and f"No such option: {option}" in result.output
