@@ -107,7 +107,7 @@ def compile_model(
             "--pass",
             metavar="MODULE:NAME",
             help="A pass of your own, by the Python module and the object in it, or FILE.py:NAME; may be repeated."
-            " It runs in front of choose_kernels unless it says otherwise (docs/extending.md).",
+            " It runs behind split_head, where all is fused, unless it says otherwise (docs/extending.md).",
         ),
     ] = None,
     as_json: Json = False,

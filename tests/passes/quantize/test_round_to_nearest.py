@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -7,6 +8,7 @@ from graphs import Example, example, random, rows
 from torch import Tensor, ops
 
 from inferc import config
+from inferc import program as program_lib
 from inferc import weights as weight_lib
 from inferc.passes.quantize.round_to_nearest import Quantize
 from inferc.passes.quantize.schemes import SCHEMES
@@ -87,6 +89,15 @@ def test_rows_that_several_products_read_are_quantized_once() -> None:
     check(
         projected(), W8A8, 2, golden, dequantized(replace(same, inputs={**same.inputs, "x": values * scale[:, None]}))
     )
+
+
+def test_a_quantized_program_is_saved_and_loaded() -> None:
+    made = projected()
+    W8A8(made.program)
+    loaded = program_lib.from_json(json.loads(json.dumps(program_lib.to_json(made.program))))
+    assert loaded.to_text() == made.program.to_text() and loaded.weights == made.program.weights
+    for found, expected in zip(replace(made, program=loaded).run(), made.run()):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("each", [INT8, W8A8], ids=["int8", "w8a8"])
