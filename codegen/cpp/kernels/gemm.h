@@ -115,14 +115,62 @@ INLINE void widen(const i8* panel, i64 k, T* out) {
   }
 }
 
+// `tile` over all of k with weights in int8, for so few rows that widening in registers costs less than storing it.
+// Step by step it adds the same as `tile` of the widened weights.
+template <class T, int M, int P>
+__attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, i64 k, float* sums, i64 stride) {
+  using D = Dot<T>;
+  constexpr int unit = D::unit;
+  Vec acc[M][P];
+#pragma GCC unroll 16
+  for (int i = 0; i < M * P; ++i) acc[i / P][i % P] = zero();
+  auto line = [&](i64 i, i64 left) {  // `left` of its four k are there
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) {
+      IVec bytes = iload(b[p] + i * 64);
+      _mm_prefetch(reinterpret_cast<const char*>(b[p] + i * 64 + PREFETCH_BYTES), _MM_HINT_T0);
+      auto step = [&]<int S>(std::integral_constant<int, S>) {
+        if (S * unit >= left) return;
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+          const T* x = a[m] + i * 4 + S * unit;
+          acc[m][p] = D::template int8_step<S>(acc[m][p], (S + 1) * unit <= left ? D::left(x) : D::left_tail(x, 1), bytes);
+        }
+      };
+      step(std::integral_constant<int, 0>());
+      step(std::integral_constant<int, 1>());
+      if constexpr (unit == 1) {
+        step(std::integral_constant<int, 2>());
+        step(std::integral_constant<int, 3>());
+      }
+    }
+  };
+  for (i64 i = 0; i < k / 4; ++i) line(i, 4);
+  if (k % 4) line(k / 4, k % 4);
+#pragma GCC unroll 16
+  for (int i = 0; i < M * P; ++i) store(sums + i / P * stride + i % P * LANES, acc[i / P][i % P]);
+}
+
 // Rows [0, rows) times P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16 outputs.
 // row_of(i) is the address of row i. Long k goes in blocks, continued in float32 or int32, which rounds nothing. Weights
-// in int8 are read as such and widened a block at a time: the same additions, in the same order, as of weights in T.
+// in int8 are read as such and widened in registers or a block at a time: the additions are those of weights in T.
 template <class T, int P, class W, class R, class E>
 INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit) {
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 block = widens ? WIDE_K : BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
   alignas(64) float sums[BLOCK_ROWS * width];
+  if constexpr (widens) {
+    if (rows <= 2) {
+      const i8* panels[P];
+      const T* a[2] = {row_of(0), row_of(rows - 1)};
+      for (int p = 0; p < P; ++p) panels[p] = w.panel(panel + p);
+      if (rows == 1) int8_tile<T, 1, P>(a, panels, w.k, sums, width);
+      else int8_tile<T, 2, P>(a, panels, w.k, sums, width);
+      for (i64 row = 0; row < rows; ++row)
+        for (int p = 0; p < P; ++p) emit(row, panel + p, load(sums + row * width + p * LANES));
+      return;
+    }
+  }
   alignas(64) T wide[widens ? P * block * 16 : 1];
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     bool is_last = k0 + block >= w.k;

@@ -299,6 +299,18 @@ INLINE Vec floor_each(Vec x) { return each_lane(x, [](float lane) { return floor
 INLINE Vec sqrt_each(Vec x) { return each_lane(x, [](float lane) { return sqrtf(lane); }); }
 INLINE Vec rsqrt_each(Vec x) { return div(set1(1.0f), sqrt_each(x)); }
 
+// Byte J of each lane, which is a float exactly and a bf16 too.
+template <int J>
+INLINE Vec byte_of(IVec line) {
+  if constexpr (J < 3) line = left_by<24 - 8 * J>(line);
+  return to_float(right_by<24>(line));
+}
+// Bytes J and J + 1 of each lane as a pair of bf16.
+template <int J>
+INLINE IVec pair_of(IVec line) {
+  return bits_or(zeros_right_by<16>(bits_of(byte_of<J>(line))), bits_of(byte_of<J + 1>(line)));
+}
+
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
 // A sum starts at what `start` gives, from memory unless `fresh`; offset(row, k) is what that needs to know of the row.
 template <class T>
@@ -321,6 +333,9 @@ struct Dot<float> : FloatSums {
   static INLINE A left_tail(const float* p, i64) { return left(p); }
   static INLINE B right(const float* p) { return load(p); }
   static INLINE Vec step(Vec acc, A a, B b) { return fma(a, b, acc); }
+  // The same with k step S of an int8 line, [16][4].
+  template <int S>
+  static INLINE Vec int8_step(Vec acc, A a, IVec line) { return step(acc, a, byte_of<S>(line)); }
 };
 
 INLINE u32 pair(const bf16* p) {
@@ -339,6 +354,8 @@ struct Dot<bf16> : FloatSums {
   static INLINE A left_tail(const bf16* p, i64) { return _mm512_set1_epi32(int(p->bits)); }
   static INLINE B right(const bf16* p) { return _mm512_loadu_si512(p); }
   static INLINE Vec step(Vec acc, A a, B b) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)b, (__m512bh)a)}; }
+  template <int S>
+  static INLINE Vec int8_step(Vec acc, A a, IVec line) { return step(acc, a, pair_of<2 * S>(line).v); }
 };
 #else
 template <>
@@ -366,6 +383,10 @@ struct Dot<bf16> : FloatSums {
     return _mm256_fmadd_ps(a.odd, odd, _mm256_fmadd_ps(a.even, even, acc));
   }
   static INLINE Vec step(Vec acc, const A& a, const B& b) { return {half(acc.l, a, b.l), half(acc.h, a, b.h)}; }
+  template <int S>
+  static INLINE Vec int8_step(Vec acc, const A& a, IVec line) {
+    return fma({a.odd, a.odd}, byte_of<2 * S + 1>(line), fma({a.even, a.even}, byte_of<2 * S>(line), acc));
+  }
 };
 #endif
 
@@ -425,9 +446,7 @@ struct Dot<i8> {
 #endif
 };
 
-// A line of int8 weights, [16][4], as the lines [16][unit] that the same four k take in T. Every int8 is a T exactly.
-template <int J>
-INLINE Vec byte_of(IVec line) { return to_float(right_by<24>(left_by<24 - 8 * J>(line))); }
+// A line of int8 weights, [16][4], as the lines [16][unit] that the same four k take in T.
 INLINE void widen_line(const i8* line, float* out) {
   IVec bytes = iload(line);
   store(out, byte_of<0>(bytes));
@@ -437,10 +456,8 @@ INLINE void widen_line(const i8* line, float* out) {
 }
 INLINE void widen_line(const i8* line, bf16* out) {
   IVec bytes = iload(line);
-  IVec even = zeros_right_by<16>(bits_of(byte_of<0>(bytes))), odd = bits_of(byte_of<1>(bytes));
-  store(static_cast<void*>(out), bits_or(even, odd));
-  even = zeros_right_by<16>(bits_of(byte_of<2>(bytes))), odd = bits_of(byte_of<3>(bytes));
-  store(static_cast<void*>(out + 32), bits_or(even, odd));
+  store(static_cast<void*>(out), pair_of<0>(bytes));
+  store(static_cast<void*>(out + 32), pair_of<2>(bytes));
 }
 
 }  // namespace inferc
