@@ -169,6 +169,12 @@ def _latents_fit(node: fx.Node) -> str:
 
 def _experts_fit(node: fx.Node) -> str:
     """moe.h: at most 1024 experts, their inner rows in whole panels."""
+    if _dtype(node, "down") != _dtype(node, "x"):
+        return OTHER_CASE
+    return _int8_experts_fit(node)
+
+
+def _int8_experts_fit(node: fx.Node) -> str:
     num_experts, _, inter = _shape(node, "down")
     return _joined(_at_most("num_experts", num_experts, 1024), _multiple("the experts' intermediate_size", inter, 16))
 
@@ -176,6 +182,11 @@ def _experts_fit(node: fx.Node) -> str:
 def _ranks_fit(node: fx.Node) -> str:
     """exchange.h: the ranks of a token are the bits of one word."""
     return _at_most("--ep", argument(node, "size"), 64)
+
+
+def _int32_holds(node: fx.Node) -> str:
+    """Dot<i8> in simd.h: a sum of products of at most 127 x 127."""
+    return _at_most("in_features", _shape(node, "weight")[1], (2**31 - 1) // 127**2)
 
 
 def _routing_fits(node: fx.Node) -> str:
@@ -232,6 +243,22 @@ class _Cpp:
         return "" if self.check is None else self.check(node)
 
 
+@dataclass(frozen=True)
+class _CppInt8:
+    """The same for products of int8 weights: the argument `weight` is int8, the result in `dtype`."""
+
+    weight: str
+    dtype: torch.dtype
+    check: Callable[[fx.Node], str] | None = None
+
+    def __call__(self, node: fx.Node, target: Target) -> str:
+        if target.device != "cpu":
+            return OTHER_TARGET
+        if _dtype(node, self.weight) != torch.int8 or node.meta["val"].dtype != self.dtype:
+            return OTHER_CASE
+        return "" if self.check is None else self.check(node)
+
+
 def _cat(node: fx.Node, target: Target) -> str:
     if target.device != "cpu":
         return OTHER_TARGET
@@ -240,7 +267,7 @@ def _cat(node: fx.Node, target: Target) -> str:
     if (argument(node, "dim") % rank) != rank - 1:
         return f"a concatenation along axis {argument(node, 'dim')}: expected the last"
     dtypes = {each.meta["val"].dtype for each in parts}
-    return "" if dtypes <= PANELS.keys() and len(dtypes) == 1 else OTHER_CASE
+    return "" if dtypes <= {torch.float32, torch.bfloat16} and len(dtypes) == 1 else OTHER_CASE
 
 
 def _pointwise(node: fx.Node, target: Target) -> str:
@@ -263,7 +290,7 @@ def _triton_silu_mul(node: fx.Node, target: Target) -> str:
 
 # ----------------------------------------------------------------------------------------------------- table
 
-PANELS = {torch.float32: "panel16_k1", torch.bfloat16: "panel16_k2"}
+PANELS = {torch.float32: "panel16_k1", torch.bfloat16: "panel16_k2", torch.int8: "panel16_k4"}
 
 _BIASES = ("gate_up_bias", "down_bias")
 # op, name, argument whose dtype decides, weights that are packed, weights that are not, further condition
@@ -303,6 +330,18 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.moe_routing", "moe_routing", "router_logits", (), ("bias",), _routing_fits),
     ("inferc.moe_experts", "moe_experts", "x", ("gate_up", "down"), _BIASES, _experts_fit),
     ("inferc.lm_head", "lm_head", "weight", ("weight",), ("bias",), None),
+    ("inferc.quantize_rows", "quantize_rows", "x", (), (), None),
+    ("inferc.rms_norm_quantize", "rms_norm_quantize", "x", (), ("weight",), None),
+    ("inferc.rms_norm_add_quantize", "rms_norm_add_quantize", "x", (), ("weight",), None),
+    ("inferc.layer_norm_quantize", "layer_norm_quantize", "x", (), ("weight", "bias"), None),
+    ("inferc.silu_mul_quantize", "silu_mul_quantize", "gate", (), (), None),
+)
+_SCALES = ("gate_up_scale", "down_scale")
+# The same of products with int8 weights, without the argument: the first packed weight's dtype decides, and the result's.
+_INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
+    ("inferc.linear_int8", "linear_int8", ("weight",), ("scale", "bias"), None),
+    ("inferc.linear_w8a8", "linear_w8a8", ("weight",), ("scale", "bias"), _int32_holds),
+    ("inferc.moe_experts", "moe_experts_int8", ("gate_up", "down"), (*_BIASES, *_SCALES), _int8_experts_fit),
 )
 
 
@@ -317,6 +356,18 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
             {**dict.fromkeys(packed, PANELS[dtype]), **dict.fromkeys(plain, None)},
         )
         for op, name, deciding, packed, plain, check in _CPP_ROWS
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    kernels += [
+        Kernel(
+            "cpp",
+            op,
+            f"cpp.{name}.{dtype_name(dtype)}",
+            _CppInt8(packed[0], dtype, check),
+            f"inferc.codegen.cpp.calls:{'moe_experts' if op == 'inferc.moe_experts' else name}",
+            {**dict.fromkeys(packed, PANELS[torch.int8]), **dict.fromkeys(plain, None)},
+        )
+        for op, name, packed, plain, check in _INT8_ROWS
         for dtype in (torch.bfloat16, torch.float32)
     ]
     kernels.append(Kernel("cpp", "aten.cat", "cpp.cat", _cat, "inferc.codegen.cpp.calls:cat"))
@@ -353,6 +404,7 @@ _COLLECTIVES = {
 }
 _REFERENCE_OPS = sorted(
     {row[0] for row in _CPP_ROWS}
+    | {row[0] for row in _INT8_ROWS}
     | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
     | _COLLECTIVES
 )

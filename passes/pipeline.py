@@ -22,6 +22,11 @@ from inferc.passes.fuse_layer_norm import fuse_layer_norm
 from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
 from inferc.passes.fuse_linear_wide import fuse_linear_wide
 from inferc.passes.fuse_moe_routing import FuseMoERouting
+from inferc.passes.fuse_norm_quantize import (
+    fuse_layer_norm_quantize,
+    fuse_rms_norm_add_quantize,
+    fuse_rms_norm_quantize,
+)
 from inferc.passes.fuse_pointwise import FusePointwise
 from inferc.passes.fuse_qkv_rope_kv_write import FuseQKV
 from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_unscaled, fuse_rms_norm_wide
@@ -29,9 +34,12 @@ from inferc.passes.fuse_rms_norm_add import fuse_rms_norm_add
 from inferc.passes.fuse_rope import FuseRope
 from inferc.passes.fuse_rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
 from inferc.passes.fuse_silu_mul import fuse_silu_mul
+from inferc.passes.fuse_silu_mul_quantize import fuse_silu_mul_quantize
 from inferc.passes.kv_cache import PageKVCache
 from inferc.passes.pack_projections import PackProjections
 from inferc.passes.plan_memory import PlanMemory
+from inferc.passes.quantize.round_to_nearest import Quantize
+from inferc.passes.quantize.schemes import SCHEMES
 from inferc.passes.select_rows import SelectRows
 from inferc.passes.split_head import SplitHead
 from inferc.passes.ungroup_heads import UngroupHeads
@@ -57,11 +65,14 @@ Observe = Callable[[int, str, int, Program], None]
 
 @dataclass(frozen=True)
 class LowerConfig:
-    """What the passes need to know: the target, the tokens of a KV cache block, and the passes of the user."""
+    """What the passes need to know: the target, the tokens of a KV cache block, the passes of the user, the scheme of
+    quantization (a key of SCHEMES).
+    """
 
     target: Target
     block_size: int = 16
     passes: tuple[UserPass, ...] = ()
+    quantize: str | None = None
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -114,12 +125,28 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block
         fuse_rope_kv_write,
         fuse_norm_rope_kv_write,
-        FuseQKV(),  # after both, whose ops it takes the projection into
         FusePointwise(),  # what is left
         SelectRows(),  # after the residual is fused, which it then follows
         SplitHead(),
+        *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
+        FuseQKV(),  # after the products that are quantized have become other ops: it takes the others' in
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),
+    )
+
+
+def _quantization(name: str | None) -> tuple[Pass, ...]:
+    if name is None:
+        return ()
+    scheme = SCHEMES[name]
+    if not scheme.quantizes_rows:
+        return (Quantize(scheme),)
+    return (
+        Quantize(scheme),
+        fuse_rms_norm_quantize,
+        fuse_rms_norm_add_quantize,
+        fuse_layer_norm_quantize,
+        fuse_silu_mul_quantize,
     )
 
 
@@ -159,6 +186,10 @@ OPTIONAL = frozenset(
         "fuse_norm_rope_kv_write",
         "fuse_qkv_rope_kv_write",
         "fuse_pointwise",
+        "fuse_rms_norm_quantize",
+        "fuse_rms_norm_add_quantize",
+        "fuse_layer_norm_quantize",
+        "fuse_silu_mul_quantize",
     }
 )
 """Passes of the pipeline whose pattern a fine model may do without: another norm, no residual in front of one, no MoE.

@@ -25,7 +25,7 @@ from inferc.passes.verify import interface, verify, verify_interface
 from inferc.program import Program
 
 NAME = re.compile(r"[A-Za-z]\w*")
-DEFAULT_AFTER = "split_head"  # the last pass of ours that changes the graph: choose_kernels comes next
+DEFAULT_AFTER = "split_head"  # all is fused; next come quantization, if any, and the choice of kernels
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
+    "int8": np.dtype(np.int8),
 }
 
 

@@ -29,7 +29,7 @@ GROUPS = (CacheGroup("full", 0, 1000),)
     [
         ({"dtype": "bfloat61"}, "dtype is 'bfloat61', expected bfloat16 or float32 or auto"),
         ({"target": "gpu"}, "target is 'gpu', expected cpu or reference"),
-        ({"quantize": "int3"}, "quantize is 'int3', expected leaving it out"),
+        ({"quantize": "int3"}, "quantize is 'int3', expected int8 or w8a8 or leaving it out"),
         ({"max_model_len": 0}, "max_model_len is 0, expected at least 1"),
         ({"max_model_len": "long"}, "max_model_len is 'long', expected auto or a whole number"),
         ({"block_size": 24}, "block_size 24 is not a multiple of 16; use 16 or 32"),

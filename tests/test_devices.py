@@ -36,7 +36,7 @@ def test_an_unknown_device_names_the_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clock", "word"), [("cpu MHz : 2000.0\nflags : avx512f avx512_bf16\n", "clock"), ("", "nominal")]
+    ("clock", "word"), [("cpu MHz : 2000.0\nflags : avx512f avx512_bf16 avx512_vnni\n", "clock"), ("", "nominal")]
 )
 def test_this_machine(clock: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inferc.machine.cpuinfo", lambda: clock)
@@ -45,8 +45,9 @@ def test_this_machine(clock: str, word: str, monkeypatch: pytest.MonkeyPatch) ->
     cpu = find_device("cpu")
     assert cpu.bytes_per_s == 4e9
     assert word in cpu.source
-    if clock:  # 4 cores, 2 GHz, 2 units of 16 multiply-adds; pairs of bfloat16
+    if clock:  # 4 cores, 2 GHz, 2 units of 16 multiply-adds; pairs of bfloat16, fours of int8
         assert cpu.peak("float32") == 4 * 2e9 * 64
         assert cpu.peak("bfloat16") == 2 * cpu.peak("float32")
+        assert cpu.peak("int8") == 4 * cpu.peak("float32")
     else:
         assert cpu.peak("float32") == cpu.peak("bfloat16") == 4 * devices.NOMINAL_CORE_FLOPS

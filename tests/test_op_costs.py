@@ -334,3 +334,36 @@ def test_the_lowered_program_never_moves_more_than_the_captured(
             for row in (found.costs.captured, found.costs.last)
         ]
         assert flops[1] <= 1.01 * flops[0]  # fused ops are counted as the ops they replace
+
+
+def test_a_product_with_int8_weights_reads_their_bytes_and_computes_in_the_rows_dtype() -> None:
+    b = Small()
+    weight, scale = b.weight("up", 96, 64, dtype=torch.int8), b.weight("scale", 96, dtype=torch.float32)
+    found = b.cost(inferc.linear_int8.default, b.activation(64), weight, scale)
+    flops = (("T", 2 * 96 * 64),)
+    read = (("1", 96 * 64 + 96 * 4),)
+    assert found == OpCost("inferc.linear_int8", "bfloat16", read, (), (("T", 128 + 192),), flops)
+    rows, of_rows = b.activation(64, dtype=torch.int8), b.activation(dtype=torch.float32)
+    found = b.cost(inferc.linear_w8a8.default, rows, of_rows, weight, scale, torch.bfloat16)
+    assert found == OpCost("inferc.linear_w8a8", "int8", read, (), (("T", 64 + 4 + 192),), flops)
+
+
+def test_experts_with_int8_weights() -> None:
+    b = Small()
+    ids, chosen = b.activation(2, dtype=torch.int32), b.activation(2, dtype=torch.float32)
+    stored = b.weight("gu", 8, 64, 32, dtype=torch.int8), b.weight("down", 8, 32, 32, dtype=torch.int8)
+    scales = b.weight("gu_s", 8, 64, dtype=torch.float32), b.weight("down_s", 8, 32, dtype=torch.float32)
+    call = (b.activation(32), ids, chosen, *stored, None, None, "silu", 1.0, 0.0, False, *scales)
+    found = b.cost(inferc.moe_experts.default, *call)
+    assert found is not None and found.dtype == "bfloat16"
+    assert found.weights == (("experts:8:2:T", 64 * 32 + 32 * 32 + 4 * (64 + 32)),)
+
+
+def test_quantizing_where_rows_are_normalised_moves_less() -> None:
+    b = Small()
+    x, norm = b.activation(64), b.weight("norm", 64)
+    fused = b.cost(inferc.rms_norm_quantize.default, x, norm, 1e-5)
+    assert fused is not None and fused.activations == (("T", 128 + 64 + 4),)
+    normed = b(inferc.rms_norm.default, x, norm, 1e-5)
+    after = b.cost(inferc.quantize_rows.default, normed)
+    assert after is not None and after.activations == (("T", 128 + 64 + 4),)  # and the norm has written 128 before

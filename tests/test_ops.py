@@ -18,6 +18,7 @@ SLOTS = torch.arange(4, 9)
 PLACES = (torch.tensor([[1, 2]]), torch.tensor([0, 5]), torch.tensor([5]))
 IDS = torch.tensor([[0, 1]] * 5, dtype=torch.int32)
 PLACEMENT = torch.zeros(4, 1, dtype=torch.int32)
+INT8 = (random(6, 8) * 40).to(torch.int8)
 CALLS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (random(5, 8), random(8), 1e-5),
     "rms_norm_add": (random(5, 8), random(5, 8), random(8), 1e-5),
@@ -53,6 +54,13 @@ CALLS: dict[str, tuple[Any, ...]] = {
         random(4, 8, 6),
     ),
     "lm_head": (random(5, 8), random(9, 8), None),
+    "quantize_rows": (random(5, 8).bfloat16(),),
+    "linear_int8": (random(5, 8).bfloat16(), INT8, random(6).abs(), random(6).bfloat16()),
+    "linear_w8a8": (INT8[:5], random(5).abs(), INT8, random(6).abs(), torch.bfloat16, None, random(5, 6).bfloat16()),
+    "rms_norm_quantize": (random(5, 8), random(8), 1e-5),
+    "rms_norm_add_quantize": (random(5, 8), random(5, 8), random(8), 1e-5),
+    "layer_norm_quantize": (random(5, 8), random(8), None, 1e-5),
+    "silu_mul_quantize": (random(5, 6), random(5, 6)),
     "all_reduce": (random(5, 8), "tp", 1),
     "all_gather": (random(5, 8), "tp", 0, [8], -1),
     "expert_choose": (IDS, torch.arange(5), PLACEMENT, 0),
@@ -225,3 +233,29 @@ def test_routing_prefers_the_lower_id_of_equals_and_experts_weigh_their_results(
         return F.linear(F.silu(gate) * up, down[index])
 
     torch.testing.assert_close(reference.moe_experts(x, ids, weights, gate_up, down), (expert(1) + expert(2)) / 2)
+
+
+def test_quantized_rows_are_within_half_a_step() -> None:
+    x = random(7, 33) * torch.logspace(-3, 3, 7)[:, None]
+    values, scale = reference.quantize_rows(x)
+    assert values.dtype == torch.int8 and int(values.abs().max(1).values.min()) == 127
+    assert ((values * scale[:, None] - x).abs() <= scale[:, None] * 0.5001).all()
+
+
+def test_int8_products_are_those_of_what_the_integers_mean() -> None:
+    (values, scale), (rows, row_scale) = reference.quantize_rows(random(6, 40)), reference.quantize_rows(random(5, 40))
+    weight, x, bias, residual = values * scale[:, None], random(5, 40, seed=3), random(6), random(5, 6)
+    found = reference.linear_int8(x, values, scale, bias, residual)
+    torch.testing.assert_close(found, residual + F.linear(x, weight, bias))
+    found = reference.linear_w8a8(rows, row_scale, values, scale, torch.float32, bias, residual)
+    torch.testing.assert_close(found, residual + F.linear(rows * row_scale[:, None], weight, bias))
+
+
+def test_experts_with_int8_weights_are_those_of_what_the_integers_mean() -> None:
+    x, ids, weights = random(5, 8), torch.tensor([[0, 1]] * 5, dtype=torch.int32), random(5, 2)
+    gate_up, down = random(2, 12, 8), random(2, 8, 6)
+    (a, a_scale), (b, b_scale) = (reference.quantize_rows(each.flatten(0, 1)) for each in (gate_up, down))
+    a, a_scale, b, b_scale = a.view(2, 12, 8), a_scale.view(2, 12), b.view(2, 8, 6), b_scale.view(2, 8)
+    found = reference.moe_experts(x, ids, weights, a, b, gate_up_scale=a_scale, down_scale=b_scale)
+    same = reference.moe_experts(x, ids, weights, a * a_scale[..., None], b * b_scale[..., None])
+    torch.testing.assert_close(found, same)

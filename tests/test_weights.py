@@ -29,6 +29,11 @@ EXPRESSIONS: list[tuple[Weight, Tensor]] = [
     (lib.permute(a, (1, 0)), A.T),
     (lib.permute(c, (0, 2, 1)), C.transpose(1, 2)),
     (lib.reshape(c, (20, 6)), C.reshape(20, 6)),
+    (lib.int8_scales(a), A.abs().amax(1) / 127),
+    (lib.int8_values(a), (A / (A.abs().amax(1, keepdim=True) / 127)).round().to(torch.int8)),
+    (lib.int8_scales(lib.concat((a, b))), torch.cat((A, B)).abs().amax(1) / 127),
+    (lib.int8_scales(c), C.abs().amax(2) / 127),
+    (lib.int8_values(c), (C / (C.abs().amax(2, keepdim=True) / 127)).round().to(torch.int8)),
 ]
 
 
@@ -65,6 +70,38 @@ def test_stacked_experts_are_packed_one_by_one() -> None:
     assert torch.equal(read_whole(packed, READER)[0], A)
 
 
+def test_int8_is_symmetric_rounds_ties_to_even_and_takes_rows_of_zeros() -> None:
+    value = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0], [0.0] * 5, [1e-45, 0, 0, 0, 0], [-3.0, 3.0, 1.0, 0, 0]])
+    w = lib.source("w", (4, 5), torch.float32)
+    values = read_whole(lib.int8_values(w), Tensors({"w": value}))
+    scales = read_whole(lib.int8_scales(w), Tensors({"w": value}))
+    assert values.tolist() == [[127, 0, 2, -2, -127], [0] * 5, [0] * 5, [-127, 127, 42, 0, 0]]
+    assert scales[:3].tolist() == [1.0, 1.0, 1.0]
+    half = (value[3] - values[3] * scales[3]).abs()
+    assert float(half.max()) <= float(scales[3]) / 2
+
+
+def test_a_weight_with_a_nan_shows_in_its_scale() -> None:
+    value = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0], [1.0, 2.0]])
+    scales = read_whole(lib.int8_scales(lib.source("w", (3, 2), torch.float32)), Tensors({"w": value}))
+    assert scales.isfinite().tolist() == [False, False, True]
+
+
+def test_quantizing_holds_no_more_rows_than_a_chunk_has() -> None:
+    class Watched(Tensors):
+        most = 0
+
+        def rows(self, name: str, start: int, stop: int) -> Tensor:
+            self.most = max(self.most, stop - start)
+            return super().rows(name, start, stop)
+
+    reader = Watched({"w": random(256, 64)})
+    w = lib.source("w", (256, 64), torch.float32)
+    for weight in (lib.int8_scales(w), lib.int8_values(w), lib.pack(lib.int8_values(w), "panel16_k4")):
+        list(materialize(weight, reader, chunk_bytes=32 * 64 * 4))
+    assert reader.most == 32
+
+
 def test_a_tensor_without_an_axis_is_refused_by_name() -> None:
     scale = lib.cast(lib.source("model.scale", (), torch.float32), torch.bfloat16)
     reader = Tensors({"model.scale": torch.tensor(2.0)})
@@ -74,5 +111,5 @@ def test_a_tensor_without_an_axis_is_refused_by_name() -> None:
 
 
 def test_an_unknown_layout_is_named() -> None:
-    with pytest.raises(KeyError, match="unknown layout 'rows'; known: panel16_k1, panel16_k2"):
+    with pytest.raises(KeyError, match="unknown layout 'rows'; known: panel16_k1, panel16_k2, panel16_k4"):
         lib.pack(a, "rows")

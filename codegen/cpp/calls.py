@@ -146,6 +146,25 @@ def linear_add(node: fx.Node, values: Values) -> Call:
     return _matrix(Builder(node, values), "x")
 
 
+def linear_int8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    return _int8_matrix(b, x)
+
+
+def linear_w8a8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    return _int8_matrix(b, f"{b.read('x')[0]}, {b.read('x_scale')[0]}")
+
+
+def _int8_matrix(b: Builder, x: str) -> Call:
+    residual = b.read("residual")[0] if b.arg("residual") is not None else "{{}}"
+    out, result = b.write()
+    kind, name = result.cpp_type, target_name(b.node.target).removeprefix("inferc.")
+    weights = f"{b.panels('weight')}, {b.weight('scale')}, {b.weight('bias')}"
+    return b.done(f"{name}<{kind}>(t, {x}, {result.rows}, {weights}, Written<{kind}>{{{{{residual}, {out}}}}});")
+
+
 def lm_head(node: fx.Node, values: Values) -> Call:
     return _matrix(Builder(node, values), "hidden")
 
@@ -354,6 +373,46 @@ def rms_norm_add(node: fx.Node, values: Values) -> Call:
     )
 
 
+def quantize_rows(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    return _quantized(b, "x", x)
+
+
+def silu_mul_quantize(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    return _quantized(b, "gate", f"{b.read('gate')[0]}, {b.read('up')[0]}")
+
+
+def rms_norm_quantize(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    return _quantized(b, "x", f"{x}, {b.weight('weight')}, {_norm(b)}")
+
+
+def rms_norm_add_quantize(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    residual, _ = b.read("residual")
+    return _quantized(b, "x", f"{x}, {residual}, {b.weight('weight')}, {_norm(b)}", results=3)
+
+
+def layer_norm_quantize(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    return _quantized(b, "x", f"{x}, {b.weight('weight')}, {b.weight('bias')}, {cpp_float(b.arg('eps'))}")
+
+
+def _quantized(b: Builder, name: str, inputs: str, results: int = 2) -> Call:
+    """The call of an op that returns int8 rows, their scales and maybe more."""
+    kind = b.values.operand(b.arg(name)).cpp_type
+    parts = [b.write(index) for index in range(results)]
+    outs = ", ".join(text for text, _ in parts)
+    _, rows = parts[0]
+    op = target_name(b.node.target).removeprefix("inferc.")
+    return b.done(f"{op}<{kind}>(t, {inputs}, {rows.rows}, {rows.width}, {outs});")
+
+
 def rope_table(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     out, result = b.write()
@@ -474,14 +533,16 @@ def moe_experts(node: fx.Node, values: Values) -> Call:
     weights, _ = b.read("expert_weights")
     out, _ = b.write()
     experts, hidden, inter = b.arg("down").meta["val"].shape
-    kind = operand.cpp_type
+    stored = CPP_TYPES[b.arg("down").meta["val"].dtype]
+    types = operand.cpp_type if stored == operand.cpp_type else f"{operand.cpp_type}, {stored}"
     _touch_scratch(b)
     fields = (
         f"{x}, {ids}, {weights}, {b.weight('gate_up')}, {b.weight('down')}, {b.weight('gate_up_bias')}, "
         f"{b.weight('down_bias')}, {b.arg('activation').upper()}, {cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, "
         f"{_bool(b.arg('scale_input'))}, {operand.rows}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
     )
-    return b.done(f"moe_experts<{kind}>(t, Experts<{kind}>{{{{{fields}}}}});")
+    scales = "" if stored == operand.cpp_type else f", {b.weight('gate_up_scale')}, {b.weight('down_scale')}"
+    return b.done(f"moe_experts(t, Experts<{types}>{{{{{fields}{scales}}}}});")
 
 
 def moe_work_bytes(node: fx.Node) -> tuple[int, int]:

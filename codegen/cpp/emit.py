@@ -56,8 +56,8 @@ class CppUnit:
 
 
 HEADERS = (
-    *("inferc_abi.h", "simd.h", "team.h", "gemm.h", "rows.h", "kv.h", "attention.h", "moe.h", "sample.h"),
-    *("step.h", "collectives.h", "exchange.h", "entry.h"),
+    *("inferc_abi.h", "simd.h", "team.h", "gemm.h", "rows.h", "kv.h", "attention.h", "moe.h", "quantize.h"),
+    *("sample.h", "step.h", "collectives.h", "exchange.h", "entry.h"),
 )
 
 

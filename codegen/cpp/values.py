@@ -17,7 +17,13 @@ from torch import Tensor, fx
 from inferc.errors import UnsupportedError
 from inferc.program import Program, name_of, target_name
 
-CPP_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+CPP_TYPES = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 POOLS = {"T": "token", "S": "row", "B": "seq", "sample": "sample"}
 ROW_COUNTS = {"T": "s.tokens", "S": "s.rows", "B": "s.seqs", "sample": "rows"}
 

@@ -2,7 +2,8 @@
 
 Every row compares logits over the same few prompts with the float32 Hugging Face model. A float32 row must stay within
 `FLOAT32_BUDGET`; a row in another dtype may be no worse than `REFERENCE_FACTOR` times Hugging Face's own run in that
-dtype, in the mean and at every position (`_judge`). What the kernels generate token by token must be what they find
+dtype, in the mean and at every position (`_judge`). The row of a quantizing pass has its scheme's budget, and later rows
+may be no worse than that row, in the same way. What the kernels generate token by token must be what they find
 most likely in a prefill of the same tokens. Like compiler.py this module sees every stage.
 """
 
@@ -26,6 +27,7 @@ from inferc.errors import VerifyError
 from inferc.frontend.load import Checkpoint
 from inferc.frontend.reference import reference_greedy, reference_logits, reference_model
 from inferc.passes.partition import RankProgram
+from inferc.passes.quantize.schemes import SCHEMES, Scheme
 from inferc.program import Program
 from inferc.reference import IN_PLACE, Chunk, ReadWeight, new_kv_caches, run_partitioned, step_inputs
 from inferc.runtime.artifact import load_artifact
@@ -81,16 +83,21 @@ class Certificate:
     scope: str
     prompts: list[list[int]]
     rows: list[Row] = field(default_factory=list)
+    quantization: Scheme | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "scope": self.scope,
             "ok": all(row.ok for row in self.rows),
-            "budgets": {"float32_relative_error": FLOAT32_BUDGET, "kl_factor": REFERENCE_FACTOR},
+            "budgets": {"float32_relative_error": FLOAT32_BUDGET, "kl_factor": REFERENCE_FACTOR, **self._quantized()},
             "num_positions": sum(len(prompt) for prompt in self.prompts),
             "prompts": self.prompts,
             "rows": [asdict(row) for row in self.rows],
         }
+
+    def _quantized(self) -> dict[str, Any]:
+        scheme = self.quantization
+        return {} if scheme is None else {scheme.name: {"max_kl": scheme.max_kl, "min_top1": scheme.min_top1}}
 
 
 def make_prompts(encode: Callable[[str], list[int]] | None, vocab_size: int, max_model_len: int) -> list[list[int]]:
@@ -131,7 +138,9 @@ class Certifier:
         model = wide if dtype == "float32" else reference_model(checkpoint, dtype, max_model_len)
         self.greedy = [reference_greedy(model, prompt, self.greedy_tokens) for prompt in prompts]
         self._model = model
-        self._reference_kl: Tensor | None = None
+        self._reference_kl: Tensor | None = None  # of what later rows must not be worse than:
+        self._reference_name = f"transformers' own in {dtype}"
+        self._scheme: Scheme | None = None  # of the quantization that the next row is the first to show
         if dtype != "float32":
             logits = [reference_logits(model, prompt) for prompt in prompts]
             row, self._reference_kl = self._compare("hugging_face", "transformers", logits)
@@ -144,6 +153,8 @@ class Certifier:
             return
         self._graph = graph
         self._has_router = "inferc.moe_experts" in graph
+        if "quantization" in program.info and self.certificate.quantization is None:
+            self._scheme = SCHEMES[program.info["quantization"]["scheme"]]
         values = {key: weight_lib.read_whole(weight, self._reader) for key, weight in program.weights.items()}
         logits = [run_reference(program, prompt, values.__getitem__) for prompt in self.certificate.prompts]
         self.add(name, "reference", logits)
@@ -180,6 +191,9 @@ class Certifier:
         row = replace(row, greedy_equal=greedy_equal, reason=self._judge(row, kl, greedy_equal))
         row = replace(row, ok=not row.reason)
         self.certificate.rows.append(row)
+        if self._scheme is not None:  # what comes now computes the same integers, and is measured by them
+            self._reference_kl, self._reference_name = kl, f"the {self._scheme.name} program's own by the references"
+            self.certificate.quantization, self._scheme = self._scheme, None
         log.info("certificate: %s by %s: relative error %s, KL %s", name, ran_by, row.relative_error, row.kl)
         if not row.ok and not self._allow_drift:
             raise VerifyError(f"{name} (run by {row.ran_by}): {row.reason}; --allow-drift compiles it all the same")
@@ -211,6 +225,8 @@ class Certifier:
         """Why the row is over its budget; empty if it is not."""
         if row.max_abs_error is None or row.relative_error is None or row.kl is None:
             return "its logits are not all finite numbers"
+        if self._scheme is not None:
+            return _over_budget(row, self._scheme)
         if self._reference_kl is None:
             if row.relative_error > FLOAT32_BUDGET:
                 return (
@@ -224,7 +240,7 @@ class Certifier:
         return self._judge_positions(kl, self._reference_kl)
 
     def _judge_positions(self, kl: Tensor, own: Tensor) -> str:
-        """Whether KL per position is worse than transformers' `own` in the same dtype: at any position, or in the mean."""
+        """Whether KL per position is worse than the reference's `own`: at any position, or in the mean."""
         limit = max(OUTLIER_FACTOR * float(own.max()), OUTLIER_FLOOR)
         routed = (kl > limit) & (kl <= ROUTED_KL) if self._has_router else torch.zeros_like(kl, dtype=torch.bool)
         if int(routed.sum()) > max(1.0, ROUTED_SHARE * len(kl)):
@@ -232,17 +248,26 @@ class Certifier:
         kl, own = kl[~routed], own[~routed]
         if float(kl.max()) > limit:
             return (
-                f"a position's KL to float32 is {float(kl.max()):.2e} nats, and transformers' own in {self._dtype}"
+                f"a position's KL to float32 is {float(kl.max()):.2e} nats, and {self._reference_name}"
                 f" is {float(own.max()):.2e} at most"
             )
         worse = kl - REFERENCE_FACTOR * own
         margin = STANDARD_ERRORS * float(worse.std()) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
         if float(worse.mean()) > min(margin, MARGIN * float(own.mean())):
-            return (
-                f"its KL to float32 is {float(kl.mean()):.2e}, transformers' own in {self._dtype} is"
-                f" {float(own.mean()):.2e}"
-            )
+            return f"its KL to float32 is {float(kl.mean()):.2e}, {self._reference_name} is {float(own.mean()):.2e}"
         return ""
+
+
+def _over_budget(row: Row, scheme: Scheme) -> str:
+    """Why a quantized program is too far from float32; empty if it is not."""
+    if row.kl is not None and row.kl > scheme.max_kl:
+        return f"its KL to float32 is {row.kl:.2e} nats, {scheme.name} is allowed {scheme.max_kl:.2e}"
+    if row.top1_agreement < scheme.min_top1:
+        return (
+            f"float32's most likely token is its own at {row.top1_agreement:.1%} of the positions,"
+            f" {scheme.name} needs {scheme.min_top1:.0%}"
+        )
+    return ""
 
 
 def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeight) -> Tensor:

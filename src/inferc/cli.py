@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -83,6 +84,17 @@ def compile_model(
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
     ] = "auto",
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="int8|w8a8",
+            help="Store the projections and experts in int8, rounded to nearest with a scale for each output: half the"
+            " bytes of bfloat16. int8 keeps activations in DTYPE (W8A16); w8a8 makes the rows that projections read"
+            " int8 too, with a scale for each token: faster with many tokens, further from the model. Embedding, LM"
+            " head, routers and KV cache stay in DTYPE (docs/quantization.md).",
+        ),
+    ] = None,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", metavar="DT", help="Of the KV cache.")] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")
@@ -99,7 +111,7 @@ def compile_model(
             "--pass",
             metavar="MODULE:NAME",
             help="A pass of your own, by the Python module and the object in it, or FILE.py:NAME; may be repeated."
-            " It runs in front of choose_kernels unless it says otherwise (docs/extending.md).",
+            " It runs behind split_head, where all is fused, unless it says otherwise (docs/extending.md).",
         ),
     ] = None,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Split every layer over N tensor ranks.")] = 1,
@@ -127,6 +139,7 @@ def compile_model(
         {
             "target": target,
             "dtype": dtype,
+            "quantize": quantize,
             "kv_dtype": kv_dtype,
             "max_model_len": "auto" if max_model_len is None else max_model_len,
             "certify": certify,
@@ -149,7 +162,8 @@ def compile_model(
         print_json(summary.to_json())
         return
     megabytes = summary.artifact_bytes / 1e6
-    say(f"{out}: {summary.config.target}, {summary.config.dtype}, {megabytes:.1f} MB, {summary.seconds:.1f} s")
+    dtype = " ".join(filter(None, (summary.config.dtype, summary.config.quantize)))
+    say(f"{out}: {summary.config.target}, {dtype}, {megabytes:.1f} MB, {summary.seconds:.1f} s")
     if debug.level():
         for record in summary.passes:
             print(f"  {record.name:24} {record.rewrites:5} rewrites  {record.seconds:7.3f} s", file=sys.stderr)
@@ -171,7 +185,7 @@ def inspect(out: Out, as_json: Json = False) -> None:
     rows = {
         "model": f"{model['model_type']}, {config['dtype']}, up to {config['max_model_len']} tokens",
         "targets": ", ".join(facts["targets"]),
-        "weights": f"{facts['weights_bytes'] / 1e6:.1f} MB",
+        "weights": f"{facts['weights_bytes'] / 1e6:.1f} MB{_quantized(model, config['dtype'])}",
         "arena": f"{facts['arena_bytes'] / 1e6:.1f} MB",
         "KV cache": f"{facts['kv_bytes_per_token']} bytes a token",
         "format": f"version {facts['format_version']}, by {facts['producer']}",
@@ -197,6 +211,15 @@ def inspect(out: Out, as_json: Json = False) -> None:
     for kernel in facts["kernels"]:
         rest = "  ".join(f"{key}={value}" for key, value in kernel.items() if key not in ("name", "target"))
         say(f"  {kernel['name']:28} {kernel['target']:12} {rest}")
+
+
+def _quantized(model: Mapping[str, Any], dtype: str) -> str:
+    """What is in int8 and what is not, of a quantized artifact."""
+    if "quantization" not in model:
+        return ""
+    done = model["quantization"]
+    kept = "".join(f", {what}" + (f" ({count})" if count > 1 else "") for what, count in done["kept"].items())
+    return f"; {done['scheme']}: {done['products']} products in int8; in {dtype}: norms{kept}"
 
 
 def _ranges(numbers: list[int]) -> str:

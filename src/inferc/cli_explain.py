@@ -35,6 +35,9 @@ def explain(
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", metavar="int8|w8a8", help="As `inferc compile` has it.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")
     ] = None,
@@ -59,13 +62,13 @@ def explain(
     check_counts(batch, context, input_len)
     about: dict[str, Any]
     if (Path(source) / MANIFEST).is_file():
-        given = {"--target": target, "--dtype": dtype, "--max-model-len": max_model_len}
+        given = {"--target": target, "--dtype": dtype, "--quantize": quantize, "--max-model-len": max_model_len}
         set_again = [name for name, value in given.items() if value is not None]
         if set_again:
             raise ConfigError(f"{source} is compiled already; {set_again[0]} is for a model: leave it out")
         costs, about = _of_artifact(source)
     else:
-        costs, about = _of_model(source, target or "cpu", dtype or "auto", max_model_len)
+        costs, about = _of_model(source, target or "cpu", dtype or "auto", quantize, max_model_len)
     workload = Workload.make(batch, context, input_len, costs.facts.max_model_len)
     found = {**about, **report(costs, find_device(device), workload)}
     if as_json:
@@ -76,11 +79,14 @@ def explain(
     return fail(f"{refused['pass']} refuses the model: {refused['reason']}", 1) if refused else 0
 
 
-def _of_model(source: str, target: str, dtype: str, max_model_len: int | None) -> tuple[CostLog, dict[str, Any]]:
+def _of_model(
+    source: str, target: str, dtype: str, quantize: str | None, max_model_len: int | None
+) -> tuple[CostLog, dict[str, Any]]:
     from inferc.config import CompileConfig, from_dict
 
     length = "auto" if max_model_len is None else max_model_len
-    config = from_dict(CompileConfig, {"target": target, "dtype": dtype, "max_model_len": length})
+    options = {"target": target, "dtype": dtype, "quantize": quantize, "max_model_len": length}
+    config = from_dict(CompileConfig, options)
     with progress("load torch") as report:
         from inferc.explain_model import explain_model
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Auto = Literal["auto"]
 TargetName = Literal["cpu", "reference"]
 DType = Literal["bfloat16", "float32"]
+Quantize = Literal["int8", "w8a8"]
 Certify = Literal["full", "layers", "none"]
 Isa = Literal["avx2", "avx512"]
 
@@ -32,7 +33,7 @@ Isa = Literal["avx2", "avx512"]
 NOT_BUILT = {
     "target": re.compile(r"cuda(:.*)?|onnx|tensorrt(:.*)?"),
     "dtype": re.compile(r"float16"),
-    "quantize": re.compile(r"int8|w8a8|int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
+    "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"float16|int8|fp8"),
     "isa": re.compile(r"amx"),
 }
@@ -66,7 +67,7 @@ class CompileConfig:
 
     target: TargetName = "cpu"
     dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
-    quantize: None = None
+    quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
     kv_dtype: DType | Auto = "auto"  # auto: dtype
     max_model_len: int | Auto = "auto"  # auto: what the model was trained for
     block_size: int | Auto = "auto"
@@ -104,7 +105,7 @@ class CompileConfig:
         resolved = ResolvedCompileConfig(
             target=self.target,
             dtype=dtype,
-            quantize=None,
+            quantize=self.quantize,
             kv_dtype=kv_dtype,
             max_model_len=self._resolve_length(context),
             block_size=DEFAULT_BLOCK_SIZE if self.block_size == "auto" else self.block_size,
@@ -142,7 +143,7 @@ class ResolvedCompileConfig:
 
     target: TargetName
     dtype: DType
-    quantize: None
+    quantize: Quantize | None
     kv_dtype: DType
     max_model_len: int
     block_size: int

@@ -94,7 +94,7 @@ def this_machine() -> Device:
     from inferc.machine import cpuinfo, measure_read, peak_flops
 
     cores, info = available_cores(), cpuinfo()
-    peaks = {dtype: peak_flops(cores, dtype, info) for dtype in ("float32", "bfloat16")}
+    peaks = {dtype: peak_flops(cores, dtype, info) for dtype in ("float32", "bfloat16", "int8")}
     source = "memory bandwidth: measured; peak: two vector multiply-adds a cycle at the clock of /proc/cpuinfo"
     if peaks["float32"] is None:
         source = "memory bandwidth: measured; peak: nominal, as the clock is not known"

@@ -79,7 +79,7 @@ def _lowered(
     progress(f"capture {checkpoint.config.num_hidden_layers} layers", 0, 1)
     program = capture(checkpoint, config.dtype, config.max_model_len, check=check)
     target = Target.parse(config.target)
-    pipeline = build_pipeline(LowerConfig(target, config.block_size))
+    pipeline = build_pipeline(LowerConfig(target, config.block_size, quantize=config.quantize))
     recorder = CostRecorder()
     try:
         run_passes(program, pipeline, observe=recorder)

@@ -43,6 +43,8 @@ def peak_flops(num_threads: int, dtype: str, cpuinfo: str) -> float | None:
     lanes = 16 if "avx512f" in flags else 8
     if dtype == "bfloat16" and "avx512_bf16" in flags:
         lanes *= 2
+    if dtype == "int8" and "avx512_vnni" in flags:
+        lanes *= 4
     return num_threads * max(clocks) * 1e6 * 2 * 2 * lanes
 
 

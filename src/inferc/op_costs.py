@@ -52,6 +52,11 @@ PER_ELEMENT = {
     "inferc.silu_mul": 2,
     "inferc.gelu_mul": 8,
     "inferc.moe_routing": 4,
+    "inferc.quantize_rows": 3,  # magnitude, division, rounding
+    "inferc.rms_norm_quantize": 7,
+    "inferc.rms_norm_add_quantize": 8,
+    "inferc.layer_norm_quantize": 9,
+    "inferc.silu_mul_quantize": 5,
 }
 
 
@@ -335,14 +340,16 @@ def _qkv_rope_kv_write(call: Call) -> None:
 
 def _moe_experts(call: Call) -> None:
     """Weights of the experts that the step's tokens touch, and the arithmetic of top_k experts for each token."""
-    call.read("gate_up", "down")
+    scales = [name for name in ("gate_up_scale", "down_scale") if call.arguments[name] is not None]
+    call.read("gate_up", "down", *scales)
     call.write()
     gate_up, down = call.value("gate_up"), call.value("down")
     num_experts, top_k = int(gate_up.shape[0]), int(call.value("expert_ids").shape[-1])
     of_one = math.prod(gate_up.shape[1:]) + math.prod(down.shape[1:])
     rows = call.elements(call.value("expert_ids"))
     letter = next(iter(rows))
-    call.weights = {f"experts:{num_experts}:{top_k}:{letter}": of_one * down.dtype.itemsize}
+    bytes_of_one = of_one * down.dtype.itemsize + sum(4 * int(call.value(name).shape[-1]) for name in scales)
+    call.weights = {f"experts:{num_experts}:{top_k}:{letter}": bytes_of_one}
     call.flops = times(rows, 2 * of_one)
     call.dtype = call.value("x").dtype
 
@@ -366,6 +373,8 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.rope_kv_write": _kv_write,
     "inferc.qkv_rope_kv_write": _qkv_rope_kv_write,
     "inferc.moe_experts": _moe_experts,
+    "inferc.linear_int8": Matmul("x"),
+    "inferc.linear_w8a8": Matmul("x"),
 }
 """How an op's cost is made where the default is not it. Every op that takes a `kv_cache` must be here."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inferc.errors import UnsupportedError
+from inferc.ops.quantize import quantize_rows
 
 
 class TensorReader(Protocol):
@@ -128,6 +129,23 @@ def _read_mxfp4(weight: Weight, reader: TensorReader, start: int, stop: int) -> 
     return scaled.flatten(-2).to(torch.bfloat16)
 
 
+def int8_scales(weight: Weight) -> Weight:
+    """What each row along the last axis is divided by to be int8, in float32: weight [..., n, k], result [..., n]."""
+    return Weight("int8_scales", (weight,), weight.shape[:-1], torch.float32)
+
+
+def int8_values(weight: Weight) -> Weight:
+    """`weight` over its `int8_scales`, rounded to nearest, ties to even: symmetric, so 0 stays 0."""
+    return Weight("int8_values", (weight,), weight.shape, torch.int8)
+
+
+def _read_int8(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
+    """Either half of a quantized weight; both are computed from the same rows, so a chunk needs no other."""
+    rows = read_rows(weight.args[0], reader, start, stop)
+    values, scales = quantize_rows(rows.flatten(0, -2))
+    return scales.view(rows.shape[:-1]) if weight.op == "int8_scales" else values.view(rows.shape)
+
+
 def pack(weight: Weight, layout: str) -> Weight:
     """The logical weight stored in a kernel's physical `layout` (LAYOUTS); shape stays the logical one."""
     if layout not in LAYOUTS:
@@ -159,8 +177,9 @@ class Layout:
         return x.view(*lead, panels, PANEL, units, self.k_unit).transpose(-2, -3).contiguous()
 
 
-# panel16_k1: float32. panel16_k2: bfloat16, pairs along k as AVX-512 and AMX dot products want them.
-LAYOUTS: dict[str, Layout] = {"panel16_k1": Layout("panel16_k1", 1), "panel16_k2": Layout("panel16_k2", 2)}
+# panel16_k1: float32. panel16_k2: bfloat16, pairs along k as AVX-512 and AMX dot products want them; panel16_k4: int8,
+# in fours for the same reason.
+LAYOUTS: dict[str, Layout] = {f"panel16_k{unit}": Layout(f"panel16_k{unit}", unit) for unit in (1, 2, 4)}
 
 
 def physical_shape(weight: Weight) -> tuple[int, ...]:
@@ -203,6 +222,8 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
         return read_whole(weight.args[0], reader).permute(weight.perm)[start:stop]
     if weight.op == "mxfp4":
         return _read_mxfp4(weight, reader, start, stop)
+    if weight.op in ("int8_scales", "int8_values"):
+        return _read_int8(weight, reader, start, stop)
     if weight.op == "reshape":
         return _read_reshaped(weight, reader, start, stop)
     if weight.op == "pack":
@@ -234,11 +255,19 @@ def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
     return read_rows(weight, reader, 0, num_rows(weight))
 
 
+def _row_bytes(weight: Weight) -> int:
+    """What a row of axis 0 takes while it is computed: integers and their scales come from whole rows in float32."""
+    inner = weight.args[0] if weight.op == "pack" else weight
+    if inner.op in ("int8_scales", "int8_values"):
+        return 4 * math.prod(inner.args[0].shape[1:])
+    return weight.num_bytes // num_rows(weight)
+
+
 def materialize(weight: Weight, reader: TensorReader, chunk_bytes: int = 64 << 20) -> Iterator[Tensor]:
     """The stored tensor in order, a chunk of rows at a time: concatenated they have `physical_shape(weight)`."""
     layout = LAYOUTS[weight.layout] if weight.op == "pack" else None
     unit = PANEL if layout and len(weight.shape) == 2 else 1
-    row_bytes = max(1, weight.num_bytes // num_rows(weight))
+    row_bytes = max(1, _row_bytes(weight))
     step = max(unit, chunk_bytes // row_bytes // unit * unit)
     for start in range(0, weight.shape[0], step):
         rows = read_rows(weight, reader, start, min(start + step, weight.shape[0]))

@@ -105,13 +105,20 @@ def test_wrong_dtype_name(model: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [("--target", "cuda:sm_90"), ("--dtype", "float16"), ("--max-model-len", "0"), ("--max-model-len", "99999")],
+    [
+        *(("--target", "cuda:sm_90"), ("--dtype", "float16"), ("--max-model-len", "0"), ("--max-model-len", "99999")),
+        ("--quantize", "int4-awq"),
+    ],
 )
 def test_what_is_not_built_or_out_of_range(model: Path, options: tuple[str, str]) -> None:
     assert options[1].split(":")[0] in refused_compile(model, *options)
 
 
-@pytest.mark.parametrize("option", ["--quantize", "--calibrate", "--add-target"])
+def test_an_unknown_scheme_lists_what_there_is(model: Path) -> None:
+    assert "quantize is 'int9', expected int8 or w8a8 or leaving it out" in refused_compile(model, "--quantize", "int9")
+
+
+@pytest.mark.parametrize("option", ["--calibrate", "--add-target"])
 def test_options_that_are_not_built_are_unknown(model: Path, option: str) -> None:
     assert f"No such option: {option}" in refused("compile", model, "-o", model.parent / "out", option, "1")
 

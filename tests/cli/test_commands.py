@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_models import make_random_model
 from serving import ENV, INFERC, Server, run_inferc, wait_until
 from typer.testing import CliRunner
 
@@ -68,6 +69,22 @@ def test_compile(tiny_llama_folder: Path, tmp_path: Path) -> None:
     assert Path(found["path"]) == tmp_path / "out" and found["config"]["dtype"] == "float32"
     assert found["passes"] and found["weights_bytes"] > 0
     assert (tmp_path / "out" / "engine.json").is_file()
+
+
+def test_compile_and_inspect_a_quantized_model(tmp_path: Path) -> None:
+    folder = make_random_model("qwen3_moe", tmp_path / "model", "bfloat16")
+    options = ["--quantize", "w8a8", "--target", "reference", "--certify", "none"]
+    result = CliRunner().invoke(app, ["compile", str(folder), "-o", str(tmp_path / "out"), *options])
+    assert result.exit_code == 0 and "out: reference, bfloat16 w8a8, " in result.output
+    facts = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--json"]).stdout)
+    kept = {"the embedding": 1, "routers": 2, "the LM head": 1}
+    assert facts["config"]["quantize"] == "w8a8"
+    assert facts["model"]["quantization"] == {"scheme": "w8a8", "products": 6, "kept": kept}
+    printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
+    assert "; w8a8: 6 products in int8; in bfloat16: norms, the embedding, routers (2), the LM head\n" in printed
+    prompt = ["--prompt", "def", "--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--json"]
+    generated = CliRunner().invoke(app, ["generate", str(tmp_path / "out"), *prompt])
+    assert len(json.loads(generated.stdout)["outputs"][0]["token_ids"]) == 3
 
 
 def test_inspect(tiny_artifact: Path) -> None:

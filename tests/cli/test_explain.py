@@ -102,6 +102,18 @@ def test_the_cache_of_a_70b_from_its_config_alone(tmp_path: Path) -> None:
     assert "captured with 2 and with 3 layers, which the rest of the 80 repeat" in text
 
 
+def test_what_a_scheme_makes_of_a_70b(tmp_path: Path) -> None:
+    model = folder(tmp_path / "70b", LLAMA_70B)
+    found = explain_json(model, "--device", "h100", "--quantize", "w8a8")
+    rows = {row["name"]: row for row in found["passes"]}
+    assert rows["quantize"]["rewrites"] == 4 * 80
+    assert rows["fuse_rms_norm_quantize"]["rewrites"] == 2 * 80 and rows["fuse_silu_mul_quantize"]["rewrites"] == 80
+    projections = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
+    assert rows["split_head"]["bytes"] - rows["quantize"]["bytes"] == pytest.approx(projections, rel=0.01)
+    assert rows["plan_memory"]["prefill"]["bytes"] < rows["quantize"]["prefill"]["bytes"]
+    assert found["phases"]["prefill"]["predicted_ms"] < 0.6 * rows["split_head"]["prefill"]["predicted_ms"]
+
+
 def test_experts_that_a_step_touches(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "model_type": "mixtral"}
     found = explain_json(folder(tmp_path / "moe", {**SMALL, **sizes}), "--device", "h100")
@@ -166,6 +178,8 @@ def test_bad_usage(tmp_path: Path, tiny_artifact: Path) -> None:
     assert "--context 257: expected 1 to 256" in refused(tiny_artifact, "--context", "257", "--device", "l4")
     assert "--input-len 300: expected 1 to 256" in refused(tiny_artifact, "--input-len", "300", "--device", "l4")
     assert "'float8'" in refused(model, "--dtype", "float8")
+    assert "quantize is 'int2', expected int8 or w8a8" in refused(model, "--quantize", "int2")
+    assert "compiled already; --quantize is for a model" in refused(tiny_artifact, "--quantize", "int8")
     assert "'cuda' is not built yet" in refused(model, "--target", "cuda")
     assert "no such folder" in refused(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
@@ -175,7 +189,7 @@ def test_bad_usage(tmp_path: Path, tiny_artifact: Path) -> None:
     assert "not JSON" in refused(damaged)
 
 
-@pytest.mark.parametrize("option", ["--quantize", "--html"])
+@pytest.mark.parametrize("option", ["--html"])
 def test_options_that_are_not_built_are_unknown(option: str) -> None:
     result = CliRunner().invoke(app, ["explain", "anything", option, "x"])
     assert result.exit_code == 2 and f"No such option: {option}" in result.output

@@ -18,12 +18,13 @@ Bits = list[tuple[int, float]]  # token id and log probability of every new toke
 NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8", "w8a8"])
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3 has norms on q and k beside all that Llama has."""
+    """Qwen3 has norms on q and k beside all that Llama has. Integers multiply rows in bfloat16, or in int8."""
     folder = tmp_path_factory.mktemp("bits")
-    make_random_model("qwen3", folder / "model", request.param)
-    compile(folder / "model", folder / "artifact", CompileConfig(certify="none"))
+    scheme = request.param if request.param in ("int8", "w8a8") else None
+    make_random_model("qwen3", folder / "model", "bfloat16" if scheme else request.param)
+    compile(folder / "model", folder / "artifact", CompileConfig(certify="none", quantize=scheme))
     return folder / "artifact"
 
 

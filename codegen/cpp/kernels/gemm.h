@@ -1,6 +1,8 @@
 // out = x @ weight.T (+ bias) with the weight in panels of 16 output rows, [n / 16][k / unit][16][unit].
 // One accumulator per output, k ascending: a row's bits do not depend on how many rows there are.
 #pragma once
+#include <type_traits>
+
 #include "team.h"
 
 namespace inferc {
@@ -15,6 +17,7 @@ constexpr int TALL_ROWS = 0;
 constexpr i64 PREFETCH_BYTES = 2048;
 constexpr i64 BLOCK_ROWS = 192;              // rows that share one pass over a group of panels
 constexpr i64 BLOCK_K_BYTES = 8192;          // of one output row: a group of panels then takes half of a 1 MB L2
+constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widened into L1 for rows of another type
 
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
 // a and b point at the first elements; ahead, unless null, at what to fetch meanwhile: as many bytes as each panel has.
@@ -25,14 +28,15 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
   using D = Dot<T>;
   constexpr i64 line = 16 * D::unit;
   const T *rows[M], *panels[P];
-  Vec acc[M][P];
+  typename D::Sum acc[M][P];
 #pragma GCC unroll 16
   for (int p = 0; p < P; ++p) panels[p] = b[p];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
     rows[m] = a[m];
+    const auto offset = D::offset(rows[m], k);
 #pragma GCC unroll 16
-    for (int p = 0; p < P; ++p) acc[m][p] = fresh ? zero() : load(sums + m * stride + p * LANES);
+    for (int p = 0; p < P; ++p) acc[m][p] = D::start(offset, sums + m * stride + p * LANES, fresh);
   }
   i64 steps = k / D::unit;
   for (i64 i = 0; i < steps; ++i) {
@@ -52,7 +56,7 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
     if (steps * D::unit < k) {
-      typename D::A left = D::left_tail(rows[m] + steps * D::unit);
+      typename D::A left = D::left_tail(rows[m] + steps * D::unit, k - steps * D::unit);
 #pragma GCC unroll 16
       for (int p = 0; p < P; ++p) acc[m][p] = D::step(acc[m][p], left, D::right(panels[p] + steps * line));
     }
@@ -102,35 +106,100 @@ struct Panels {
   INLINE i64 count() const { return (n + 15) / 16; }
 };
 
+// k elements of one int8 panel, in the layout of T's.
+template <class T>
+INLINE void widen(const i8* panel, i64 k, T* out) {
+  for (i64 i = 0; i < (k + 3) / 4; ++i) {
+    _mm_prefetch(reinterpret_cast<const char*>(panel + i * 64 + PREFETCH_BYTES), _MM_HINT_T0);
+    widen_line(panel + i * 64, out + i * 64);
+  }
+}
+
+// `tile` over all of k with weights in int8, for so few rows that widening in registers costs less than storing it.
+// Step by step it adds the same as `tile` of the widened weights.
+template <class T, int M, int P>
+__attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, i64 k, float* sums, i64 stride) {
+  using D = Dot<T>;
+  constexpr int unit = D::unit;
+  Vec acc[M][P];
+#pragma GCC unroll 16
+  for (int i = 0; i < M * P; ++i) acc[i / P][i % P] = zero();
+  auto line = [&](i64 i, i64 left) {  // `left` of its four k are there
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) {
+      IVec bytes = iload(b[p] + i * 64);
+      _mm_prefetch(reinterpret_cast<const char*>(b[p] + i * 64 + PREFETCH_BYTES), _MM_HINT_T0);
+      auto step = [&]<int S>(std::integral_constant<int, S>) {
+        if (S * unit >= left) return;
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+          const T* x = a[m] + i * 4 + S * unit;
+          acc[m][p] = D::template int8_step<S>(acc[m][p], (S + 1) * unit <= left ? D::left(x) : D::left_tail(x, 1), bytes);
+        }
+      };
+      step(std::integral_constant<int, 0>());
+      step(std::integral_constant<int, 1>());
+      if constexpr (unit == 1) {
+        step(std::integral_constant<int, 2>());
+        step(std::integral_constant<int, 3>());
+      }
+    }
+  };
+  for (i64 i = 0; i < k / 4; ++i) line(i, 4);
+  if (k % 4) line(k / 4, k % 4);
+#pragma GCC unroll 16
+  for (int i = 0; i < M * P; ++i) store(sums + i / P * stride + i % P * LANES, acc[i / P][i % P]);
+}
+
 // Rows [0, rows) times P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16 outputs.
-// row_of(i) is the address of row i. Long k goes in blocks, continued in float32, which rounds nothing.
-template <class T, int P, class R, class E>
-INLINE void gemm_block(const Panels<T>& w, i64 panel, i64 rows, R row_of, E emit) {
-  constexpr i64 block = BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
+// row_of(i) is the address of row i. Long k goes in blocks, continued in float32 or int32, which rounds nothing. Weights
+// in int8 are read as such and widened in registers or a block at a time: the additions are those of weights in T.
+template <class T, int P, class W, class R, class E>
+INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit) {
+  constexpr bool widens = !std::is_same_v<T, W>;
+  constexpr i64 block = widens ? WIDE_K : BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
   alignas(64) float sums[BLOCK_ROWS * width];
+  if constexpr (widens) {
+    if (rows <= 2) {
+      const i8* panels[P];
+      const T* a[2] = {row_of(0), row_of(rows - 1)};
+      for (int p = 0; p < P; ++p) panels[p] = w.panel(panel + p);
+      if (rows == 1) int8_tile<T, 1, P>(a, panels, w.k, sums, width);
+      else int8_tile<T, 2, P>(a, panels, w.k, sums, width);
+      for (i64 row = 0; row < rows; ++row)
+        for (int p = 0; p < P; ++p) emit(row, panel + p, load(sums + row * width + p * LANES));
+      return;
+    }
+  }
+  alignas(64) T wide[widens ? P * block * 16 : 1];
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     bool is_last = k0 + block >= w.k;
     const T *panels[P], *ahead[P], *a[P == 2 ? 12 : TILE_ROWS];
     for (int p = 0; p < P; ++p) {
-      panels[p] = w.panel(panel + p) + k0 * 16;
-      ahead[p] = panels[p] + PREFETCH_BYTES / i64(sizeof(T));
+      if constexpr (widens) {
+        widen(w.panel(panel + p) + k0 * 16, is_last ? w.k - k0 : block, wide + p * block * 16);
+        panels[p] = ahead[p] = wide + p * block * 16;
+      } else {
+        panels[p] = w.panel(panel + p) + k0 * 16;
+        ahead[p] = panels[p] + PREFETCH_BYTES / i64(sizeof(T));
+      }
     }
     // With more rows the arithmetic hides the stream, and the processor's own prefetching is enough.
-    const bool streams = rows <= 2 || P == 2;
+    const bool streams = !widens && (rows <= 2 || P == 2);
     row_tiles(rows, P == 2 ? TALL_ROWS : TILE_ROWS, [&](i64 row, i64 height) {
       for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m) + k0;
       float* part = sums + (w.k > block ? row * width : 0);
       multiply<T, P>(height, a, panels, streams ? ahead : nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0);
       if (!is_last) return;
       for (i64 m = 0; m < height; ++m)
-        for (int p = 0; p < P; ++p) emit(row + m, panel + p, load(part + m * width + p * LANES));
+        for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(part + m * width + p * LANES));
     });
   }
 }
 
 // The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight.
-template <class T, class R, class E>
-INLINE void gemm_panels(const Panels<T>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+template <class T, class W, class R, class E>
+INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
   i64 panel = begin;
   if constexpr (TALL_ROWS > 0)
     if (rows > TILE_ROWS && rows <= TALL_ROWS)
@@ -140,9 +209,9 @@ INLINE void gemm_panels(const Panels<T>& w, i64 begin, i64 end, i64 rows, R row_
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, row_of, emit);
 }
 
-// x [rows, k]; bias [n] or null; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16.
-template <class T, class E>
-INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, E emit) {
+// x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16.
+template <class T, class W, class E>
+INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit) {
   i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   i64 grain = groups * blocks / (team.count * 8);
   team.each(groups * blocks, grain < 1 ? 1 : grain, [&](i64 begin, i64 end) {
@@ -154,27 +223,62 @@ INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const 
       i64 last = stop * 4 < w.count() ? stop * 4 : w.count();
       gemm_panels<T>(
           w, group * 4, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
-          [&](i64 row, i64 panel, Vec acc) {
-            i64 width = w.n - panel * 16;
-            if (bias) acc = add(acc, load(bias + panel * 16, width));
-            emit(row0 + row, panel * 16, acc, width);
-          });
+          [&](i64 row, i64 panel, auto sums) { emit(row0 + row, panel * 16, sums, w.n - panel * 16); });
       begin += stop - group;
     }
   });
 }
 
-// out [rows, n] in O.
+// Sums times the outputs' own scales and plus their biases, each of which may be null.
+template <class T>
+INLINE Vec finished(Vec sums, const float* scale, const T* bias, i64 at, i64 count) {
+  if (scale) sums = mul(sums, load(scale + at, count));
+  return bias ? add(sums, load(bias + at, count)) : sums;
+}
+
+// out [rows, n] in O; bias [n] or null.
 template <class T, class O>
 void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
-  linear_to(team, x, rows, w, bias, [&](i64 row, i64 column, Vec acc, i64 width) { store(out[row] + column, acc, width); });
+  linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
+    store(out[row] + column, finished<T>(acc, nullptr, bias, column, width), width);
+  });
 }
 
 // out = residual + the product, which is rounded first. out may be where residual is.
 template <class T, class O>
 void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual, Rows<O> out) {
-  linear_to(team, x, rows, w, bias, [&](i64 row, i64 column, Vec acc, i64 width) {
-    store(out[row] + column, add(load(residual[row] + column, width), rounded<O>(acc)), width);
+  linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
+    Vec product = rounded<O>(finished<T>(acc, nullptr, bias, column, width));
+    store(out[row] + column, add(load(residual[row] + column, width), product), width);
+  });
+}
+
+// Writes a product, rounded, or its sum with the residual unless that is null.
+template <class T>
+struct Written {
+  Rows<const T> residual;
+  Rows<T> out;
+  INLINE void operator()(i64 row, i64 column, Vec product, i64 width) const {
+    if (residual.data) product = add(load(residual[row] + column, width), rounded<T>(product));
+    store(out[row] + column, product, width);
+  }
+};
+
+// Weights in int8 with a scale for each output, which multiplies the whole sum.
+template <class T>
+void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<T> out) {
+  linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
+    out(row, column, finished(acc, scale, bias, column, width), width);
+  });
+}
+
+// Rows in int8 too, x_scale [rows, 1].
+template <class T>
+void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
+                 const T* bias, Written<T> out) {
+  linear_to(team, x, rows, w, [&](i64 row, i64 column, IVec acc, i64 width) {
+    Vec sums = mul(to_float(acc), set1(*x_scale[row]));
+    out(row, column, finished(sums, scale, bias, column, width), width);
   });
 }
 

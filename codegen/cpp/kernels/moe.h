@@ -85,12 +85,13 @@ void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 rows, Rout
 
 enum Activation { SILU, GELU, GELU_TANH, SWIGLU_CLAMPED };
 
-template <class T>
+// W: what the weights are stored in, T or int8 with scales.
+template <class T, class W = T>
 struct Experts {
   Rows<const T> x;  // [rows, hidden]
   Rows<const i32> ids;
   Rows<const float> weights;  // [rows, top_k]
-  const T *gate_up, *down;    // panels of [experts, 2 * inter, hidden] and [experts, hidden, inter]
+  const W *gate_up, *down;    // panels of [experts, 2 * inter, hidden] and [experts, hidden, inter]
   const T *gate_up_bias, *down_bias;  // [experts, 2 * inter] and [experts, hidden], or null
   Activation activation;
   float alpha, limit;
@@ -98,6 +99,7 @@ struct Experts {
   i64 rows, top_k, experts, hidden, inter;
   Rows<T> out;
   char* work;  // moe_work_bytes(…) of scratch
+  const float *gate_up_scale = nullptr, *down_scale = nullptr;  // [experts, 2 * inter] and [experts, hidden], of int8
 
   INLINE Vec active(Vec gate, Vec up) const {
     if (activation == SILU) return mul(silu(gate), up);
@@ -107,11 +109,10 @@ struct Experts {
     up = max(min(up, set1(limit)), set1(-limit));
     return mul(mul(gate, sigmoid(mul(gate, set1(alpha)))), add(up, set1(1.0f)));
   }
-  static INLINE Vec biased(Vec acc, const T* bias, i64 at, i64 n) { return bias ? add(acc, load(bias + at, n)) : acc; }
-  INLINE Panels<T> gate_up_of(i64 expert) const { return part(gate_up, expert, 2 * inter, hidden); }
-  INLINE Panels<T> down_of(i64 expert) const { return part(down, expert, hidden, inter); }
-  static INLINE Panels<T> part(const T* data, i64 expert, i64 n, i64 k) {
-    Panels<T> one{data, n, k};
+  INLINE Panels<W> gate_up_of(i64 expert) const { return part(gate_up, expert, 2 * inter, hidden); }
+  INLINE Panels<W> down_of(i64 expert) const { return part(down, expert, hidden, inter); }
+  static INLINE Panels<W> part(const W* data, i64 expert, i64 n, i64 k) {
+    Panels<W> one{data, n, k};
     one.data += expert * (one.panel(one.count()) - one.panel(0));
     return one;
   }
@@ -124,7 +125,8 @@ struct ExpertWork {
   T *active, *scaled;
   float* sums;
   i32 *choices, *starts;
-  explicit ExpertWork(const Experts<T>& m) {
+  template <class W>
+  explicit ExpertWork(const Experts<T, W>& m) {
     auto padded = [](i64 bytes) { return (bytes + 63) / 64 * 64; };
     active = reinterpret_cast<T*>(m.work);
     char* at = m.work + padded(m.rows * m.top_k * m.inter * i64(sizeof(T)));
@@ -138,8 +140,8 @@ struct ExpertWork {
 };
 
 // Choices of id -1 are another rank's, and nowhere in the result.
-template <class T>
-void sort_by_expert(const Experts<T>& m, const ExpertWork<T>& work) {
+template <class T, class W>
+void sort_by_expert(const Experts<T, W>& m, const ExpertWork<T>& work) {
   memset(work.starts, 0, (m.experts + 1) * 4);
   i32 next[MAX_EXPERTS];
   auto on_choices = [&](auto f) {
@@ -153,9 +155,9 @@ void sort_by_expert(const Experts<T>& m, const ExpertWork<T>& work) {
 }
 
 // The activation of the choices [first, last) of one expert, for four panels of columns.
-template <class T>
-void activate(const Experts<T>& m, const ExpertWork<T>& work, i64 expert, i64 first, i64 last, i64 panel) {
-  Panels<T> w = m.gate_up_of(expert);
+template <class T, class W>
+void activate(const Experts<T, W>& m, const ExpertWork<T>& work, i64 expert, i64 first, i64 last, i64 panel) {
+  Panels<W> w = m.gate_up_of(expert);
   i64 end = panel + 4 < m.inter / 16 ? panel + 4 : m.inter / 16;
   alignas(64) float gate[BLOCK_ROWS * 64];
   auto row_of = [&](i64 row) -> const T* {
@@ -163,20 +165,20 @@ void activate(const Experts<T>& m, const ExpertWork<T>& work, i64 expert, i64 fi
   };
   gemm_panels<T>(w, panel, end, last - first, row_of,
                  [&](i64 row, i64 p, Vec acc) {
-                   acc = m.biased(acc, m.gate_up_bias, expert * 2 * m.inter + p * 16, 16);
+                   acc = finished(acc, m.gate_up_scale, m.gate_up_bias, expert * 2 * m.inter + p * 16, 16);
                    store(gate + row * 64 + (p - panel) * 16, rounded<T>(acc));
                  });
   i64 shift = m.inter / 16;
   gemm_panels<T>(w, shift + panel, shift + end, last - first, row_of, [&](i64 row, i64 p, Vec acc) {
-    acc = m.biased(acc, m.gate_up_bias, expert * 2 * m.inter + p * 16, 16);
+    acc = finished(acc, m.gate_up_scale, m.gate_up_bias, expert * 2 * m.inter + p * 16, 16);
     Vec value = m.active(load(gate + row * 64 + (p - shift - panel) * 16), rounded<T>(acc));
     store(work.active + (first + row) * m.inter + (p - shift) * 16, value);
   });
 }
 
 // Adds the experts' results for four panels of columns: a column belongs to one thread, experts go in rising id.
-template <class T>
-void combine(const Experts<T>& m, const ExpertWork<T>& work, i64 panel, i64 end) {
+template <class T, class W>
+void combine(const Experts<T, W>& m, const ExpertWork<T>& work, i64 panel, i64 end) {
   i64 column = panel * 16, width = (end * 16 < m.hidden ? end * 16 : m.hidden) - column;
   for (i64 row = 0; row < m.rows; ++row) memset(work.sums + row * m.hidden + column, 0, width * 4);
   for (i64 expert = 0; expert < m.experts; ++expert)
@@ -188,7 +190,7 @@ void combine(const Experts<T>& m, const ExpertWork<T>& work, i64 panel, i64 end)
           [&](i64 row, i64 p, Vec acc) {
             i64 choice = work.choices[first + row], token = choice / m.top_k, n = m.hidden - p * 16;
             float* sum = work.sums + token * m.hidden + p * 16;
-            acc = m.biased(acc, m.down_bias, expert * m.hidden + p * 16, n);
+            acc = finished(acc, m.down_scale, m.down_bias, expert * m.hidden + p * 16, n);
             Vec share = mul(rounded<T>(acc), set1(m.scale_input ? 1.0f : m.weights[token][choice % m.top_k]));
             store(sum, add(load(sum, n), share), n);
           });
@@ -198,8 +200,8 @@ void combine(const Experts<T>& m, const ExpertWork<T>& work, i64 panel, i64 end)
       store(m.out[row] + column + i, load(work.sums + row * m.hidden + column + i, width - i), width - i);
 }
 
-template <class T>
-void moe_experts(Team& team, const Experts<T>& m) {
+template <class T, class W>
+void moe_experts(Team& team, const Experts<T, W>& m) {
   ExpertWork<T> work(m);
   if (team.tid == 0) sort_by_expert(m, work);
   team.barrier();

@@ -115,19 +115,34 @@ struct Norm {
 };
 
 template <class T>
-INLINE void norm_row(const T* x, const T* weight, const Norm& norm, i64 width, T* out) {
-  Vec squares = zero();
-  for (i64 i = 0; i < width; i += LANES) {
-    Vec v = load(x + i, width - i);
-    squares = fma(v, v, squares);
+struct NormedRow {
+  const T *x, *weight;
+  Norm norm;
+  i64 width;
+  Vec scale;
+
+  INLINE NormedRow(const T* x_, const T* weight_, const Norm& norm_, i64 width_)
+      : x(x_), weight(weight_), norm(norm_), width(width_) {
+    Vec squares = zero();
+    for (i64 i = 0; i < width; i += LANES) {
+      Vec v = load(x + i, width - i);
+      squares = fma(v, v, squares);
+    }
+    scale = set1(1.0f / sqrtf(sum(squares) / float(width) + norm.eps));
   }
-  Vec scale = set1(1.0f / sqrtf(sum(squares) / float(width) + norm.eps));
-  for (i64 i = 0; i < width; i += LANES) {
+  // The elements from i on, not rounded.
+  INLINE Vec operator()(i64 i) const {
     Vec v = mul(load(x + i, width - i), scale), w = weight ? load(weight + i, width - i) : set1(1.0f);
     if (norm.offset != 0.0f) w = add(w, set1(norm.offset));
     if (norm.early) v = rounded<T>(v), w = rounded<T>(w);
-    store(out + i, mul(v, w), width - i);
+    return mul(v, w);
   }
+};
+
+template <class T>
+INLINE void norm_row(const T* x, const T* weight, const Norm& norm, i64 width, T* out) {
+  NormedRow<T> normed(x, weight, norm, width);
+  for (i64 i = 0; i < width; i += LANES) store(out + i, normed(i), width - i);
 }
 
 // Each of `parts` consecutive pieces of `width` elements of a row is normalised on its own (heads, or the whole row).
@@ -142,21 +157,33 @@ void rms_norm(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows,
 }
 
 template <class T>
-INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, i64 width, T* out) {
-  Vec total = zero(), squares = zero();
-  for (i64 i = 0; i < width; i += LANES) total = add(total, load(x + i, width - i));
-  const Vec mean = set1(sum(total) / float(width));
-  for (i64 i = 0; i < width; i += LANES) {
-    Vec v = keep(sub(load(x + i, width - i), mean), 0, int(width - i), zero());
-    squares = fma(v, v, squares);
+struct LayerNormedRow {
+  const T *x, *weight, *bias;
+  i64 width;
+  Vec mean, scale;
+
+  INLINE LayerNormedRow(const T* x_, const T* weight_, const T* bias_, float eps, i64 width_)
+      : x(x_), weight(weight_), bias(bias_), width(width_) {
+    Vec total = zero(), squares = zero();
+    for (i64 i = 0; i < width; i += LANES) total = add(total, load(x + i, width - i));
+    mean = set1(sum(total) / float(width));
+    for (i64 i = 0; i < width; i += LANES) {
+      Vec v = keep(sub(load(x + i, width - i), mean), 0, int(width - i), zero());
+      squares = fma(v, v, squares);
+    }
+    scale = set1(1.0f / sqrtf(sum(squares) / float(width) + eps));
   }
-  const Vec scale = set1(1.0f / sqrtf(sum(squares) / float(width) + eps));
-  for (i64 i = 0; i < width; i += LANES) {
+  INLINE Vec operator()(i64 i) const {
     Vec v = mul(sub(load(x + i, width - i), mean), scale);
     if (weight) v = mul(v, load(weight + i, width - i));
-    if (bias) v = add(v, load(bias + i, width - i));
-    store(out + i, v, width - i);
+    return bias ? add(v, load(bias + i, width - i)) : v;
   }
+};
+
+template <class T>
+INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, i64 width, T* out) {
+  LayerNormedRow<T> normed(x, weight, bias, eps, width);
+  for (i64 i = 0; i < width; i += LANES) store(out + i, normed(i), width - i);
 }
 
 // Weights and biases (or null) of part p of a row start at p * own elements.

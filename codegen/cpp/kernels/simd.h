@@ -10,6 +10,7 @@
 
 namespace inferc {
 
+using i8 = int8_t;
 using i32 = int32_t;
 using i64 = int64_t;
 using u32 = uint32_t;
@@ -85,6 +86,28 @@ INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
 INLINE __m256 low_half(Vec x) { return _mm512_castps512_ps256(x.v); }
 INLINE __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x.v, 1); }
 
+// Sixteen int32 lanes; their load and store take the address of what 64 bytes there are for.
+struct IVec {
+  __m512i v;
+};
+INLINE IVec iset1(i32 x) { return {_mm512_set1_epi32(x)}; }
+INLINE IVec iload(const void* p) { return {_mm512_loadu_si512(p)}; }
+INLINE void store(void* p, IVec x) { _mm512_storeu_si512(p, x.v); }
+INLINE IVec add(IVec a, IVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
+INLINE IVec bits_or(IVec a, IVec b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int N>
+INLINE IVec left_by(IVec a) { return {_mm512_slli_epi32(a.v, N)}; }
+template <int N>
+INLINE IVec right_by(IVec a) { return {_mm512_srai_epi32(a.v, N)}; }
+template <int N>
+INLINE IVec zeros_right_by(IVec a) { return {_mm512_srli_epi32(a.v, N)}; }
+INLINE Vec to_float(IVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
+INLINE IVec bits_of(Vec a) { return {_mm512_castps_si512(a.v)}; }
+// Whole numbers in [-127, 127].
+INLINE void store(i8* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
+
 #else
 
 struct Vec {
@@ -148,6 +171,36 @@ INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
 }
 INLINE __m256 low_half(Vec x) { return x.l; }
 INLINE __m256 high_half(Vec x) { return x.h; }
+
+struct IVec {
+  __m256i l, h;
+};
+INLINE IVec iset1(i32 x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE IVec iload(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+INLINE void store(void* p, IVec x) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.l);
+  _mm256_storeu_si256(q + 1, x.h);
+}
+INLINE IVec add(IVec a, IVec b) { return {_mm256_add_epi32(a.l, b.l), _mm256_add_epi32(a.h, b.h)}; }
+INLINE IVec bits_or(IVec a, IVec b) { return {_mm256_or_si256(a.l, b.l), _mm256_or_si256(a.h, b.h)}; }
+template <int N>
+INLINE IVec left_by(IVec a) { return {_mm256_slli_epi32(a.l, N), _mm256_slli_epi32(a.h, N)}; }
+template <int N>
+INLINE IVec right_by(IVec a) { return {_mm256_srai_epi32(a.l, N), _mm256_srai_epi32(a.h, N)}; }
+template <int N>
+INLINE IVec zeros_right_by(IVec a) { return {_mm256_srli_epi32(a.l, N), _mm256_srli_epi32(a.h, N)}; }
+INLINE Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
+INLINE IVec bits_of(Vec a) { return {_mm256_castps_si256(a.l), _mm256_castps_si256(a.h)}; }
+INLINE void store(i8* p, Vec x) {
+  __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.l), _mm256_cvtps_epi32(x.h));
+  words = _mm256_permute4x64_epi64(words, 0xd8);
+  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
 
 #endif
 
@@ -246,19 +299,43 @@ INLINE Vec floor_each(Vec x) { return each_lane(x, [](float lane) { return floor
 INLINE Vec sqrt_each(Vec x) { return each_lane(x, [](float lane) { return sqrtf(lane); }); }
 INLINE Vec rsqrt_each(Vec x) { return div(set1(1.0f), sqrt_each(x)); }
 
+// Byte J of each lane, which is a float exactly and a bf16 too.
+template <int J>
+INLINE Vec byte_of(IVec line) {
+  if constexpr (J < 3) line = left_by<24 - 8 * J>(line);
+  return to_float(right_by<24>(line));
+}
+// Bytes J and J + 1 of each lane as a pair of bf16.
+template <int J>
+INLINE IVec pair_of(IVec line) {
+  return bits_or(zeros_right_by<16>(bits_of(byte_of<J>(line))), bits_of(byte_of<J + 1>(line)));
+}
+
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
+// A sum starts at what `start` gives, from memory unless `fresh`; offset(row, k) is what that needs to know of the row.
 template <class T>
 struct Dot;
 
+struct FloatSums {
+  using Sum = Vec;
+  template <class T>
+  static INLINE int offset(const T*, i64) { return 0; }
+  static INLINE Vec start(int, const float* sums, bool fresh) { return fresh ? zero() : load(sums); }
+  static INLINE Vec sum(const float* sums) { return load(sums); }
+};
+
 template <>
-struct Dot<float> {
+struct Dot<float> : FloatSums {
   static constexpr int unit = 1;
   using A = Vec;
   using B = Vec;
   static INLINE A left(const float* p) { return set1(*p); }
-  static INLINE A left_tail(const float* p) { return left(p); }
+  static INLINE A left_tail(const float* p, i64) { return left(p); }
   static INLINE B right(const float* p) { return load(p); }
   static INLINE Vec step(Vec acc, A a, B b) { return fma(a, b, acc); }
+  // The same with k step S of an int8 line, [16][4].
+  template <int S>
+  static INLINE Vec int8_step(Vec acc, A a, IVec line) { return step(acc, a, byte_of<S>(line)); }
 };
 
 INLINE u32 pair(const bf16* p) {
@@ -269,18 +346,20 @@ INLINE u32 pair(const bf16* p) {
 
 #if defined(__AVX512BF16__)
 template <>
-struct Dot<bf16> {
+struct Dot<bf16> : FloatSums {
   static constexpr int unit = 2;
   using A = __m512i;
   using B = __m512i;
   static INLINE A left(const bf16* p) { return _mm512_set1_epi32(int(pair(p))); }
-  static INLINE A left_tail(const bf16* p) { return _mm512_set1_epi32(int(p->bits)); }
+  static INLINE A left_tail(const bf16* p, i64) { return _mm512_set1_epi32(int(p->bits)); }
   static INLINE B right(const bf16* p) { return _mm512_loadu_si512(p); }
   static INLINE Vec step(Vec acc, A a, B b) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)b, (__m512bh)a)}; }
+  template <int S>
+  static INLINE Vec int8_step(Vec acc, A a, IVec line) { return step(acc, a, pair_of<2 * S>(line).v); }
 };
 #else
 template <>
-struct Dot<bf16> {
+struct Dot<bf16> : FloatSums {
   static constexpr int unit = 2;
   struct A {
     __m256 even, odd;
@@ -293,7 +372,7 @@ struct Dot<bf16> {
             _mm256_castsi256_ps(_mm256_set1_epi32(int(bits & 0xffff0000u)))};
   }
   static INLINE A left(const bf16* p) { return split(pair(p)); }
-  static INLINE A left_tail(const bf16* p) { return split(p->bits); }
+  static INLINE A left_tail(const bf16* p, i64) { return split(p->bits); }
   static INLINE B right(const bf16* p) {
     const __m256i* q = reinterpret_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
@@ -304,7 +383,81 @@ struct Dot<bf16> {
     return _mm256_fmadd_ps(a.odd, odd, _mm256_fmadd_ps(a.even, even, acc));
   }
   static INLINE Vec step(Vec acc, const A& a, const B& b) { return {half(acc.l, a, b.l), half(acc.h, a, b.h)}; }
+  template <int S>
+  static INLINE Vec int8_step(Vec acc, const A& a, IVec line) {
+    return fma({a.odd, a.odd}, byte_of<2 * S + 1>(line), fma({a.even, a.even}, byte_of<2 * S>(line), acc));
+  }
 };
 #endif
+
+INLINE i32 four(const i8* p, i64 count = 4) {  // the first `count` of four bytes, then zeros
+  i32 bytes = 0;
+  memcpy(&bytes, p, size_t(count));
+  return bytes;
+}
+
+// Sums of int8 are exact in int32, in any order.
+template <>
+struct Dot<i8> {
+  static constexpr int unit = 4;
+  using Sum = IVec;
+  static INLINE IVec sum(const float* sums) { return iload(sums); }
+#ifdef __AVX512VNNI__
+  // vpdpbusd takes its first factor without a sign: it gets the weight plus 128 (its top bit flipped), and each sum
+  // starts 128 times the row's own sum too low.
+  using A = __m512i;
+  using B = __m512i;
+  static INLINE i32 offset(const i8* row, i64 k) {
+    i32 total = 0;
+    for (i64 i = 0; i < k; ++i) total += row[i];
+    return -128 * total;
+  }
+  static INLINE IVec start(i32 offset, const float* sums, bool fresh) {
+    return fresh ? iset1(offset) : add(iload(sums), iset1(offset));
+  }
+  static INLINE A left(const i8* p) { return _mm512_set1_epi32(four(p)); }
+  static INLINE A left_tail(const i8* p, i64 count) { return _mm512_set1_epi32(four(p, count)); }
+  static INLINE B right(const i8* p) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)); }
+  static INLINE IVec step(IVec acc, A a, B b) { return {_mm512_dpbusd_epi32(acc.v, b, a)}; }
+#else
+  // vpmaddubsw saturates, so bytes are widened to 16 bits: those at even and those at odd k, two to a lane.
+  struct A {
+    __m256i even, odd;
+  };
+  struct B {
+    __m256i l, h;
+  };
+  static INLINE int offset(const i8*, i64) { return 0; }
+  static INLINE IVec start(int, const float* sums, bool fresh) { return fresh ? iset1(0) : iload(sums); }
+  static INLINE __m256i even(__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+  static INLINE __m256i odd(__m256i x) { return _mm256_srai_epi16(x, 8); }
+  static INLINE A split(i32 bytes) { return {even(_mm256_set1_epi32(bytes)), odd(_mm256_set1_epi32(bytes))}; }
+  static INLINE A left(const i8* p) { return split(four(p)); }
+  static INLINE A left_tail(const i8* p, i64 count) { return split(four(p, count)); }
+  static INLINE B right(const i8* p) {
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+  }
+  static INLINE __m256i half(__m256i acc, const A& a, __m256i b) {
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(a.even, even(b)));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(a.odd, odd(b)));
+  }
+  static INLINE IVec step(IVec acc, const A& a, const B& b) { return {half(acc.l, a, b.l), half(acc.h, a, b.h)}; }
+#endif
+};
+
+// A line of int8 weights, [16][4], as the lines [16][unit] that the same four k take in T.
+INLINE void widen_line(const i8* line, float* out) {
+  IVec bytes = iload(line);
+  store(out, byte_of<0>(bytes));
+  store(out + 16, byte_of<1>(bytes));
+  store(out + 32, byte_of<2>(bytes));
+  store(out + 48, byte_of<3>(bytes));
+}
+INLINE void widen_line(const i8* line, bf16* out) {
+  IVec bytes = iload(line);
+  store(static_cast<void*>(out), pair_of<0>(bytes));
+  store(static_cast<void*>(out + 32), pair_of<2>(bytes));
+}
 
 }  // namespace inferc

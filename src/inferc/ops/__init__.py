@@ -33,6 +33,15 @@ from inferc.ops.linear import head_linear, linear_add, linear_wide, lm_head
 from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.pointwise import pointwise
 from inferc.ops.qkv import qkv_rope_kv_write, qkv_rope_kv_write_in_place
+from inferc.ops.quantize import (
+    layer_norm_quantize,
+    linear_int8,
+    linear_w8a8,
+    quantize_rows,
+    rms_norm_add_quantize,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
 from inferc.ops.rope import PAIRS as rope_pairs
 from inferc.ops.rope import rope, rope_table
 
@@ -52,7 +61,10 @@ __all__ = [
     "latent_write",
     "latent_write_in_place",
     "layer_norm",
+    "layer_norm_quantize",
     "linear_add",
+    "linear_int8",
+    "linear_w8a8",
     "linear_wide",
     "lm_head",
     "moe_experts",
@@ -63,8 +75,11 @@ __all__ = [
     "pointwise",
     "qkv_rope_kv_write",
     "qkv_rope_kv_write_in_place",
+    "quantize_rows",
     "rms_norm",
     "rms_norm_add",
+    "rms_norm_add_quantize",
+    "rms_norm_quantize",
     "rope",
     "rope_kv_write",
     "rope_kv_write_in_place",
@@ -72,5 +87,6 @@ __all__ = [
     "rope_table",
     "run_ranks",
     "silu_mul",
+    "silu_mul_quantize",
     "visible",
 ]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from inferc.ops.elementwise import silu_mul
+from inferc.ops.quantize import linear_int8
 from inferc.ops.registry import define, like_first
 
 SCORES = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
@@ -75,10 +76,16 @@ def activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: fl
     return (torch.nn.functional.gelu(wide, approximate=approximate) * other).to(gate.dtype)
 
 
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
+    if scale is None:
+        return torch.nn.functional.linear(x, weight[expert], bias)
+    return linear_int8(x, weight[expert], scale[expert], bias)
+
+
 @define(
     "moe_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down,"
     ' Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float alpha=1.0, float limit=0.0,'
-    " bool scale_input=False) -> Tensor",
+    " bool scale_input=False, Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor",
     like_first,
 )
 def moe_experts(
@@ -93,6 +100,8 @@ def moe_experts(
     alpha: float = 1.0,
     limit: float = 0.0,
     scale_input: bool = False,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     """Gated experts, summed by routing weight in float32, in rising expert id.
 
@@ -101,6 +110,8 @@ def moe_experts(
     intermediate_size]; biases [num_experts, …] of either. activation: "silu", "gelu", "gelu_tanh" of the gate times
     up, or "swiglu_clamped" (gpt-oss): `gate * sigmoid(alpha * gate) * (up + 1)`, both within `limit`.
     With `scale_input` (Llama 4) the weight multiplies an expert's input, rounded, and not its result.
+    With gate_up_scale [num_experts, 2 * intermediate_size] and down_scale [num_experts, hidden_size], float32, both
+    weights are int8 and multiplied as in `linear_int8`.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):
@@ -109,8 +120,8 @@ def moe_experts(
             biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
             share = expert_weights[rows, choice].float()[:, None]
             taken = (x[rows].float() * share).to(x.dtype) if scale_input else x[rows]
-            gate, up = torch.nn.functional.linear(taken, gate_up[expert], biases[0]).chunk(2, -1)
+            gate, up = _product(taken, gate_up, gate_up_scale, biases[0], expert).chunk(2, -1)
             hidden = activated(gate, up, activation, alpha, limit)
-            result = torch.nn.functional.linear(hidden, down[expert], biases[1])
+            result = _product(hidden, down, down_scale, biases[1], expert)
             out.index_add_(0, rows, result.float() if scale_input else result.float() * share)
     return out.to(x.dtype)

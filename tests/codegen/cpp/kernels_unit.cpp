@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "inferc_abi.h"
 #include "moe.h"
+#include "quantize.h"
 #include "sample.h"
 
 using namespace inferc;
@@ -54,6 +55,38 @@ EXPORT void test_linear_add(void* pool, i64 dtype, const void* x, i64 rows, cons
     Panels<T> panels{as<T>(w), n, k};
     on(pool, [&](Team& t) {
       linear<T, T>(t, rows_of<const T>(x, k), rows, panels, as<T>(bias), rows_of<const T>(residual, n), rows_of<T>(out, n));
+    });
+  })
+}
+
+// x int8 with scales if x_scale, else in T; residual and bias may be null.
+EXPORT void test_linear_int8(void* pool, i64 dtype, const void* x, i64 ldx, const float* x_scale, i64 rows, const i8* w, i64 n,
+                             i64 k, const float* scale, const void* bias, const void* residual, void* out) {
+  FOR_DTYPE(dtype, {
+    Panels<i8> panels{w, n, k};
+    Written<T> written{rows_of<const T>(residual, n), rows_of<T>(out, n)};
+    on(pool, [&](Team& t) {
+      if (x_scale)
+        linear_w8a8<T>(t, rows_of<const i8>(x, ldx), rows_of<const float>(x_scale, 1), rows, panels, scale, as<T>(bias), written);
+      else linear_int8<T>(t, rows_of<const T>(x, ldx), rows, panels, scale, as<T>(bias), written);
+    });
+  })
+}
+
+// How the rows come about: 0 as they are, 1 rms_norm, 2 rms_norm_add with y, 3 layer_norm with y as bias, 4 silu_mul by y.
+EXPORT void test_quantize(void* pool, i64 dtype, i64 op, const void* x, i64 ldx, const void* y, const void* weight, float eps,
+                          float offset, i64 early, i64 rows, i64 width, i8* out, float* scale, void* total) {
+  Norm norm{eps, offset, early != 0};
+  FOR_DTYPE(dtype, {
+    auto in = rows_of<const T>(x, ldx), other = rows_of<const T>(y, width);
+    Rows<i8> q{out, width};
+    Rows<float> s{scale, 1};
+    on(pool, [&](Team& t) {
+      if (op == 0) quantize_rows<T>(t, in, rows, width, q, s);
+      if (op == 1) rms_norm_quantize<T>(t, in, as<T>(weight), norm, rows, width, q, s);
+      if (op == 2) rms_norm_add_quantize<T>(t, in, other, as<T>(weight), norm, rows, width, q, s, rows_of<T>(total, width));
+      if (op == 3) layer_norm_quantize<T>(t, in, as<T>(weight), as<T>(y), eps, rows, width, q, s);
+      if (op == 4) silu_mul_quantize<T>(t, in, other, rows, width, q, s);
     });
   })
 }
@@ -257,7 +290,19 @@ EXPORT void test_moe_experts(void* pool, i64 dtype, const void* x, const i32* id
     Experts<T> m{rows_of<const T>(x, hidden), rows_of<const i32>(ids, top_k), rows_of<const float>(weights, top_k),
                  as<T>(gate_up), as<T>(down), as<T>(gate_up_bias), as<T>(down_bias), Activation(activation), alpha, limit,
                  scale_input != 0, rows, top_k, experts, hidden, inter, rows_of<T>(out, hidden), work};
-    on(pool, [&](Team& t) { moe_experts<T>(t, m); });
+    on(pool, [&](Team& t) { moe_experts(t, m); });
+  })
+}
+
+EXPORT void test_moe_experts_int8(void* pool, i64 dtype, const void* x, const i32* ids, const float* weights,
+                                  const i8* gate_up, const i8* down, const float* gate_up_scale, const float* down_scale,
+                                  const void* gate_up_bias, const void* down_bias, i64 rows, i64 top_k, i64 experts,
+                                  i64 hidden, i64 inter, void* out, char* work) {
+  FOR_DTYPE(dtype, {
+    Experts<T, i8> m{rows_of<const T>(x, hidden), rows_of<const i32>(ids, top_k), rows_of<const float>(weights, top_k),
+                     gate_up, down, as<T>(gate_up_bias), as<T>(down_bias), SILU, 1.0f, 0.0f, false, rows, top_k, experts,
+                     hidden, inter, rows_of<T>(out, hidden), work, gate_up_scale, down_scale};
+    on(pool, [&](Team& t) { moe_experts(t, m); });
   })
 }
 

@@ -1,0 +1,155 @@
+"""Quantize weights, and for some schemes the rows they multiply, by rounding to nearest.
+
+A weight becomes two expressions over what it was: int8 values and a float32 scale for each output. Decoding reads half
+the bytes of bfloat16. Nothing is calibrated: a scale is the largest magnitude over 127. Rows that several products read
+are quantized once.
+
+What stays in the model's dtype is counted, with the reason: the embedding and the LM head, which are most sensitive for
+their size; routers, whose choices tip on a rounding; products of each head by its own matrix.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from inferc import weights as weight_lib
+from inferc.passes.quantize.schemes import Scheme
+from inferc.passes.rewrite import arguments, infer_types, no_rewrite
+from inferc.program import Program
+
+log = logging.getLogger(__name__)
+aten, inferc = torch.ops.aten, torch.ops.inferc
+
+LINEARS = (aten.linear.default, inferc.linear_add.default)
+KEPT = {
+    aten.embedding.default: "the embedding",
+    inferc.lm_head.default: "the LM head",
+    inferc.linear_wide.default: "routers",
+    inferc.head_linear.default: "products by a matrix for each head",
+}
+# Between a router and the choice of experts.
+BEFORE_ROUTING = (
+    *(inferc.pointwise.default, aten._to_copy.default, aten.add.Tensor, aten.mul.Tensor),
+    *(aten.view.default, aten.slice.Tensor),
+)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Runs where every product has its final form: packed, with its residual, behind the selection of rows."""
+
+    scheme: Scheme
+    name: str = "quantize"
+
+    def __call__(self, program: Program) -> int:
+        """Writes what it did into `program.info["quantization"]`, which the artifact keeps."""
+        run = _Run(program, self.scheme)
+        for node in list(program.graph.nodes):
+            if node.op != "call_function":
+                continue
+            reason = _why_kept(node)
+            if reason:
+                run.kept[reason] += 1
+                no_rewrite(self.name, node, f"it is among what stays in its dtype: {reason}")
+            elif node.target in LINEARS:
+                run.linear(node)
+            elif node.target == inferc.moe_experts.default:
+                run.experts(node)
+        if run.count:
+            program.drop_unused()
+        done = {"scheme": self.scheme.name, "products": run.count, "kept": dict(run.kept)}
+        program.info = {**program.info, "quantization": done}  # not in place: programs of other ranks share it
+        kept = ", ".join(f"{what} ({count})" for what, count in run.kept.items())
+        log.info("%s %s: %d products quantized; not: %s", self.name, self.scheme.name, run.count, kept or "nothing")
+        return run.count
+
+
+@dataclass
+class _Run:
+    program: Program
+    scheme: Scheme
+    count: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
+    rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)  # of x: its int8 rows and their scales
+
+    def linear(self, node: fx.Node) -> None:
+        x, weight, bias, *residual = arguments(node)
+        values, scale = self._weight(weight, node)
+        if self.scheme.quantizes_rows:
+            dtype = node.meta["val"].dtype
+            call, args = inferc.linear_w8a8.default, (*self._rows(x, node), values, scale, dtype, bias, *residual)
+        else:
+            call, args = inferc.linear_int8.default, (x, values, scale, bias, *residual)
+        self._replace(node, call, args)
+
+    def experts(self, node: fx.Node) -> None:
+        """Their rows stay as they are under every scheme: each expert would quantize its own few."""
+        args = dict(zip([each.name for each in node.target._schema.arguments], arguments(node)))  # type: ignore[union-attr]
+        for name in ("gate_up", "down"):
+            args[name], args[f"{name}_scale"] = self._weight(args[name], node)
+        self._replace(node, inferc.moe_experts.default, tuple(args.values()))
+
+    def _weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+        expression = self.program.weight(weight)
+        values, scales = weight_lib.int8_values(expression), weight_lib.int8_scales(expression)
+        name = str(weight.target)
+        return (
+            self.program.add_weight(f"{name}.int8", values, before=before),
+            self.program.add_weight(f"{name}.scale", scales, before=before),
+        )
+
+    def _rows(self, x: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+        if x not in self.rows:
+            base = str(x.meta.get("name", x.name))
+            with self.program.graph.inserting_before(before):
+                both = self.program.graph.call_function(inferc.quantize_rows.default, (x,))
+                values, scale = (self.program.graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
+            for made, name in ((both, "quantized"), (values, "int8"), (scale, "scale")):
+                made.meta.update(name=f"{base}.{name}", layer=before.meta.get("layer"))
+            infer_types(self.program, [both, values, scale])
+            self.rows[x] = (values, scale)
+        return self.rows[x]
+
+    def _replace(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+        while args[-1] is None:
+            args = args[:-1]
+        with self.program.graph.inserting_before(node):
+            made = self.program.graph.call_function(target, args)
+        made.meta.update(name=node.meta.get("name", node.name), layer=node.meta.get("layer"))
+        infer_types(self.program, [made])
+        node.replace_all_uses_with(made)
+        self.program.graph.erase_node(node)
+        self.count += 1
+
+
+def _why_kept(node: fx.Node) -> str:
+    """What the node is that stays in its dtype, "" if it is not or does not multiply by a weight."""
+    if node.target in KEPT:
+        return KEPT[node.target]
+    if node.target == inferc.moe_experts.default:
+        weights = arguments(node)[3:5]
+    elif node.target in LINEARS:
+        weights = arguments(node)[1:2]
+    else:
+        return ""
+    if any(not isinstance(each, fx.Node) or each.op != "get_attr" for each in weights):
+        return "products by what is no weight"
+    if any(each.meta["val"].dtype == torch.int8 for each in weights):
+        return "products in int8 already"
+    if node.target in LINEARS and node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
+        return "products of what is not rows of tokens"
+    return "routers" if _routes(node) else ""
+
+
+def _routes(node: fx.Node) -> bool:
+    return any(
+        user.target == inferc.moe_routing.default or (user.target in BEFORE_ROUTING and _routes(user))
+        for user in node.users
+    )

@@ -1,0 +1,138 @@
+"""Integers and the scales that make numbers of them, and the products of such."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inferc.ops.elementwise import silu_mul
+from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
+from inferc.ops.registry import define
+
+LARGEST = 127  # not -128: so that the negative of every number is one too
+
+
+def _rows_fake(x: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+@define("quantize_rows(Tensor x) -> (Tensor, Tensor)", _rows_fake)
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as int8 with a scale of its own: x [rows, k]; result [rows, k] int8 and [rows] float32, x = int8 * scale.
+
+    The scale is the row's largest magnitude over 127, or 1 for a row of zeros; numbers round to nearest, ties to even.
+    A row with a NaN or an infinity has a scale that is no finite number, so that it is noticed further on.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1) / LARGEST
+    scale = scale.masked_fill(scale == 0, 1.0)
+    rounded = (wide / scale[:, None]).round().nan_to_num(0.0).clamp(-LARGEST, LARGEST)
+    return rounded.to(torch.int8), scale
+
+
+def _linear_int8_fake(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@define(
+    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None, Tensor? residual=None) -> Tensor",
+    _linear_int8_fake,
+)
+def linear_int8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`linear` with weights in int8 (W8A16): the integers are multiplied as they are, each sum by its row's scale.
+
+    x [num_tokens, k]; weight [n, k] int8; scale [n] float32; bias [n]; residual, result [num_tokens, n]. The product
+    with its bias is rounded to the dtype of x, then the residual is added, as in `linear_add`.
+    """
+    product = torch.nn.functional.linear(x.float(), weight.float()) * scale
+    return _finish(product, bias, residual, x.dtype)
+
+
+def _linear_w8a8_fake(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@define(
+    "linear_w8a8(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, ScalarType dtype, Tensor? bias=None,"
+    " Tensor? residual=None) -> Tensor",
+    _linear_w8a8_fake,
+)
+def linear_w8a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`linear` of rows and weights in int8 (W8A8): sums are exact in int32, then scaled by the row and by the output.
+
+    x [num_tokens, k] int8; x_scale [num_tokens] float32; the rest as in `linear_int8`, the result in `dtype`.
+    """
+    # float64 holds every sum of int32 exactly, and its product is a fast one.
+    sums = torch.nn.functional.linear(x.double(), weight.double()).float()
+    return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
+
+
+def _finish(product: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    result = (product if bias is None else product + bias.float()).to(dtype)
+    return result if residual is None else residual + result
+
+
+@define(
+    "rms_norm_quantize(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, bool round_before_scale=True)"
+    " -> (Tensor, Tensor)",
+    _rows_fake,
+)
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of `rms_norm`: x [num_tokens, size]."""
+    return quantize_rows(rms_norm(x, weight, eps, weight_offset, round_before_scale))
+
+
+def _rms_norm_add_quantize_fake(x: Tensor, residual: Tensor, *_args: object) -> tuple[Tensor, Tensor, Tensor]:
+    return *_rows_fake(x), residual.new_empty(residual.shape)
+
+
+@define(
+    "rms_norm_add_quantize(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset=0.0,"
+    " bool round_before_scale=True) -> (Tensor, Tensor, Tensor)",
+    _rms_norm_add_quantize_fake,
+)
+def rms_norm_add_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize_rows` of what `rms_norm_add` normalises, and the sum: (int8, scales, sum)."""
+    normed, total = rms_norm_add(x, residual, weight, eps, weight_offset, round_before_scale)
+    return *quantize_rows(normed), total
+
+
+@define("layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", _rows_fake)
+def layer_norm_quantize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of `layer_norm`: x [num_tokens, size]."""
+    return quantize_rows(layer_norm(x, weight, bias, eps))
+
+
+@define("silu_mul_quantize(Tensor gate, Tensor up) -> (Tensor, Tensor)", _rows_fake)
+def silu_mul_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of `silu_mul`: gate, up [num_tokens, size]."""
+    return quantize_rows(silu_mul(gate, up))

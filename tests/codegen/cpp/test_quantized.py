@@ -1,0 +1,196 @@
+"""The kernels of quantized weights and rows against their ops' references, and that integers are summed exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cpp_kernels import Kernels, assert_near, packed
+from torch import Tensor
+
+ops = torch.ops.inferc
+SHAPES = (
+    (1, 1, 1),
+    (1, 64, 256),
+    (3, 90, 33),
+    (7, 65, 130),
+    (12, 100, 34),
+    (13, 128, 31),
+    (200, 70, 519),
+    (5, 40, 8195),
+)
+
+
+def nan(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(sizes, float("nan"), dtype=dtype)
+
+
+def quantized(*sizes: int) -> tuple[Tensor, Tensor]:
+    """Random int8 weights with all of their range, and scales of a size that keeps products near 1."""
+    values = torch.randint(-127, 128, sizes, dtype=torch.int8)
+    return values, (torch.rand(sizes[:-1]) + 0.5) / (73 * sizes[-1] ** 0.5)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_linear_int8(kernels: Kernels, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    rows, n, k = sizes
+    wide_x = torch.randn(rows, k + 5).to(dtype)
+    x, (weight, scale) = wide_x[:, 2 : 2 + k], quantized(n, k)
+    bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
+    for b, r in ((None, None), (bias, None), (None, residual), (bias, residual)):
+        out = nan(rows, n, dtype=dtype)
+        kernels.run("test_linear_int8", dtype, x, k + 5, None, rows, packed(weight), n, k, scale, b, r, out)
+        # Thousands of additions one after the other round more often than torch's in pieces.
+        assert_near(out, ops.linear_int8(x, weight, scale, b, r), factor=4.0 if k > 1000 else 1.0)
+
+
+def test_int8_weights_give_the_bits_of_the_same_integers_in_the_rows_type(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n, k in SHAPES:
+        x, (weight, _) = torch.randn(rows, k).to(dtype), quantized(n, k)
+        out, same = nan(rows, n, dtype=dtype), nan(rows, n, dtype=dtype)
+        ones = torch.ones(n)
+        kernels.run("test_linear_int8", dtype, x, k, None, rows, packed(weight), n, k, ones, None, None, out)
+        kernels.run("test_linear", dtype, x, k, rows, packed(weight.to(dtype)), n, k, None, same, n, False)
+        assert torch.equal(out, same)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_linear_w8a8_is_exact(kernels: Kernels, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    rows, n, k = sizes
+    wide_x = torch.randint(-127, 128, (rows, k + 5), dtype=torch.int8)
+    x, (weight, scale) = wide_x[:, 2 : 2 + k], quantized(n, k)
+    x_scale = torch.rand(rows) / 73
+    bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
+    for b, r in ((None, None), (bias, None), (None, residual), (bias, residual)):
+        out = nan(rows, n, dtype=dtype)
+        kernels.run("test_linear_int8", dtype, x, k + 5, x_scale, rows, packed(weight), n, k, scale, b, r, out)
+        assert torch.equal(out, ops.linear_w8a8(x, x_scale, weight, scale, dtype, b, r))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_products_do_not_saturate(kernels: Kernels, sign: int) -> None:
+    x, weight = torch.full((3, 4099), 127, dtype=torch.int8), torch.full((17, 4099), sign * 127, dtype=torch.int8)
+    out = nan(3, 17, dtype=torch.float32)
+    ones = torch.ones(17)
+    args = (x, 4099, torch.ones(3), 3, packed(weight), 17, 4099, ones, None, None, out)
+    kernels.run("test_linear_int8", torch.float32, *args)
+    assert torch.equal(out, torch.full((3, 17), float(sign * 127 * 127 * 4099)))
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["int8", "w8a8"])
+def test_a_row_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype, scaled: bool) -> None:
+    rows, n, k = 205, 150, 297
+    x, (weight, scale) = torch.randn(rows, k).to(dtype), quantized(n, k)
+    x, x_scale = ops.quantize_rows(x) if scaled else (x, None)
+    stored, alone = packed(weight), nan(rows, n, dtype=dtype)
+
+    def run(first: int, count: int, out: Tensor) -> None:
+        own = None if x_scale is None else x_scale[first:]
+        kernels.run("test_linear_int8", dtype, x[first:], k, own, count, stored, n, k, scale, None, None, out)
+
+    for row in range(rows):
+        run(row, 1, alone[row])
+    for count in (*range(2, 15), 100, rows):
+        together = nan(count, n, dtype=dtype)
+        run(0, count, together)
+        assert torch.equal(together, alone[:count])
+
+
+def quantize(kernels: Kernels, dtype: torch.dtype, op: int, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """args: y, weight, eps, offset, early."""
+    rows, width = x.shape
+    values, scale = torch.full((rows, width), 99, dtype=torch.int8), nan(rows, dtype=torch.float32)
+    total = nan(rows, width, dtype=dtype)
+    kernels.run("test_quantize", dtype, op, x, x.stride(0), *args, rows, width, values, scale, total)
+    return values, scale, total
+
+
+NONE = (None, None, 0.0, 0.0, False)
+
+
+def test_quantize_rows_is_exact(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 1), (5, 33), (70, 80)):
+        x = (torch.randn(rows, width + 3) * 10).to(dtype)[:, 1 : 1 + width]
+        values, scale, _ = quantize(kernels, dtype, 0, x, *NONE)
+        expected, expected_scale = ops.quantize_rows(x)
+        assert torch.equal(values, expected) and torch.equal(scale, expected_scale)
+
+
+def test_ties_go_to_the_even_number(kernels: Kernels, dtype: torch.dtype) -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -127.0]]).to(dtype)
+    values, scale, _ = quantize(kernels, dtype, 0, x, *NONE)
+    assert values.tolist() == [[127, 0, 2, 2, 0, -2, -2, -127]] and scale.tolist() == [1.0]
+
+
+def test_rows_of_zeros_of_almost_nothing_and_of_what_is_no_number(kernels: Kernels, dtype: torch.dtype) -> None:
+    x = torch.zeros(6, 40, dtype=dtype)
+    x[1, 3], x[2, 5], x[3, 39], x[4, 20], x[5, 0] = 1e-38, -1e-44, float("nan"), float("inf"), -float("inf")
+    values, scale, _ = quantize(kernels, dtype, 0, x, *NONE)
+    expected, expected_scale = ops.quantize_rows(x)
+    assert torch.equal(values[:3], expected[:3]) and torch.equal(scale[:3], expected_scale[:3])
+    assert scale[0] == 1.0 and not values[0].any()
+    assert not scale[3:].isfinite().any() and not expected_scale[3:].isfinite().any()
+
+
+def near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    """The same scales within the table; integers that differ by one step where the value lay between two."""
+    assert_near(found[1].to(dtype), expected[1].to(dtype))
+    assert int((found[0].int() - expected[0].int()).abs().max()) <= 1
+    assert (found[0] != expected[0]).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(("offset", "early"), [(0.0, True), (1.0, False)])
+def test_norms(kernels: Kernels, dtype: torch.dtype, offset: float, early: bool) -> None:
+    for rows, width in ((1, 7), (9, 64), (33, 130)):
+        x, y = (torch.randn(rows, width) * 2).to(dtype), torch.randn(rows, width).to(dtype)
+        weight, how = torch.randn(width).to(dtype), (1e-5, offset, early)
+        near(quantize(kernels, dtype, 1, x, None, weight, *how), ops.rms_norm_quantize(x, weight, *how), dtype)
+        plain = (1e-5, 0.0, early)
+        near(quantize(kernels, dtype, 1, x, None, None, *plain), ops.rms_norm_quantize(x, None, *plain), dtype)
+        found, expected = quantize(kernels, dtype, 2, x, y, weight, *how), ops.rms_norm_add_quantize(x, y, weight, *how)
+        near(found, expected, dtype)
+        assert torch.equal(found[2], expected[2])
+        bias = torch.randn(width).to(dtype)
+        for w, b in ((weight, bias), (weight, None), (None, None)):
+            near(quantize(kernels, dtype, 3, x, b, w, *how), ops.layer_norm_quantize(x, w, b, 1e-5), dtype)
+
+
+def test_silu_mul(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 7), (9, 64), (33, 130)):
+        x, y = (torch.randn(rows, width) * 2).to(dtype), torch.randn(rows, width).to(dtype)
+        near(quantize(kernels, dtype, 4, x, y, None, 0.0, 0.0, False), ops.silu_mul_quantize(x, y), dtype)
+
+
+def test_a_fused_kernel_has_the_bits_of_the_two(kernels: Kernels, dtype: torch.dtype) -> None:
+    rows, width = 19, 83
+    x, y, weight = (torch.randn(rows, width).to(dtype) for _ in range(3))
+    weight = weight[0].clone()
+    normed, total = nan(rows, width, dtype=dtype), nan(rows, width, dtype=dtype)
+    kernels.run("test_rms_norm", dtype, x, width, y, weight, 1e-5, 0.0, True, rows, 1, width, normed, total)
+    fused = quantize(kernels, dtype, 2, x, y, weight, 1e-5, 0.0, True)
+    apart = quantize(kernels, dtype, 0, normed, *NONE)
+    assert torch.equal(fused[0], apart[0]) and torch.equal(fused[1], apart[1]) and torch.equal(fused[2], total)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_moe_experts_int8(kernels: Kernels, dtype: torch.dtype, biased: bool) -> None:
+    for rows, experts, top_k, hidden, inter in ((1, 4, 2, 32, 16), (7, 8, 2, 50, 80), (230, 4, 3, 33, 48)):
+        x = torch.randn(rows, hidden).to(dtype)
+        (gate_up, gate_up_scale), (down, down_scale) = (
+            quantized(experts, 2 * inter, hidden),
+            quantized(experts, hidden, inter),
+        )
+        biases = [torch.randn(experts, size).to(dtype) if biased else None for size in (2 * inter, hidden)]
+        ids, weights = ops.moe_routing(torch.randn(rows, experts), None, top_k, True)
+        work = torch.full((rows * (top_k * (inter + hidden + 1) * 4 + hidden * 4) + 8192,), 255).to(torch.uint8)
+        stored = (packed(gate_up), packed(down), gate_up_scale, down_scale, *biases)
+        sizes = (top_k, experts, hidden, inter)
+        out, alone = nan(rows, hidden, dtype=dtype), nan(rows, hidden, dtype=dtype)
+        kernels.run("test_moe_experts_int8", dtype, x, ids, weights, *stored, rows, *sizes, out, work)
+        scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+        assert_near(out, ops.moe_experts(x, ids, weights, gate_up, down, *biases, **scales), factor=2.0)
+        for row in range(0, rows, 9):
+            one = (x[row], ids[row], weights[row])
+            kernels.run("test_moe_experts_int8", dtype, *one, *stored, 1, *sizes, alone[row], work)
+            assert torch.equal(alone[row], out[row])

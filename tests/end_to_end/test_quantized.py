@@ -1,0 +1,98 @@
+"""Artifacts with quantized weights: the model with its dequantized weights, and close to the one it was."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import make_random_model
+from safetensors.torch import load_file, save_file
+
+from inferc.certify import run_kernels
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.runtime.artifact import inspect_artifact
+
+SHIPPED = Path(__file__).parents[2] / "examples/models"
+PROMPTS = [[(7 + 13 * i * i + length) % 300 for i in range(length)] for length in (5, 23, 70)]
+KEPT = ("embed", "lm_head", "norm", "mlp.gate.weight", "bias")
+FAMILIES = ("llama", "qwen3_moe", "gpt_neox")  # packed projections, experts, biases and a parallel residual
+
+
+def dequantized(folder: Path, out: Path) -> Path:
+    """The model of `folder` with each projection and expert replaced by what its int8 form means, rounded nowhere else."""
+    out.mkdir()
+    for path in folder.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in tensors.items():
+        if not any(kept in name for kept in KEPT):
+            scale = value.abs().amax(-1, keepdim=True) / 127
+            tensors[name] = (value / scale).round() * scale
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def logits_of(folder: Path, out: Path, **options: Any) -> torch.Tensor:
+    """Every prompt's logits by the compiled step, which must decode what a prefill finds most likely."""
+    compile(folder, out, CompileConfig(certify="none", **options))
+    return torch.cat(run_kernels(out, PROMPTS, num_greedy=8)[1])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A float32 model, and the logits of the one with its dequantized weights."""
+    folder = tmp_path_factory.mktemp("quantized")
+    made = make_random_model(request.param, folder / "model")
+    return made, logits_of(dequantized(made, folder / "dequantized"), folder / "plain")
+
+
+def ops_of(artifact: Path) -> set[str]:
+    return {kernel["op"] for kernel in inspect_artifact(artifact)["kernels"] if kernel["runs"]}
+
+
+def test_int8_is_the_model_with_its_dequantized_weights(model: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    folder, expected = model
+    found = logits_of(folder, tmp_path / "out", quantize="int8")
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert "inferc.linear_int8" in ops_of(tmp_path / "out")
+
+
+def test_w8a8_is_near_the_model_with_its_dequantized_weights(model: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    """The rows are rounded too, to one part in 254 of their largest element."""
+    folder, expected = model
+    found = logits_of(folder, tmp_path / "out", quantize="w8a8")
+    error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+    assert 1e-4 < error < 0.06
+    norms = {"inferc.layer_norm_quantize", "inferc.rms_norm_quantize"}
+    ops = ops_of(tmp_path / "out")
+    assert {"inferc.linear_w8a8", "inferc.quantize_rows"} <= ops and ops & norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "worse"), [("int8", 0.003), ("w8a8", 0.006)])
+def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    folder = SHIPPED / "tiny-llama"
+    text = (SHIPPED / "eval.txt").read_text(encoding="utf-8")
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    windows = [ids[start : start + 512] for start in range(0, 4096, 512)]
+
+    def nll(out: Path, **options: Any) -> float:
+        compile(folder, out, CompileConfig(certify="none", **options))
+        logits = run_kernels(out, windows, num_greedy=0)[1]
+        losses = [
+            torch.nn.functional.cross_entropy(each[:-1], torch.tensor(window[1:]), reduction="sum")
+            for each, window in zip(logits, windows, strict=True)
+        ]
+        return float(sum(losses)) / sum(len(window) - 1 for window in windows)
+
+    before, after = nll(tmp_path / "plain"), nll(tmp_path / "quantized", quantize=scheme)
+    assert abs(math.exp(after - before) - 1) < worse
+    whole, halved = (inspect_artifact(tmp_path / name)["weights_bytes"] for name in ("plain", "quantized"))
+    embedding = 4096 * 256 * 2  # tied: stored once
+    assert halved - embedding < 0.52 * (whole - embedding)

@@ -1,0 +1,164 @@
+import json
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from graphs import Example, example, random, rows
+from torch import Tensor, ops
+
+from inferc import config
+from inferc import program as program_lib
+from inferc import weights as weight_lib
+from inferc.passes.quantize.round_to_nearest import Quantize
+from inferc.passes.quantize.schemes import SCHEMES
+from inferc.passes.verify import verify
+
+aten, inferc = ops.aten, ops.inferc
+INT8, W8A8 = Quantize(SCHEMES["int8"]), Quantize(SCHEMES["w8a8"])
+BF16 = torch.bfloat16
+
+
+def test_the_command_line_knows_every_scheme() -> None:
+    assert set(get_args(config.Quantize)) == set(SCHEMES)
+
+
+def dequantized(made: Example) -> tuple[Tensor, ...]:
+    """The results of the program with float32 weights that are what the integers mean."""
+    weights = {}
+    for name, value in made.reader.tensors.items():
+        if value.dim() > 1:
+            expression = weight_lib.source(name, tuple(value.shape), value.dtype)
+            values = weight_lib.read_whole(weight_lib.int8_values(expression), made.reader)
+            scales = weight_lib.read_whole(weight_lib.int8_scales(expression), made.reader)
+            value = values * scales[..., None]
+        weights[name] = value
+    return replace(made, reader=type(made.reader)(weights)).run()
+
+
+def check(made: Example, each: Quantize, count: int, golden: str, expected: tuple[Tensor, ...]) -> None:
+    """As Example.check, but that the results are those of the dequantized weights."""
+    before = made.run()
+    made.check(each, count, golden, tolerance=1.0)
+    torch.testing.assert_close(made.run(), expected, rtol=1e-5, atol=1e-5)
+    for found, was in zip(made.run(), before):
+        assert (found - was).abs().max() < 0.05 * was.abs().max()
+
+
+def projections(x: Any, residual: Any, qkv: Any, bias: Any, o: Any) -> Any:
+    both = aten.linear.default(x, qkv, bias)
+    return aten.slice.Tensor(both, -1, 0, 4), inferc.linear_add.default(x, o, None, residual)
+
+
+def projected() -> Example:
+    weights = {"qkv": random(12, 8), "bias": random(12), "o": random(6, 8, seed=1)}
+    return example(projections, {"x": rows(8), "residual": rows(6)}, weights)
+
+
+def test_int8_weights_of_projections() -> None:
+    golden = """
+        %x: float32[s0, 8] = input
+        %residual: float32[s0, 6] = input
+        %0: float32[s0, 12] = inferc.linear_int8(%x, @qkv.int8, @qkv.scale, @bias)
+        %1: float32[s0, 4] = aten.slice.Tensor(%0, -1, 0, 4)
+        %2: float32[s0, 6] = inferc.linear_int8(%x, @o.int8, @o.scale, None, %residual)
+        return (%1, %2)
+    """
+    made = projected()
+    check(made, INT8, 2, golden, dequantized(projected()))
+    found = {name: str(weight) for name, weight in made.program.weights.items()}
+    expected = {"qkv.int8": "int8_values(qkv)", "qkv.scale": "int8_scales(qkv)", "bias": "bias"}
+    assert found == {**expected, "o.int8": "int8_values(o)", "o.scale": "int8_scales(o)"}
+    assert made.program.info["quantization"] == {"scheme": "int8", "products": 2, "kept": {}}
+
+
+def test_rows_that_several_products_read_are_quantized_once() -> None:
+    golden = """
+        %x: float32[s0, 8] = input
+        %residual: float32[s0, 6] = input
+        %0: (int8[s0, 8], float32[s0]) = inferc.quantize_rows(%x)
+        %1: int8[s0, 8] = getitem(%0, 0)
+        %2: float32[s0] = getitem(%0, 1)
+        %3: float32[s0, 12] = inferc.linear_w8a8(%1, %2, @qkv.int8, @qkv.scale, float32, @bias)
+        %4: float32[s0, 4] = aten.slice.Tensor(%3, -1, 0, 4)
+        %5: float32[s0, 6] = inferc.linear_w8a8(%1, %2, @o.int8, @o.scale, float32, None, %residual)
+        return (%4, %5)
+    """
+    same = projected()
+    values, scale = inferc.quantize_rows(same.inputs["x"])
+    check(
+        projected(), W8A8, 2, golden, dequantized(replace(same, inputs={**same.inputs, "x": values * scale[:, None]}))
+    )
+
+
+def test_a_quantized_program_is_saved_and_loaded() -> None:
+    made = projected()
+    W8A8(made.program)
+    loaded = program_lib.from_json(json.loads(json.dumps(program_lib.to_json(made.program))))
+    assert loaded.to_text() == made.program.to_text() and loaded.weights == made.program.weights
+    for found, expected in zip(replace(made, program=loaded).run(), made.run()):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("each", [INT8, W8A8], ids=["int8", "w8a8"])
+def test_experts_keep_their_rows(each: Quantize) -> None:
+    def graph(x: Any, ids: Any, share: Any, gate_up: Any, down: Any) -> Any:
+        return inferc.moe_experts.default(x, ids, share, gate_up, down)
+
+    golden = """
+        %x: float32[s0, 8] = input
+        %ids: int32[s0, 2] = input
+        %share: float32[s0, 2] = input
+        %0: float32[s0, 8] = inferc.moe_experts(%x, %ids, %share, @gate_up.int8, @down.int8, None, None, 'silu', 1.0, 0.0, False, @gate_up.scale, @down.scale)
+        return (%0)
+    """
+
+    def made() -> Example:
+        inputs = {"x": rows(8), "ids": torch.tensor([[0, 2]] * 5, dtype=torch.int32), "share": rows(2).abs()}
+        return example(graph, inputs, {"gate_up": random(4, 12, 8), "down": random(4, 8, 6)})
+
+    check(made(), each, 1, golden, dequantized(made()))
+
+
+def test_what_stays_is_counted_with_the_reason() -> None:
+    def graph(ids: Any, x: Any, embed: Any, router: Any, gate: Any, heads: Any, up: Any) -> Any:
+        h = aten.add.Tensor(aten.embedding.default(embed, ids), x)
+        scores = aten.mul.Tensor(aten.linear.default(h, router), 2.0)
+        chosen = inferc.moe_routing.default(scores, None, 2, True)
+        wide = inferc.linear_wide.default(h, gate)
+        each = inferc.head_linear.default(aten.view.default(h, [-1, 2, 4]), heads)
+        of_no_weight = aten.linear.default(h, aten.relu.default(up))
+        return chosen, wide, each, of_no_weight, inferc.lm_head.default(h, embed, None)
+
+    weights = {"embed": random(9, 8), "router": random(4, 8), "gate": random(4, 8)}
+    weights = {**weights, "heads": random(2, 3, 4), "up": random(6, 8)}
+
+    def results(**values: Any) -> Any:
+        chosen, *rest = graph(**values)
+        return chosen[0], chosen[1], *rest
+
+    def traced(ids: Any, x: Any, embed: Any, router: Any, gate: Any, heads: Any, up: Any) -> Any:
+        return results(ids=ids, x=x, embed=embed, router=router, gate=gate, heads=heads, up=up)
+
+    made = example(traced, {"ids": torch.arange(5), "x": rows(8)}, weights)
+    made.check_untouched(INT8)
+    kept = made.program.info["quantization"]["kept"]
+    assert kept == {
+        "the embedding": 1,
+        "the LM head": 1,
+        "routers": 2,
+        "products by a matrix for each head": 1,
+        "products by what is no weight": 1,
+    }
+
+
+def test_a_weight_that_is_read_twice_is_stored_once_and_bfloat16_stays_the_result() -> None:
+    def graph(x: Any, y: Any, w: Any) -> Any:
+        return aten.linear.default(x, w), aten.linear.default(y, w)
+
+    inputs = {"x": rows(8, dtype=BF16), "y": rows(8, dtype=BF16, seed=1)}
+    made = example(graph, inputs, {"w": random(6, 8, dtype=BF16)})
+    assert W8A8(made.program) == 2
+    verify(made.program)
+    assert list(made.program.weights) == ["w.int8", "w.scale"]
+    assert [value.dtype for value in made.run()] == [BF16, BF16]

@@ -1,0 +1,36 @@
+"""Quantized programs of several ranks: each quantizes its own part of a weight, and together they are the whole."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import CONFIG, Model, random_module, run, weight_bytes
+
+from inferc.passes.partition import Ranks, partition
+
+PROMPTS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 6)]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "w8a8"])
+@pytest.mark.parametrize(
+    ("family", "fields", "ranks"),
+    [
+        ("llama", {}, Ranks(tp=2)),
+        ("llama", {}, Ranks(pp=2)),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, Ranks(ep=2)),
+    ],
+    ids=["tp", "pp", "ep"],
+)
+def test_ranks_together_are_the_whole(family: str, fields: dict[str, Any], ranks: Ranks, scheme: str) -> None:
+    model = Model(random_module(family, **fields))
+    config = replace(CONFIG, quantize=scheme)
+    plain = run(model.whole(), model.reader, PROMPTS, 16)
+    made = partition(model.prepared, config, ranks)
+    for found, expected in zip(run(made, model.reader, PROMPTS, 16), plain, strict=True):
+        error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+        assert 1e-4 < error < 0.1
+    assert all("quantization" in each.program.info for each in made)
+    unquantized = partition(model.prepared, CONFIG, ranks)
+    for each, whole in zip(made, unquantized, strict=True):
+        assert weight_bytes(each.program) < 0.6 * weight_bytes(whole.program)

@@ -1,0 +1,71 @@
+"""The certificate of a quantized model: its scheme's budget for the pass, and that pass as the measure of what follows."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from inferc.certify import Certifier
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.errors import VerifyError
+from inferc.frontend.load import load
+from inferc.passes.quantize.schemes import SCHEMES
+
+PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantized_model(scheme: str, tiny_llama_folder: Path, tmp_path: Path) -> None:
+    compile(tiny_llama_folder, tmp_path / "out", CompileConfig(certify="full", quantize=scheme))  # type: ignore[arg-type]
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_bytes())
+    rows = {row["name"]: row for row in certificate["rows"]}
+    assert certificate["ok"]
+    budget = certificate["budgets"][scheme]
+    assert budget == {"max_kl": SCHEMES[scheme].max_kl, "min_top1": SCHEMES[scheme].min_top1}
+    assert rows["split_head"]["relative_error"] <= 1e-5 < rows["quantize"]["relative_error"]
+    assert rows["quantize"]["kl"] <= budget["max_kl"] and rows["quantize"]["top1_agreement"] >= budget["min_top1"]
+    assert rows["kernels"]["kl"] == pytest.approx(rows["quantize"]["kl"], rel=0.1)
+    fused = {"fuse_rms_norm_quantize", "fuse_silu_mul_quantize"}
+    assert fused & set(rows) == (fused if scheme == "w8a8" else set())
+    for name in fused & set(rows):
+        assert {**rows[name], "name": "quantize"} == rows["quantize"], "a fusion changes no bit"
+
+
+@pytest.fixture
+def certifier(tiny_llama_folder: Path) -> Certifier:
+    """One that is about to see the row of `quantize`."""
+    made = Certifier(load(tiny_llama_folder), "float32", PROMPTS, "", max_model_len=256)
+    made._scheme = SCHEMES["int8"]
+    return made
+
+
+def noisy(certifier: Certifier, size: float) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [logits + size * torch.randn_like(logits) for logits in certifier.reference]
+
+
+def test_over_its_budget_it_is_refused(certifier: Certifier) -> None:
+    with pytest.raises(VerifyError, match=r"its KL to float32 is .* nats, int8 is allowed 1.00e-02; --allow-drift"):
+        certifier.add("quantize", "reference", noisy(certifier, 1.0))
+
+
+def test_other_tokens_than_the_budget_allows_are_refused(certifier: Certifier) -> None:
+    other = [logits.clone() for logits in certifier.reference]
+    for logits in other:  # the two most likely ones change places, by next to nothing
+        values, ids = logits.topk(2, -1)
+        middle = values.mean(-1)
+        logits.scatter_(1, ids, torch.stack((middle, middle + 1e-4), -1))
+    certifier._scheme = replace(SCHEMES["w8a8"], max_kl=10.0)
+    with pytest.raises(VerifyError, match=r"its own at 0\.0% of the positions, w8a8 needs 85%"):
+        certifier.add("quantize", "reference", other)
+
+
+def test_what_follows_is_measured_by_the_quantized_program(certifier: Certifier) -> None:
+    certifier.add("quantize", "reference", noisy(certifier, 0.05))
+    certifier.add("fuse", "reference", noisy(certifier, 0.05))
+    assert certifier.certificate.rows[-1].ok
+    with pytest.raises(VerifyError, match=r"kernels .* the int8 program's own by the references is"):
+        certifier.add("kernels", "cpu", noisy(certifier, 0.12))
