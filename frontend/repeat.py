@@ -122,14 +122,44 @@ def trace_once(model: Any) -> tuple[Any, list[Section]]:
         if found is not None:
             return found
     exported = trace.trace(model)
-    return exported, [Section(_needed(exported))]
+    return exported, [Section(_ordered(_layers_of(exported, names)))]
 
 
-def _needed(exported: Any) -> list[fx.Node]:
-    """The inputs and what the outputs need: not the checks, nor sizes computed for them in the first layer of a kind."""
+def _layers_of(exported: Any, names: Names) -> dict[fx.Node, tuple[str, int | None]]:
+    """The module's path and the layer of the inputs and of what the outputs need, in the order of the trace.
+
+    Left out are the checks, and sizes that are computed for them in the first layer of a kind.
+    """
     nodes = list(exported.graph.nodes)
     needed = ancestors(node for node in nodes if node.op in ("placeholder", "output"))
-    return [node for node in nodes if node in needed]
+    stored = trace.stored(exported)
+    paths = {node: stored.get(node.name) or trace.module_path(node) for node in nodes if node in needed}
+    return {node: (path, names.stable(path)[1]) for node, path in paths.items()}
+
+
+def _ordered(where: dict[fx.Node, tuple[str, int | None]]) -> list[fx.Node]:
+    """The nodes of `where`, those in front of the layers in the order in which the layers need them.
+
+    Models compute a rope for each member of a set of layer types, and the order of a set is another in every process.
+    """
+    nodes = list(where)
+    calls = [node for node in nodes if node.op == "call_function"]
+    start = next((index for index, node in enumerate(calls) if where[node][1] is not None), 0)
+    front: dict[fx.Node, None] = dict.fromkeys(calls[:start])
+    ordered: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        if node in front and node not in ordered:
+            for source in node.all_input_nodes:
+                need(source)
+            ordered[node] = None
+
+    for node in nodes:
+        if node not in front:
+            for source in node.all_input_nodes:
+                need(source)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    return [*inputs, *ordered, *calls[start:], *(node for node in nodes if node.op == "output")]
 
 
 def _trace_blocks(model: Any, names: Names, blocks: Blocks) -> tuple[Any, list[Section]] | None:
@@ -161,10 +191,12 @@ def _only(layers: torch.nn.Module, kept: list[int]) -> Iterator[None]:
 
 def sections(exported: Any, names: Names, blocks: Blocks) -> list[Section]:
     """The trace of `blocks.traced` as that of the whole model. Raises _UnequalError where first and last block differ."""
-    nodes = _needed(exported)
-    stored = trace.stored(exported)
-    paths = {node: stored.get(node.name) or trace.module_path(node) for node in nodes}
-    layer = {node: names.stable(paths[node])[1] for node in nodes}
+    where = _layers_of(exported, names)
+    nodes = _ordered(where)
+    paths, layer = (
+        {node: path for node, (path, _) in where.items()},
+        {node: index for node, (_, index) in where.items()},
+    )
     first = [node for node in nodes if blocks.is_first(layer[node])]
     last = [node for node in nodes if blocks.is_last(layer[node])]
     shift = blocks.size * (blocks.times - 1)

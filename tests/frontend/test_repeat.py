@@ -1,6 +1,7 @@
 """Equal layers are traced once, and the Program is that of a trace of all of them."""
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -8,25 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import SIZES
+from tiny_checkpoints import tiny_checkpoint
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 
 from inferc.errors import ArtifactError
 from inferc.frontend import repeat, trace
 from inferc.frontend.export import export_model
-from inferc.frontend.load import Checkpoint, from_config
+from inferc.frontend.load import Checkpoint
 from inferc.frontend.repeat import Blocks, find_blocks
 from inferc.program import Program, to_json
 
-
-def checkpoint_of(family: str, num_layers: int, **more: Any) -> Checkpoint:
-    fields = {**SIZES, "vocab_size": 320, "pad_token_id": None, **FAMILIES[family].fields, **more}
-    config = transformers.AutoConfig.for_model(family, **{**fields, "num_hidden_layers": num_layers})
-    return from_config(config, None)
+WINDOWS_AND_FULL = ["sliding_attention", "full_attention"]
 
 
 @pytest.fixture
@@ -94,23 +90,36 @@ def test_blocks_say_how_the_whole_is_made(head: str, period: str, times: int) ->
     [
         ("llama", 8, 3, "bfloat16", {}),
         ("gpt2", 4, 3, "float32", {"n_layer": 4}),  # weights that are transposed in the graph
-        ("gemma3_text", 8, 6, "float32", {"layer_types": ["sliding_attention", "full_attention"] * 4}),
+        ("gemma3_text", 8, 6, "float32", {"layer_types": WINDOWS_AND_FULL * 4}),
         ("deepseek_v3", 4, 3, "float32", {}),  # a dense layer, then experts, each layer with a buffer
     ],
 )
 def test_the_program_is_that_of_a_full_trace(
     family: str, num_layers: int, num_traced: int, dtype: str, more: dict[str, Any], traces: list[int]
 ) -> None:
-    checkpoint = checkpoint_of(family, num_layers, **more)
+    checkpoint = tiny_checkpoint(family, **{"num_hidden_layers": num_layers, **more})
     check_same(export_model(checkpoint, dtype), in_full(checkpoint, dtype))
     assert traces == [num_traced, num_layers]
 
 
 def test_layers_that_do_not_repeat_are_all_traced(traces: list[int]) -> None:
-    found = export_model(checkpoint_of("gpt2", 4, n_layer=4, scale_attn_by_inverse_layer_idx=True), "float32")
+    found = export_model(
+        tiny_checkpoint("gpt2", num_hidden_layers=4, n_layer=4, scale_attn_by_inverse_layer_idx=True), "float32"
+    )
     attention = [node for node in found.graph.nodes if node.target == torch.ops.inferc.attention.default]
     scales = [node.args[4] for node in attention]
-    assert traces == [4] and len(set(scales)) == 4
+    assert traces[-1] == 4 and len(set(scales)) == 4
+
+
+def test_the_order_of_a_set_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 computes a rope for each member of a set of layer types, whose order is another in every process."""
+    checkpoint = tiny_checkpoint("gemma3_text", num_hidden_layers=2, layer_types=WINDOWS_AND_FULL)
+    texts = []
+    for reverse in (False, True):
+        monkeypatch.setattr(modeling_gemma3, "set", functools.partial(sorted, reverse=reverse), raising=False)
+        texts.append(export_model(checkpoint, "float32").to_text())
+    assert texts[0] == texts[1]
+    assert texts[0].index("@rotary_emb.sliding") < texts[0].index("@rotary_emb.full")  # as the layers need them
 
 
 def replaced(how: Callable[[Any, torch.Tensor], torch.Tensor], patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +147,7 @@ def test_layers_that_only_look_equal_are_all_traced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     replaced(how, monkeypatch)
-    checkpoint = checkpoint_of("llama", 4)
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=4)
     caplog.set_level(logging.INFO, "inferc")
     found = export_model(checkpoint, "float32")
     assert traces == [3, 4]
@@ -164,7 +173,7 @@ def test_what_is_computed_between_layers_is_no_block(
         return result
 
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", summed)
-    checkpoint = checkpoint_of("llama", 4)
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=4)
     found = export_model(checkpoint, "float32")
     assert traces == [3, 4]
     check_same(found, in_full(checkpoint))
@@ -181,7 +190,7 @@ def test_a_model_that_cannot_be_traced_by_blocks_is_traced_whole(
         return forward(self, *args, **keywords)
 
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", looked_up)
-    export_model(checkpoint_of("llama", 4), "float32")
+    export_model(tiny_checkpoint("llama", num_hidden_layers=4), "float32")
     assert traces == [4]
 
 
@@ -192,7 +201,7 @@ def stored_as(checkpoint: Checkpoint, name: str, spec: tuple[tuple[int, ...], to
 
 
 def test_every_layer_of_the_checkpoint_is_looked_at() -> None:
-    checkpoint = checkpoint_of("llama", 8)
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=8)
     name = "model.layers.5.mlp.up_proj.weight"
     with pytest.raises(ArtifactError, match=r"no tensor for model\.layers\.5\.mlp\.up_proj\.weight"):
         export_model(stored_as(checkpoint, name, None), "float32")
@@ -203,7 +212,9 @@ def test_every_layer_of_the_checkpoint_is_looked_at() -> None:
 
 
 def test_each_layer_has_the_weights_it_is_stored_with(traces: list[int]) -> None:
-    checkpoint = stored_as(checkpoint_of("llama", 8), "model.layers.5.mlp.up_proj.weight", ((96, 64), torch.float16))
+    checkpoint = stored_as(
+        tiny_checkpoint("llama", num_hidden_layers=8), "model.layers.5.mlp.up_proj.weight", ((96, 64), torch.float16)
+    )
     found = export_model(checkpoint, "float32")
     assert traces == [3]
     described = [str(found.weights[f"layers.{layer}.mlp.up_proj.weight"]) for layer in range(8)]
