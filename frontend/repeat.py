@@ -75,17 +75,22 @@ def kinds(layers: Any, config: Any) -> list[Hashable]:
 def _kind(layer: Any) -> Hashable:
     parts = []
     for path, module in layer.named_modules():
-        plain = {name: value for name, value in vars(module).items() if _is_plain(value) and name not in COUNTERS}
+        attributes = sorted((name, _said(value)) for name, value in vars(module).items() if name not in COUNTERS)
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         shapes = tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors)
-        parts.append((path, type(module).__name__, repr(sorted(plain.items())), shapes))
+        parts.append((path, type(module).__name__, tuple(attributes), shapes))
     return tuple(parts)
 
 
-def _is_plain(value: Any) -> bool:
+def _said(value: Any) -> str:
+    """A module's attribute as text that is equal for equal ones: functions by name, objects by class."""
+    if isinstance(value, PLAIN):
+        return repr(value)
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN)
+        return f"{type(value).__name__}({', '.join(map(_said, value))})"
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{_said(key)}: {_said(each)}' for key, each in value.items())})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def find_blocks(kinds: Sequence[Hashable]) -> Blocks | None:

@@ -19,7 +19,7 @@ from inferc.errors import ArtifactError
 from inferc.frontend import repeat, trace
 from inferc.frontend.export import export_model
 from inferc.frontend.load import Checkpoint
-from inferc.frontend.repeat import Blocks, find_blocks
+from inferc.frontend.repeat import Blocks, find_blocks, kinds
 from inferc.program import Program, to_json
 
 WINDOWS_AND_FULL = ["sliding_attention", "full_attention"]
@@ -54,7 +54,7 @@ def check_same(found: Program, expected: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "expected"),
+    ("text", "expected"),
     [
         ("a" * 80, Blocks(1, 1, 79)),
         ("dddmmmmmmmm", Blocks(3, 1, 8)),
@@ -69,20 +69,41 @@ def check_same(found: Program, expected: Program) -> None:
         ("", None),
     ],
 )
-def test_blocks(kinds: str, expected: Blocks | None) -> None:
-    assert find_blocks(kinds) == expected
+def test_blocks(text: str, expected: Blocks | None) -> None:
+    assert find_blocks(text) == expected
 
 
 @given(st.text("ab", max_size=12), st.text("abc", min_size=1, max_size=4), st.integers(1, 12))
 def test_blocks_say_how_the_whole_is_made(head: str, period: str, times: int) -> None:
-    kinds = head + period * times
-    found = find_blocks(kinds)
+    text = head + period * times
+    found = find_blocks(text)
     if found is None:
         return
     start, stop = found.first, found.first + found.size
-    assert kinds == kinds[:start] + kinds[start:stop] * found.times
+    assert text == text[:start] + text[start:stop] * found.times
     assert start > 0
-    assert found.times > 2 and len(found.traced) == start + 2 * found.size <= 0.75 * len(kinds)
+    assert found.times > 2 and len(found.traced) == start + 2 * found.size <= 0.75 * len(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 2.0},
+        {"sizes": (1, [3])},
+        {"table": {"a": {"b": 2}}},
+        {"activation": torch.relu},
+        {"owner": object()},
+        {"layer_idx": None},  # the one that says nothing
+    ],
+)
+def test_a_layer_is_known_by_its_attributes(change: dict[str, Any]) -> None:
+    same = {"scale": 1.0, "sizes": (1, [2]), "table": {"a": {"b": 1}}, "activation": torch.tanh, "owner": None}
+    layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+    for index, layer in enumerate(layers):
+        vars(layer).update({**same, "layer_idx": index, **(change if index == 1 else {})})
+    first, second, third = kinds(torch.nn.ModuleList(layers), torch.nn.Module())
+    assert first == third
+    assert (first == second) == ("layer_idx" in change)
 
 
 @pytest.mark.parametrize(
