@@ -10,7 +10,8 @@ Configs carry the values of the published checkpoints. Weights are normal with s
 so that a misplaced one changes the output. They are written one tensor at a time: the largest
 model needs a few hundred MB of memory. The tokenizer is the 4096-token one of
 examples/models/tiny-llama, and the special token ids are its own; the vocabulary size stays real,
-so a random model also produces ids that decode to nothing.
+so a random model also produces ids that decode to nothing. With --sparse every weight is 0 and no disk
+is used: for what does not depend on the numbers, as the cost of a compile.
 """
 
 import hashlib
@@ -159,6 +160,7 @@ SHAPES = {
     "llama-3.2-1b": Shape(llama3(2048, 8192, 16, 32, 8, factor=32.0, tied=True), "llama3 rope scaling"),
     "llama-3.2-3b": Shape(llama3(3072, 8192, 28, 24, 8, factor=32.0, tied=True)),
     "llama-3.1-8b": Shape(llama3(4096, 14336, 32, 32, 8, factor=8.0, tied=False)),
+    "llama-3.1-70b": Shape(llama3(8192, 28672, 80, 64, 8, factor=8.0, tied=False)),
     "mistral-7b": Shape(mistral(4096, 14336, 32, 32, 8, vocab_size=32768), "v0.3, no sliding window"),
     "mistral-7b-v0.1": Shape(
         mistral(4096, 14336, 32, 32, 8, rope_theta=10000.0, sliding_window=4096), "sliding window of 4096"
@@ -268,8 +270,8 @@ def write_weight(file: BinaryIO, weight: Weight, dtype: torch.dtype, seed: int) 
         yield file.write(values.to(dtype).view(torch.uint8).numpy().data)
 
 
-def write_shard(path: Path, weights: list[Weight], dtype_name: str, seed: int) -> Iterator[int]:
-    """A safetensors file: header size (u64), a JSON header padded to 8 bytes, then the data."""
+def write_shard(path: Path, weights: list[Weight], dtype_name: str, seed: int | None) -> Iterator[int]:
+    """A safetensors file: header size (u64), a JSON header padded to 8 bytes, then the data; a hole without a seed."""
     dtype, code = DTYPES[dtype_name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -281,11 +283,14 @@ def write_shard(path: Path, weights: list[Weight], dtype_name: str, seed: int) -
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
+        if seed is None:
+            yield file.truncate(8 + len(encoded) + offset)
+            return
         for weight in weights:
             yield from write_weight(file, weight, dtype, seed)
 
 
-def write_weights(folder: Path, weights: list[Weight], dtype_name: str, seed: int) -> Iterator[int]:
+def write_weights(folder: Path, weights: list[Weight], dtype_name: str, seed: int | None) -> Iterator[int]:
     element_size = DTYPES[dtype_name][0].itemsize
     shards = split_shards(weights, element_size)
     if len(shards) == 1:
@@ -315,8 +320,8 @@ def write_configs(folder: Path, config: Config, dtype_name: str) -> None:
     write_json(folder / "generation_config.json", ids | {"do_sample": False})
 
 
-def make_model(shape: str, out: Path, layers: int | None, seed: int, dtype_name: str, console: Console) -> None:
-    """Write the folder under a temporary name next to `out`, then rename it."""
+def make_model(shape: str, out: Path, layers: int | None, seed: int | None, dtype_name: str, console: Console) -> None:
+    """Write the folder under a temporary name next to `out`, then rename it. Without a seed the weights are holes."""
     config = SHAPES[shape].config | ({} if layers is None else {"num_hidden_layers": layers})
     weights = list(weights_of(config))
     total = sum(weight.num_elements for weight in weights) * DTYPES[dtype_name][0].itemsize
@@ -370,6 +375,7 @@ def main(
     out: Annotated[Path | None, typer.Argument(help="The folder to write.", metavar="OUT")] = None,
     layers: Annotated[int | None, typer.Option(help="Write this many layers instead of the real number.")] = None,
     seed: Annotated[int, typer.Option(help="Fixes every weight.")] = 0,
+    sparse: Annotated[bool, typer.Option("--sparse", help="All weights 0, in files that take no disk.")] = False,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     list_shapes: Annotated[bool, typer.Option("--list", help="Print the known shapes and their sizes.")] = False,
@@ -393,7 +399,7 @@ def main(
     if missing:
         fail(f"{TOKENIZER} has no {missing[0]}; it is part of the repository, restore it first")
     try:
-        make_model(shape, out, layers, seed, dtype, Console(stderr=True))
+        make_model(shape, out, layers, None if sparse else seed, dtype, Console(stderr=True))
     except OSError as error:
         fail(f"cannot write {out}: {error.strerror or error}")
     typer.echo(f"wrote {out}")

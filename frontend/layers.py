@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,9 +15,7 @@ from inferc.frontend import trace
 from inferc.frontend.check import shrink
 from inferc.frontend.load import Checkpoint, from_config
 from inferc.frontend.names import Names
-
-COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes that only say which layer it is
-PLAIN = (bool, int, float, str, type(None))
+from inferc.frontend.repeat import kinds, tail
 
 
 @dataclass(frozen=True)
@@ -42,10 +39,7 @@ def repetition(kinds: Sequence[Hashable]) -> Repetition | None:
     count = len(kinds)
     distinct = max((kinds.index(kind) for kind in set(kinds)), default=0) + 1
     for period in range(1, count // 2):
-        start = count - period  # of the longest tail that repeats with this period
-        while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
-            start -= 1
-        short = max(distinct, start + 1, 2)
+        short = max(distinct, tail(kinds, period) + 1, 2)
         short += (count - short) % period
         found = Repetition(short, period, (count - short) // period)
         if found.short + found.longer < count:
@@ -60,21 +54,5 @@ def shortened(checkpoint: Checkpoint, num_layers: int) -> Checkpoint:
 
 def layer_kinds(checkpoint: Checkpoint) -> list[Hashable]:
     """For each layer something that is equal for equal layers."""
-    config = checkpoint.config
-    model = trace.build(checkpoint.model_class, config, torch.float32, "meta")
-    count = int(config.num_hidden_layers)
-    layers = model.get_submodule(Names(model).layers)
-    lists = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
-    return [(_kind(layer), tuple(str(value[index]) for value in lists)) for index, layer in enumerate(layers)]
-
-
-def _kind(layer: Any) -> Hashable:
-    parts = []
-    for path, module in layer.named_modules():
-        plain = {
-            name: value for name, value in vars(module).items() if isinstance(value, PLAIN) and name not in COUNTERS
-        }
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
-        parts.append((path, type(module).__name__, tuple(sorted(plain.items())), shapes))
-    return tuple(parts)
+    model = trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta")
+    return kinds(model.get_submodule(Names(model).layers), checkpoint.config)

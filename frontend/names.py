@@ -37,6 +37,11 @@ class Names:
         parts = ["attention" if part in ATTENTION_NAMES else part for part in path.split(".")]
         return ".".join(parts), layer
 
+    def moved(self, path: str, step: int) -> str:
+        """`path` of the layer that lies `step` layers further on; a path outside of layers stays."""
+        match = re.match(rf"({re.escape(self.layers)}\.)(\d+)(?=\.|$)", path) if step else None
+        return f"{match[1]}{int(match[2]) + step}{path[match.end() :]}" if match else path
+
     def unique(self, name: str) -> str:
         """`name`, numbered from its second use on."""
         self.counts[name] += 1

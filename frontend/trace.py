@@ -12,7 +12,7 @@ from io import StringIO
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from inferc.errors import ConfigError, ExportError, InfercError
 from inferc.frontend import dense_experts, interfaces
@@ -93,6 +93,28 @@ def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
         if any(isinstance(node.meta["val"].shape[1], int) for node in inputs):
             raise
         return exported
+
+
+def op_name(node: fx.Node) -> str:
+    """`add` for a call of `aten.add.Tensor`, whatever its namespace; "" for what is no call."""
+    if node.op != "call_function":
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name.split("::")[1])
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def stored(exported: Any) -> dict[str, str]:
+    """The paths of parameters and buffers, by the name of the placeholder that stands for one."""
+    signature = exported.graph_signature
+    both = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    return {name: path.removeprefix(f"{WRAPPER}.") for name, path in both.items()}
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that a call was made in."""
+    path = next((str(entry[0]) for entry in reversed(list(node.meta.get("nn_module_stack", {}).values()))), "")
+    return path.removeprefix(WRAPPER).removeprefix(".")
 
 
 def takes_positions(model: Any) -> bool:

@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from inferc.frontend.load import load as checkpoint_of_folder
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "make_model.py"
 PUBLISHED_PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -66,6 +68,17 @@ def test_two_layers_of_qwen3_load_in_transformers(make_model: ModuleType, folder
         logits = model(torch.tensor([tokenizer("def f(x):").input_ids])).logits.float()
     assert logits.isfinite().all() and 0.1 < logits.std() < 2.0
     assert not list(folder.glob(".*")), "the temporary folder is gone"
+
+
+def test_a_sparse_model_takes_no_disk(make_model: ModuleType, folder: Path) -> None:
+    code, output = run(make_model, "llama-3.1-70b", folder / "model", "--sparse")
+    assert code == 0, output
+    files = list((folder / "model").glob("*.safetensors"))
+    checkpoint = checkpoint_of_folder(folder / "model")
+    assert sum(file.stat().st_size for file in files) > 140e9
+    assert sum(512 * file.stat().st_blocks for file in files) < 10e6
+    assert checkpoint.config.num_hidden_layers == 80
+    assert not checkpoint.reader.rows("model.layers.79.mlp.down_proj.weight", 8190, 8192).any()
 
 
 SMALL = (64, 96, 2, 2, 1)

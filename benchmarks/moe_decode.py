@@ -1,0 +1,218 @@
+"""What decoding a mixture of experts costs, as the number of experts grows and the number chosen stays.
+
+    python benchmarks/moe_decode.py [--experts 8 16 32 64 128] [--out benchmarks/results/moe_decode.json]
+
+A step must read the experts that its tokens chose and no others, so at a fixed top-k its time must not grow with the
+number of experts. For each number, a random-weight model of Qwen3-MoE's kind is made and compiled in bfloat16 (once,
+under --work: 5 GB each of models and artifacts in all), with so many layers that even top-k experts of each lie beyond
+the caches. Then each is loaded and timed in turn, `--repeats` times, and the medians stand beside
+
+- `predicted_mb`: what the program's cost model says a step reads and writes (for --batch 1 exactly top-k experts),
+- `counted_mb`: the same with the experts that the routers really chose, seen in a run that is not timed,
+- the memory's read bandwidth, measured before every turn of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import make_model
+import numpy as np
+
+from inferc.config import available_cores
+from inferc.cost import CostLog, Step
+from inferc.machine import measure_read
+from inferc.manifest import COSTS
+from inferc.runtime.artifact import Artifact, load_artifact
+from inferc.runtime.engine import Engine
+from inferc.runtime.load import load_engine
+from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 4096  # of the tokenizer: the head must not hide the experts
+HEAD_DIM = 64
+INPUT_LEN = 32
+WARM_LEN = 512  # tokens that, all together, choose nearly every expert: its pages are mapped before time counts
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    expert: int  # its intermediate size
+    layers: int
+    top_k: int
+
+    def name(self, num_experts: int) -> str:
+        return f"moe-{self.hidden}x{self.expert}x{self.layers}-{self.top_k}of{num_experts}"
+
+    def config(self, num_experts: int) -> make_model.Config:
+        heads = max(1, self.hidden // HEAD_DIM)
+        sizes = (self.hidden, self.expert, self.layers, heads, max(1, heads // 4))
+        return make_model.qwen3_moe(*sizes, experts=num_experts) | {
+            "head_dim": HEAD_DIM,
+            "moe_intermediate_size": self.expert,
+            "num_experts_per_tok": self.top_k,
+            "vocab_size": VOCABULARY,
+        }
+
+
+def prepare(shape: Shape, num_experts: int, work: Path) -> Path:
+    """The artifact; made where it is not there."""
+    model, artifact = work / shape.name(num_experts), work / f"{shape.name(num_experts)}-cpu"
+    if not artifact.exists():
+        model.mkdir(parents=True, exist_ok=True)
+        config = shape.config(num_experts)
+        make_model.write_configs(model, config, "bfloat16")
+        for _ in make_model.write_weights(model, list(make_model.weights_of(config)), "bfloat16", seed=0):
+            pass
+        options = ["--dtype", "bfloat16", "--max-model-len", "1024", "--certify", "none"]
+        command = [sys.executable, "-m", "inferc", "compile", str(model), "-o", str(artifact), *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return artifact
+
+
+class Routing:
+    """Counts the experts that are chosen, by layer and step."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        nodes = artifact.program["program"]["nodes"]
+        routers = {node["id"] for node in nodes if node.get("target") == "inferc.moe_routing"}
+        self.ids = {
+            node["name"]
+            for node in nodes
+            if node.get("target") == "getitem" and node["args"][0]["node"] in routers and node["args"][1] == 0
+        }
+        self.counts: dict[int, list[int]] = defaultdict(list)
+
+    def observe(self, entry: dict[str, Any], layer: int, rows: Any) -> None:
+        if entry["name"] in self.ids:
+            self.counts[layer].append(len(np.unique(rows)))
+
+    def per_step(self) -> float:
+        """Distinct experts a step, over all layers."""
+        return float(sum(statistics.mean(counts) for counts in self.counts.values()))
+
+
+def decode(engine: Engine, prompt_len: int, steps: int, batch: int, routing: Routing | None = None) -> float:
+    """Seconds a step, of `steps` decode steps of `batch` sequences."""
+    source = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
+    for index in range(batch):
+        engine.add_request(str(index), source.integers(5, VOCABULARY, prompt_len).tolist(), params)
+    waiting = set(map(str, range(batch)))
+    while waiting:  # until all have had their first token
+        waiting -= {output.request_id for output in engine.step()}
+    if routing is not None and isinstance(engine.runner, ModelRunner):
+        engine.runner.set_observer(routing.observe)
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    seconds = (time.perf_counter() - start) / steps
+    if routing is not None and isinstance(engine.runner, ModelRunner):
+        engine.runner.set_observer(None)
+    while engine.has_work:
+        engine.step()
+    return seconds
+
+
+def run_once(artifact: Path, steps: int, batch: int, routing: Routing | None = None) -> float:
+    engine = load_engine(artifact, max_num_seqs=batch, max_num_batched_tokens=WARM_LEN, kv_memory_bytes=64 << 20)
+    try:
+        decode(engine, WARM_LEN, 4, 1)
+        return decode(engine, INPUT_LEN, steps, batch, routing)
+    finally:
+        engine.close()
+
+
+def bytes_of_step(artifact: Artifact, context: int, batch: int, experts_touched: float) -> tuple[float, float]:
+    """What a decode step moves: by the cost model, and with the experts that were really chosen."""
+    costs = CostLog.from_json(json.loads((artifact.path / COSTS).read_text()))
+    step = Step.decode(batch, context)
+    total = experts = 0.0
+    for op, count in costs.last.ops.items():
+        weights = count * step.evaluate(op.weights)
+        total += weights + count * (step.evaluate(op.cache) + step.evaluate(op.activations))
+        experts += weights if op.op == "inferc.moe_experts" else 0.0
+    nodes = artifact.program["program"]["nodes"]
+    layer = next(node for node in nodes if node.get("target") == "inferc.moe_experts")
+    read = {arg["node"] for arg in layer["args"] if isinstance(arg, dict) and "node" in arg}
+    names = {node["target"] for node in nodes if node["op"] == "get_attr" and node["id"] in read}
+    stored = [weight for weight in artifact.weights if weight.name in names]
+    of_one = sum(weight.num_bytes / weight.shape[0] for weight in stored)
+    return total, total - experts + experts_touched * of_one
+
+
+def row_of(count: int, path: Path, times: list[float], read: float, steps: int, batch: int) -> dict[str, Any]:
+    """A row of the result; runs once more, untimed, to see which experts are chosen."""
+    artifact = load_artifact(path)
+    routing = Routing(artifact)
+    run_once(path, steps, batch, routing)
+    predicted, counted = bytes_of_step(artifact, INPUT_LEN + steps // 2, batch, routing.per_step())
+    seconds = statistics.median(times)
+    return {
+        "experts": count,
+        "weights_gb": round(sum(weight.num_bytes for weight in artifact.weights) / 1e9, 2),
+        "experts_a_step": round(routing.per_step(), 1),
+        "predicted_mb": round(predicted / 1e6, 1),
+        "counted_mb": round(counted / 1e6, 1),
+        "ms": round(1e3 * seconds, 3),
+        "all_ms": [round(1e3 * each, 3) for each in times],
+        "gb_per_s": round(counted / seconds / 1e9, 1),
+        "of_read_bandwidth": round(counted / seconds / read, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--expert-size", type=int, default=768, help="intermediate size of an expert")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1, help="sequences that decode at once")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a turn")
+    parser.add_argument("--repeats", type=int, default=5, help="turns")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder of models and artifacts")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    shape = Shape(options.hidden, options.expert_size, options.layers, options.top_k)
+    paths = {count: prepare(shape, count, options.work) for count in options.experts}
+    times: dict[int, list[float]] = defaultdict(list)
+    reads = []
+    for _ in range(options.repeats):
+        reads.append(measure_read(available_cores()))
+        for count, path in paths.items():
+            times[count].append(run_once(path, options.steps, options.batch))
+    read = statistics.median(reads)
+    rows = [row_of(count, path, times[count], read, options.steps, options.batch) for count, path in paths.items()]
+    medians = [row["ms"] for row in rows]
+    result = {
+        "hidden": shape.hidden,
+        "expert_size": shape.expert,
+        "layers": shape.layers,
+        "top_k": shape.top_k,
+        "batch": options.batch,
+        "dtype": "bfloat16",
+        "cores": os.cpu_count(),
+        "read_gb_per_s": {"median": round(read / 1e9, 1), "all": [round(each / 1e9, 1) for each in reads]},
+        "rows": rows,
+        "last_over_first": round(medians[-1] / medians[0], 3),
+    }
+    print(json.dumps(result))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

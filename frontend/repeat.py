@@ -1,0 +1,265 @@
+"""Equal layers are traced once: which layers of a model a trace needs, and where in it the others belong.
+
+The layers of most models repeat, in blocks of one layer or of a few. Traced are the layers in front of the blocks, the
+first block and the last; the converter then writes the first block once for each block but the last. That it may do so
+is read off the trace: the last block must do to its own weights what the first does to its own, op for op, and read of
+the block before it what the blocks behind the first would read. Layers in between differ in nothing that `kinds` sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from inferc.frontend import trace
+from inferc.frontend.names import Names
+from inferc.program import ancestors
+
+log = logging.getLogger(__name__)
+
+COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes that only say which layer it is
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`times` blocks of `size` layers from layer `first` to the last, each like the one before it."""
+
+    first: int
+    size: int
+    times: int
+
+    @property
+    def count(self) -> int:
+        return self.first + self.size * self.times
+
+    @property
+    def traced(self) -> list[int]:
+        """The layers that a trace needs."""
+        return [*range(self.first + self.size), *range(self.count - self.size, self.count)]
+
+    def is_first(self, layer: int | None) -> bool:
+        return layer is not None and self.first <= layer < self.first + self.size
+
+    def is_last(self, layer: int | None) -> bool:
+        return layer is not None and layer >= self.count - self.size
+
+
+@dataclass(frozen=True)
+class Section:
+    """Neighbouring nodes of a trace, to be written `times` times, each time for layers that lie `step` further on.
+
+    From the second time on, a node that is a key of `carried` is read as its value, as that was written the time before.
+    """
+
+    nodes: list[fx.Node]
+    times: int = 1
+    step: int = 0
+    carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+def kinds(layers: Any, config: Any) -> list[Hashable]:
+    """For each layer of a model something that is equal for equal layers: modules, shapes, attributes, config's lists."""
+    count = len(layers)
+    lists = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
+    return [(_kind(layer), tuple(str(value[index]) for value in lists)) for index, layer in enumerate(layers)]
+
+
+def _kind(layer: Any) -> Hashable:
+    parts = []
+    for path, module in layer.named_modules():
+        attributes = sorted((name, _said(value)) for name, value in vars(module).items() if name not in COUNTERS)
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        shapes = tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors)
+        parts.append((path, type(module).__name__, tuple(attributes), shapes))
+    return tuple(parts)
+
+
+def _said(value: Any) -> str:
+    """A module's attribute as text that is equal for equal ones: functions by name, objects by class."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(_said, value))})"
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{_said(key)}: {_said(each)}' for key, each in value.items())})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def find_blocks(kinds: Sequence[Hashable]) -> Blocks | None:
+    """How layers of these kinds repeat to the end; None where a trace would need more than three quarters of them.
+
+    Layer 0 is in no block: what a model computes once and reads in every layer may be computed in it.
+    """
+    count = len(kinds)
+    for size in range(1, count // 2):
+        first = tail(kinds, size)
+        first = max(first, 1)
+        first += (count - first) % size
+        blocks = Blocks(first, size, (count - first) // size)
+        if 4 * len(blocks.traced) <= 3 * count:
+            return blocks
+    return None
+
+
+def tail(kinds: Sequence[Hashable], period: int) -> int:
+    """Where the longest tail starts in which every kind is that of `period` before it."""
+    start = len(kinds) - period
+    while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
+        start -= 1
+    return start
+
+
+def trace_once(model: Any) -> tuple[Any, list[Section]]:
+    """The ExportedProgram of `model`, of as few layers as will do, and its nodes in the order of the whole model."""
+    names = Names(model)
+    layers = dict(model.named_modules()).get(names.layers)
+    blocks = None if layers is None else find_blocks(kinds(layers, model.config))
+    if blocks is not None:
+        found = _trace_blocks(model, names, blocks)
+        if found is not None:
+            return found
+    exported = trace.trace(model)
+    return exported, [Section(_ordered(_layers_of(exported, names)))]
+
+
+def _layers_of(exported: Any, names: Names) -> dict[fx.Node, tuple[str, int | None]]:
+    """The module's path and the layer of the inputs and of what the outputs need, in the order of the trace.
+
+    Left out are the checks, and sizes that are computed for them in the first layer of a kind.
+    """
+    nodes = list(exported.graph.nodes)
+    needed = ancestors(node for node in nodes if node.op in ("placeholder", "output"))
+    stored = trace.stored(exported)
+    paths = {node: stored.get(node.name) or trace.module_path(node) for node in nodes if node in needed}
+    return {node: (path, names.stable(path)[1]) for node, path in paths.items()}
+
+
+def _ordered(where: dict[fx.Node, tuple[str, int | None]]) -> list[fx.Node]:
+    """The nodes of `where`, those in front of the layers in the order in which the layers need them.
+
+    Models compute a rope for each member of a set of layer types, and the order of a set is another in every process.
+    """
+    nodes = list(where)
+    calls = [node for node in nodes if node.op == "call_function"]
+    start = next((index for index, node in enumerate(calls) if where[node][1] is not None), 0)
+    front: dict[fx.Node, None] = dict.fromkeys(calls[:start])
+    ordered: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        if node in front and node not in ordered:
+            for source in node.all_input_nodes:
+                need(source)
+            ordered[node] = None
+
+    for node in nodes:
+        if node not in front:
+            for source in node.all_input_nodes:
+                need(source)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    return [*inputs, *ordered, *calls[start:], *(node for node in nodes if node.op == "output")]
+
+
+def _trace_blocks(model: Any, names: Names, blocks: Blocks) -> tuple[Any, list[Section]] | None:
+    with _only(model.get_submodule(names.layers), blocks.traced):
+        try:
+            exported = trace.trace(model)
+            return exported, sections(exported, names, blocks)
+        except _UnequalError as error:
+            log.info("%s: its layers are not as equal as they look (%s); tracing all", type(model).__name__, error)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is then said of the whole model
+            log.debug("%s: layers %s cannot be traced alone: %s", type(model).__name__, blocks.traced, error)
+    return None
+
+
+class _UnequalError(Exception):
+    """Why the first and the last block of a trace are not the same."""
+
+
+@contextmanager
+def _only(layers: torch.nn.Module, kept: list[int]) -> Iterator[None]:
+    """The list of layers without those that are not `kept`, which keep their names."""
+    every = layers._modules
+    layers._modules = {str(index): every[str(index)] for index in kept}
+    try:
+        yield
+    finally:
+        layers._modules = every
+
+
+def sections(exported: Any, names: Names, blocks: Blocks) -> list[Section]:
+    """The trace of `blocks.traced` as that of the whole model. Raises _UnequalError where first and last block differ."""
+    where = _layers_of(exported, names)
+    nodes = _ordered(where)
+    paths, layer = (
+        {node: path for node, (path, _) in where.items()},
+        {node: index for node, (_, index) in where.items()},
+    )
+    first = [node for node in nodes if blocks.is_first(layer[node])]
+    last = [node for node in nodes if blocks.is_last(layer[node])]
+    shift = blocks.size * (blocks.times - 1)
+    for one, other in itertools.zip_longest(first, last):
+        if one is None or other is None or names.moved(paths[one], shift) != paths[other]:
+            raise _UnequalError(f"{one} and {other} are of other modules")
+    both = {*first, *last}
+    calls = [index for index, node in enumerate(nodes) if node.op == "call_function" and node in both]
+    between = [node for node in nodes[calls[0] : calls[-1]] if node not in both]
+    later = [user for node in first for user in node.users if user in layer and user not in both]
+    if between or later:
+        raise _UnequalError(f"{[*between, *later][0]} is computed between or of several of them")
+    carried = _carried(first, last)
+    out = []
+    for is_first, group in itertools.groupby(nodes, key=lambda node: blocks.is_first(layer[node])):
+        run = list(group)
+        out.append(Section(run, blocks.times - 1, blocks.size, carried) if is_first else Section(run))
+    return out
+
+
+def _carried(first: list[fx.Node], last: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """What `first` reads of the nodes before it, and which of the nodes of `first` `last` reads instead."""
+    twin = dict(zip(first, last, strict=True))
+    carried: dict[fx.Node, fx.Node] = {}
+    common: set[fx.Node] = set()
+
+    def equal(one: Any, other: Any) -> bool:
+        if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+            if one in twin:
+                return twin[one] is other
+            if one is other:
+                common.add(one)
+                return True
+            if other not in twin or other.op != "call_function" or _type(one) != _type(other):
+                return False
+            return carried.setdefault(one, other) is other
+        if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+            return len(one) == len(other) and all(map(equal, one, other))
+        if isinstance(one, dict) and isinstance(other, dict):
+            return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+        return type(one) is type(other) and repr(one) == repr(other)
+
+    for one, other in twin.items():
+        same = (one.op, _type(one)) == (other.op, _type(other))
+        if one.op == "call_function":
+            same = same and one.target == other.target and equal((one.args, one.kwargs), (other.args, other.kwargs))
+        if not same:
+            raise _UnequalError(f"{one.format_node()} and {other.format_node()}")
+    both = common & carried.keys()
+    if both:
+        raise _UnequalError(f"{both.pop()} is what comes from the layer before, and more")
+    return carried
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return "; ".join(
+        f"{each.dtype}{list(each.shape)}{list(each.stride())}" if isinstance(each, Tensor) else str(each)
+        for each in values
+    )
