@@ -37,6 +37,7 @@ from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine
 from inferc.runtime.load import load_engine
 from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.record_loads import routed_values
 from inferc.runtime.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,20 +84,14 @@ def prepare(shape: Shape, num_experts: int, work: Path) -> Path:
 
 
 class Routing:
-    """Counts the experts that are chosen, by layer and step."""
+    """Counts the experts that are chosen, by layer and step; a step in flight as it begins or ends may be left out."""
 
     def __init__(self, artifact: Artifact) -> None:
-        nodes = artifact.program["program"]["nodes"]
-        routers = {node["id"] for node in nodes if node.get("target") == "inferc.moe_routing"}
-        self.ids = {
-            node["name"]
-            for node in nodes
-            if node.get("target") == "getitem" and node["args"][0]["node"] in routers and node["args"][1] == 0
-        }
+        self.names = routed_values(artifact)
         self.counts: dict[int, list[int]] = defaultdict(list)
 
     def observe(self, entry: dict[str, Any], layer: int, rows: Any) -> None:
-        if entry["name"] in self.ids:
+        if entry["name"] in self.names:
             self.counts[layer].append(len(np.unique(rows)))
 
     def per_step(self) -> float:

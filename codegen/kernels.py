@@ -145,12 +145,16 @@ def _last_axis(node: fx.Node) -> str:
     return "" if dim % rank == rank - 1 else f"axis {dim}: expected columns, which are the last axis"
 
 
+def _head_dim_fits(dim: int) -> str:
+    return f"head_dim {dim}: expected a multiple of 16, at most 512" if dim % 16 or dim > 512 else ""
+
+
 def _heads_fit(node: fx.Node) -> str:
     """attention.h: heads of at most 512 elements in steps of 16."""
     num_heads, dim = _shape(node, "q")[1:]
     block_size, num_kv_heads, cached_dim = _shape(node, "kv_cache")[3:]
-    if dim % 16 or dim > 512:
-        return f"head_dim {dim}: expected a multiple of 16, at most 512"
+    if _head_dim_fits(dim):
+        return _head_dim_fits(dim)
     if dim != cached_dim:
         return f"head_dim {dim}: expected that of the values, {cached_dim}"
     if num_heads % num_kv_heads:
@@ -212,7 +216,7 @@ def _rope_and_cache(node: fx.Node) -> str:
 def _qkv_fits(node: fx.Node) -> str:
     """kv.h: a head is whole panels, and what it is rotated in lies on the stack."""
     head_dim = int(_shape(node, "kv_cache")[5])
-    fits = _joined(_multiple("head_dim", head_dim, 16), _at_most("head_dim", head_dim, 512))
+    fits = _head_dim_fits(head_dim)
     cache, x = _dtype(node, "kv_cache"), _dtype(node, "x")
     rotary = _at_most("rotary dimension", _shape(node, "table")[-1], head_dim)
     return _joined(fits, rotary, "" if cache == x else f"a KV cache of {cache}: expected {x}, that of the rows")

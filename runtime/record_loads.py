@@ -19,7 +19,7 @@ def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
 
     Raises UnsupportedError for an artifact without experts, of several ranks, or not of compiled code.
     """
-    num_experts = _chosen_ids(artifact)
+    num_experts = routed_values(artifact)
     if not num_experts:
         raise UnsupportedError(f"{artifact.path} has no experts whose loads could be recorded")
     if not isinstance(engine.runner, ModelRunner):
@@ -37,7 +37,7 @@ def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
     return loads
 
 
-def _chosen_ids(artifact: Artifact) -> dict[str, int]:
+def routed_values(artifact: Artifact) -> dict[str, int]:
     """The values that hold the experts chosen, by name: from how many."""
     nodes = {node["id"]: node for node in artifact.program["program"]["nodes"]}
     found = {}

@@ -224,7 +224,8 @@ def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
         assert {row["kernel"] for row in step["kernels"]} == chosen
         assert sum(row["share"] for row in step["kernels"]) == pytest.approx(1.0)
     calls = {row["kernel"]: row["calls"] for row in found["decode"]["kernels"]}
-    assert calls["cpp.linear.float32"] == calls["cpp.linear_add.float32"] == 2 * 2
+    assert (calls["cpp.linear.float32"], calls["cpp.linear_add.float32"]) == (2, 2 * 2)
+    assert calls["cpp.qkv_rope_kv_write.float32"] == 2
     assert calls["cpp.lm_head.float32"] == 1
 
 

@@ -149,7 +149,7 @@ def test_a_refused_model_shows_the_passes_up_to_the_refusal(tmp_path: Path) -> N
     assert found["refused"]["pass"] == "choose_kernels"
     assert "head_dim 24" in found["refused"]["reason"]
     names = [row["name"] for row in found["passes"]]
-    assert names[-1] == "split_head" and "page_kv_cache" in names
+    assert names[-1] == "fuse_qkv_rope_kv_write" and "page_kv_cache" in names
     assert found["kv"]["bytes_per_token"] == 2 * 2 * 2 * 24 * 2
     assert "refused   by choose_kernels" in rendered(found)
     assert error.startswith("inferc: choose_kernels refuses the model: head_dim 24") and error.count("\n") == 1

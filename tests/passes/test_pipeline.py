@@ -92,5 +92,5 @@ def test_the_order_is_the_documented_one() -> None:
     names = [each.name for each in build_pipeline(LowerConfig(Target("reference")))]
     assert len(set(names)) == len(names)
     assert names[:2] == ["canonicalise", "flatten_batch"]
-    assert names[-4:] == ["select_rows", "split_head", "choose_kernels", "plan_memory"]
+    assert names[-4:] == ["split_head", "fuse_qkv_rope_kv_write", "choose_kernels", "plan_memory"]
     assert names.index("fuse_rope") < names.index("page_kv_cache") < names.index("fuse_rope_kv_write")
