@@ -379,7 +379,8 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
         Kernel("cpp", "inferc.pointwise", "cpp.pointwise", _pointwise, "inferc.codegen.cpp.pointwise:pointwise")
     )
     calls = "inferc.codegen.cpp.calls"
-    ids, positions = _Cpp("expert_ids", torch.int32), _Cpp("self", torch.int64, _first_axis)
+    ids = _Cpp("expert_ids", torch.int32, lambda node: _at_most("ep rank", argument(node, "rank"), 63))
+    positions = _Cpp("self", torch.int64, _first_axis)
     choose = Kernel(
         "cpp", "inferc.expert_choose", "cpp.expert_choose", ids, f"{calls}:expert_choose", {"placement": None}
     )

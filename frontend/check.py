@@ -79,9 +79,14 @@ def check_module(checkpoint: Checkpoint) -> None:
         )
 
 
-def random_copy(program: Program, checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """A small random model in `dtype` with every distinct kind of layer of `program`, as a checkpoint in memory."""
-    model = _small_model(program, checkpoint, distinct_prefix(program))
+def random_copy(
+    program: Program, checkpoint: Checkpoint, dtype: str, min_layers: int = 1, parts: int = 1
+) -> Checkpoint:
+    """A small random model in `dtype` with every distinct kind of layer of `program`, as a checkpoint in memory.
+
+    It has at least `min_layers` layers, and inner sizes that can be cut in `parts`.
+    """
+    model = _small_model(program, checkpoint, max(min_layers, distinct_prefix(program)), parts)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
@@ -179,9 +184,10 @@ def _run_module(module: Any, name: str) -> Tensor:
 # ------------------------------------------------------------------------------------------- the small copy
 
 
-def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int) -> Any:
+def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int, parts: int = 1) -> Any:
     """The model with `num_layers` layers, small where it may be, in float32 with random weights, on the CPU."""
-    all_limits, outer = VOCABULARY | WINDOWS | INNER, VOCABULARY | WINDOWS
+    inner = {name: max(limit, weight_lib.PANEL * parts) for name, limit in INNER.items()}
+    all_limits, outer = VOCABULARY | WINDOWS | inner, VOCABULARY | WINDOWS
     last: Exception | None = None
     for limits, narrow in ((all_limits, True), (all_limits, False), (outer, False)):
         config = shrink(checkpoint.config, num_layers, limits, narrow)

@@ -13,6 +13,9 @@ import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -83,14 +86,25 @@ def _kind(layer: Any) -> Hashable:
 
 
 def _said(value: Any) -> str:
-    """A module's attribute as text that is equal for equal ones: functions by name, objects by class."""
-    if isinstance(value, PLAIN):
+    """A module's attribute as text that is equal only for equal ones; what it does not know is equal to itself alone.
+
+    Modules and tensors are told apart elsewhere: by the modules' own attributes, by names and shapes.
+    """
+    if isinstance(value, (*PLAIN, Enum, torch.dtype, torch.device)):
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(map(_said, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"set({', '.join(sorted(map(_said, value)))})"
     if isinstance(value, dict):
         return f"dict({', '.join(f'{_said(key)}: {_said(each)}' for key, each in value.items())})"
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+    if isinstance(value, (torch.nn.Module, Tensor)):
+        return type(value).__qualname__
+    if isinstance(value, partial):
+        return f"partial({', '.join(map(_said, (value.func, value.args, value.keywords)))})"
+    if isinstance(value, MethodType):
+        return f"{_said(value.__func__)} of {type(value.__self__).__qualname__}"
+    return f"{type(value).__qualname__} at {id(value)}"
 
 
 def find_blocks(kinds: Sequence[Hashable]) -> Blocks | None:

@@ -1,7 +1,7 @@
 """Which ranks hold which experts: evenly, or by how many tokens each expert was seen to get.
 
-An expert that gets more than a rank's share is held by several; its tokens take turns. Loads are counted by running: give
-`ExpertLoads().observe` to `Program.run` or `inferc.reference.run_step`.
+An expert that gets more than a rank's share is held by several; its tokens take turns. Loads are counted by running an
+artifact: `runtime/record_loads.py`.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ def partition_experts(
     """
     if not list(program.graph.find_nodes(op="call_function", target=inferc.moe_experts.default)):
         raise UnsupportedError(f"--ep {ep}: the model has no experts to place; use --tp")
+    _check_layers(program, placements)
     made = []
     for rank in range(ep):
         own = program_lib.from_json(program_lib.to_json(program))
@@ -58,6 +59,14 @@ def partition_experts(
         own.info = {**own.info, "ep_rank": rank, "ep_size": ep}
         made.append(own)
     return made
+
+
+def _check_layers(program: Program, placements: Mapping[int, Placement] | None) -> None:
+    nodes = program.graph.find_nodes(op="call_function", target=inferc.moe_experts.default)
+    layers = {node.meta["layer"] for node in nodes}
+    if placements and set(placements) != layers:
+        given, expected = (", ".join(map(str, sorted(each))) for each in (set(placements), layers))
+        raise ConfigError(f"experts are placed for layers {given}; the model has experts in layers {expected}")
 
 
 def _check(node: fx.Node, placement: Placement, num_experts: int, ep: int) -> None:

@@ -70,7 +70,9 @@ class Artifact:
     program: dict[str, Any]
     weights: tuple[StoredWeight, ...]  # in the order of the step's weight table
     maps: dict[str, mmap.mmap]  # of the weight files, by name
-    ranks: list[Artifact] = field(repr=False)  # by stage, ep rank, tp rank; only this one where the model is whole
+    ranks: list[Artifact] = field(
+        repr=False, compare=False
+    )  # by ep rank, stage, tp rank; only this one where the model is whole
 
     @property
     def model(self) -> dict[str, Any]:
@@ -299,7 +301,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
         "producer": manifest["producer"],
         "targets": manifest["targets"],
         "weights_bytes": sum(len(data) for data in artifact.maps.values()),
-        "arena_bytes": max(map(arena_bytes, artifact.ranks)),
+        "arena_bytes": sum(map(arena_bytes, artifact.ranks)),
         "arena_for": {"num_tokens": tokens, "num_rows": seqs, "num_seqs": seqs, "num_threads": num_threads},
         "kv_bytes_per_token": sum(rank.kv_bytes_per_token for rank in artifact.ranks),
         "kv_groups": artifact.whole_kv_groups,
@@ -307,6 +309,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
         "programs": [
             {
                 **{name: rank.entry[name] for name in ("name", "tp_rank", "pp_stage", "ep_rank", "kv_groups")},
+                "libraries": rank.entry["libraries"],
                 "weights_bytes": rank.weights_bytes,
                 "arena_bytes": arena_bytes(rank),
                 "kv_bytes_per_token": rank.kv_bytes_per_token,

@@ -42,11 +42,25 @@ class ModelCost:
 
 
 def model_cost(artifact: Artifact) -> ModelCost:
-    """By the lowered graph: a lookup costs nothing, and of a layer's experts a token uses only the routed ones."""
+    """By the lowered graphs of all ranks: a lookup costs nothing, and of experts a token uses only the routed ones."""
+    used = [_used(rank) for rank in artifact.ranks]
+    return ModelCost(
+        dtype=str(artifact.config["dtype"]),
+        vocab_size=int(artifact.model["vocab_size"]),
+        max_model_len=artifact.max_model_len,
+        weights_bytes=int(sum(num_bytes for num_bytes, _ in used)),
+        kv_groups=cache_groups(artifact.whole_kv_groups),
+        num_parameters=int(sum(count for _, count in used)),
+    )
+
+
+def _used(artifact: Artifact) -> tuple[float, float]:
+    """Bytes and elements of one rank's weights that a token uses; of experts its share of the chosen ones."""
     nodes = artifact.program["program"]["nodes"]
     weight_of = {node["id"]: node["target"] for node in nodes if node["op"] == "get_attr"}
     weights = {weight.name: weight for weight in artifact.weights}
-    top_k = next((node["args"][1] for node in nodes if node.get("target") == "inferc.moe_routing"), 0)
+    top_k = next((node["args"][2] for node in nodes if node.get("target") == "inferc.moe_routing"), 0)
+    top_k /= int(artifact.config["ep"])
     share = dict.fromkeys(weights, 0.0)
     for node in nodes:
         if node["op"] != "call_function" or node["target"] == "aten.embedding":
@@ -55,14 +69,8 @@ def model_cost(artifact: Artifact) -> ModelCost:
             name = weight_of.get(arg.get("node", "")) if isinstance(arg, dict) else None
             if name is not None:
                 share[name] = top_k / weights[name].shape[0] if node["target"] == "inferc.moe_experts" else 1.0
-    return ModelCost(
-        dtype=str(artifact.config["dtype"]),
-        vocab_size=int(artifact.model["vocab_size"]),
-        max_model_len=artifact.max_model_len,
-        weights_bytes=int(sum(share[name] * weight.num_bytes for name, weight in weights.items())),
-        kv_groups=cache_groups(artifact.kv_groups),
-        num_parameters=int(sum(share[name] * math.prod(weight.shape) for name, weight in weights.items())),
-    )
+    num_bytes = sum(share[name] * weight.num_bytes for name, weight in weights.items())
+    return num_bytes, sum(share[name] * math.prod(weight.shape) for name, weight in weights.items())
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class ModelRunner:
 
         hidden: the rows of the pipeline stage before, for a later one.
         """
-        self._check(plan)
+        self.check(plan)
         inputs = self._inputs(plan, hidden)  # here, while the step before runs; the worker fills in the late ids
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
@@ -135,7 +135,7 @@ class ModelRunner:
 
     def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
-        self._check(plan)
+        self.check(plan)
         targets = abi.contiguous(target_ids, np.int32)
         if len(targets) != len(plan.logits_rows) or _outside(targets, self.vocab_size):
             raise RequestError(
@@ -148,8 +148,8 @@ class ModelRunner:
         """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
         self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
-    def _check(self, plan: StepPlan) -> None:
-        """Bounds that keep compiled code inside its memory."""
+    def check(self, plan: StepPlan) -> None:
+        """Raise RequestError for a plan out of the bounds that keep compiled code inside its memory."""
         slot_limits = [count * self.block_size for count in self.num_blocks]
         limits = {
             f"num_tokens {plan.num_tokens}": not 0 < plan.num_tokens <= self.max_num_tokens,
@@ -316,6 +316,7 @@ class ModelRunner:
             try:
                 done.put((function(), None))
             except Exception as error:  # noqa: BLE001  (raised again in the caller's thread)
+                self._collectives.abort()
                 done.put((None, error))
 
         self._jobs.put(job)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from inferc.errors import InfercError
 from inferc.runtime.collectives import Bytes
 
 
@@ -21,12 +22,15 @@ class ProcessGroup:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
+        self._failed = False
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, data: NDArray[np.float32]) -> None:
+        self._require_whole()
         dist.all_reduce(torch.from_numpy(data), group=self._group)
 
     def exchange(self, send: Sequence[Bytes], receive: Sequence[Bytes]) -> None:
+        self._require_whole()
         receive[self.rank][:] = send[self.rank]
         waiting = []
         for other in range(self.size):
@@ -42,7 +46,12 @@ class ProcessGroup:
             each.wait()
 
     def abort(self) -> None:
-        """Nothing: the calls of the others fail at their group's timeout, as they do when this process dies."""
+        """From here on this rank is out of step, and refuses: the others' calls fail at torch.distributed's timeout."""
+        self._failed = True
+
+    def _require_whole(self) -> None:
+        if self._failed:
+            raise InfercError("an exchange of this group failed before; start its ranks again")
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)

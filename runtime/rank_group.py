@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import BrokenBarrierError
+from typing import Any
 
 import numpy as np
 
@@ -49,27 +50,36 @@ class RankGroup:
         self._meetings: list[Meeting] = []
         self._queue: deque[StepPlan] = deque()
         self._last_ids = np.zeros(config.max_num_seqs, np.int32)
-        for stage in range(num_stages):
-            ranks = [rank for rank in artifact.ranks if rank.entry["pp_stage"] == stage]
-            meeting = Meeting(len(ranks))
-            self._meetings.append(meeting)
-            made = []
-            for index, rank in enumerate(ranks):
-                groups = [keys.index(group_key(group)) for group in rank.kv_groups]
-                blocks = tuple(config.num_blocks[group] for group in groups)
-                threads = max(1, config.num_threads // len(ranks))
-                runner = ModelRunner(rank, replace(config, num_threads=threads, num_blocks=blocks))
+        self._pool = ThreadPoolExecutor(max(1, len(artifact.ranks)), "inferc-rank")
+        try:
+            for stage in range(num_stages):
+                self._open_stage([rank for rank in artifact.ranks if rank.entry["pp_stage"] == stage], keys, config)
+        except Exception:
+            self.close()
+            raise
+
+    def _open_stage(self, ranks: list[Artifact], keys: list[tuple[Any, ...]], config: ResolvedEngineConfig) -> None:
+        meeting = Meeting(len(ranks))
+        made: list[_Rank] = []
+        self._meetings.append(meeting)
+        self._stages.append(made)
+        for index, rank in enumerate(ranks):
+            groups = [keys.index(group_key(group)) for group in rank.kv_groups]
+            blocks = tuple(config.num_blocks[group] for group in groups)
+            threads = max(1, config.num_threads // len(ranks))
+            runner = ModelRunner(rank, replace(config, num_threads=threads, num_blocks=blocks))
+            made.append(_Rank(runner, groups))
+            if len(ranks) > 1:
                 name = "ep" if rank.config["ep"] > 1 else "tp"
-                runner.set_collective(Collectives({name: LocalGroup(index, meeting)} if len(ranks) > 1 else {}))
-                made.append(_Rank(runner, groups))
-            self._stages.append(made)
-        self._pool = ThreadPoolExecutor(max(map(len, self._stages)), "inferc-rank")
+                runner.set_collective(Collectives({name: LocalGroup(index, meeting)}))
 
     @property
     def isa(self) -> str:
         return self._stages[0][0].runner.isa
 
     def submit(self, plan: StepPlan) -> None:
+        for stage in self._stages:
+            stage[0].runner.check(stage[0].plan(plan))
         self._queue.append(plan)
 
     def wait(self) -> StepResult:
@@ -88,11 +98,14 @@ class RankGroup:
         def score(rank: _Rank) -> tuple[F32, I32]:
             return rank.runner.score(rank.plan(plan), target_ids, before.hidden)
 
-        first, *_ = list(self._pool.map(score, self._stages[-1]))
-        return first
+        scores = [self._pool.submit(score, rank) for rank in self._stages[-1]]
+        errors = [str(error) for error in (each.exception() for each in scores) if error is not None]
+        if errors:
+            raise InfercError(_cause(errors))
+        return scores[0].result()
 
     def _run(self, stages: Sequence[list[_Rank]], plan: StepPlan) -> StepResult:
-        """The result of the last of `stages`, or the error of a rank: the first that did not fail for another's sake."""
+        """The result of the last of `stages`, or the error of the rank that failed."""
         result = StepResult(np.zeros(0, np.int32))
         for meeting in self._meetings:
             meeting.reset()
@@ -100,10 +113,10 @@ class RankGroup:
             for rank in stage:
                 rank.runner.submit(rank.plan(plan), result.hidden)
             results = [rank.runner.wait() for rank in stage]
-            failed = [each for each in results if each.error is not None]
-            if failed:
-                return next((each for each in failed if BrokenBarrierError.__name__ not in str(each.error)), failed[0])
-            result = results[0]
+            errors = [each.error for each in results if each.error is not None]
+            result = replace(results[0], error=_cause(errors) if errors else None)
+            if errors:
+                break
         return result
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
@@ -126,3 +139,8 @@ class RankGroup:
         token_ids[plan.late_rows] = self._last_ids[plan.late_slots]
         none = np.zeros(0, np.int32)
         return replace(plan, token_ids=token_ids, late_rows=none, late_slots=none)
+
+
+def _cause(errors: Sequence[str]) -> str:
+    """The first error of a rank that did not fail for another's sake."""
+    return next((each for each in errors if BrokenBarrierError.__name__ not in each), errors[0])

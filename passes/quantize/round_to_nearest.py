@@ -43,7 +43,7 @@ BEFORE_ROUTING = (
 
 @dataclass(frozen=True)
 class Quantize:
-    """Runs where every product has its final form: packed, with its residual, behind the selection of rows."""
+    """Runs where products are packed and have their residuals, behind the selection of rows."""
 
     scheme: Scheme
     name: str = "quantize"

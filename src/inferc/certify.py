@@ -153,11 +153,16 @@ class Certifier:
             return
         self._graph = graph
         self._has_router = "inferc.moe_experts" in graph
-        if "quantization" in program.info and self.certificate.quantization is None:
-            self._scheme = SCHEMES[program.info["quantization"]["scheme"]]
+        self._see_scheme(program)
         values = {key: weight_lib.read_whole(weight, self._reader) for key, weight in program.weights.items()}
         logits = [run_reference(program, prompt, values.__getitem__) for prompt in self.certificate.prompts]
         self.add(name, "reference", logits)
+
+    def _see_scheme(self, program: Program) -> None:
+        """The next row is the first of a quantized program, whose budget is its scheme's."""
+        done = program.info.get("quantization", {"products": 0})
+        if done["products"] and self.certificate.quantization is None:
+            self._scheme = SCHEMES[done["scheme"]]
 
     def observe_ranks(self, ranks: Sequence[RankProgram]) -> None:
         """After the partition: the ranks' lowered programs together, by the ops' references."""
@@ -168,6 +173,7 @@ class Certifier:
         prompts = self.certificate.prompts
         logits = run_partitioned(stages, self._reader, prompts, max(map(len, prompts)))
         logits = [each.float() for each in logits]
+        self._see_scheme(ranks[0].program)
         self.add("partition", f"reference, {len(ranks)} ranks", logits)
 
     def add_kernels(self, ran_by: str, logits: Sequence[Tensor], greedy: Sequence[list[int]]) -> None:
@@ -192,7 +198,11 @@ class Certifier:
         row = replace(row, ok=not row.reason)
         self.certificate.rows.append(row)
         if self._scheme is not None:  # what comes now computes the same integers, and is measured by them
-            self._reference_kl, self._reference_name = kl, f"the {self._scheme.name} program's own by the references"
+            if bool(kl.isfinite().all()):  # kept in spite of its drift, it would measure nothing
+                self._reference_kl, self._reference_name = (
+                    kl,
+                    f"the {self._scheme.name} program's own by the references",
+                )
             self.certificate.quantization, self._scheme = self._scheme, None
         log.info("certificate: %s by %s: relative error %s, KL %s", name, ran_by, row.relative_error, row.kl)
         if not row.ok and not self._allow_drift:

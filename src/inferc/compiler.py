@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,9 @@ class _Build:
             self._check_lowers(program)
             encode = encoder(tokenizer.get("tokenizer.json"))
             certifier = self._certifier(self.checkpoint, program, "the model itself", encode)
-        copied = random_copy(program, self.checkpoint, self.config.dtype) if self.config.certify == "layers" else None
+        copied = None
+        if self.config.certify == "layers":
+            copied = random_copy(program, self.checkpoint, self.config.dtype, self.ranks.pp, self.ranks.tp)
         manifest = self.lower_and_write(program, certifier)
         if copied is not None:
             certifier = self._certify_copy(copied)
@@ -170,7 +172,7 @@ class _Build:
         return None if certifier is None else certifier.certificate.to_json()
 
     def _check_lowers(self, program: Program) -> None:
-        """Raise what lowering will refuse: on a copy and unverified, as the reference runs first and may take minutes."""
+        """Raise what lowering will refuse: on a copy, as the reference runs first and may take minutes."""
         twin = program_lib.from_json(program_lib.to_json(program))
         if self.ranks.count > 1:
             self.report("check the kernels", 0, 1)
@@ -208,7 +210,7 @@ class _Build:
             self.config,
             producer=f"inferc {version('inferc')}",
             host=f"{platform.system()}-{platform.machine()}".lower() if self.libraries else None,
-            model=self._model_facts(program),
+            model={**self._model_facts(program), **_quantization(stages)},
             programs=programs,
             passes=[_pass_row(record) for record in self.records],
             kernels=self.kernels,
@@ -335,7 +337,7 @@ class _Build:
                 self.interrupts,
                 self.generation,
                 self.lower_config.passes,
-                self.ranks,
+                replace(self.ranks, placements={at: each for at, each in self.ranks.placements.items() if at < layers}),
             )
             build.isas = detect_isa()[:1]  # the one that runs here
             program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
@@ -380,6 +382,18 @@ def _ranks(config: CompileConfig) -> Ranks:
         loads = ExpertLoads.load(Path(config.expert_loads))
         placed = placements(loads, config.ep, config.redundant_experts)
     return Ranks(config.tp, config.pp, config.ep, placed)
+
+
+def _quantization(stages: Sequence[Program]) -> dict[str, Any]:
+    """What the pass `quantize` says it did, of all stages together."""
+    done = [program.info["quantization"] for program in stages if "quantization" in program.info]
+    if not done:
+        return {}
+    kept: Counter[str] = Counter()
+    for each in done:
+        kept.update(each["kept"])
+    products = sum(each["products"] for each in done)
+    return {"quantization": {"scheme": done[0]["scheme"], "products": products, "kept": dict(kept)}}
 
 
 def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[str, Any]]:

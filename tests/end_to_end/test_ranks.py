@@ -26,6 +26,7 @@ from inferc.compiler import compile
 from inferc.config import CompileConfig, EngineConfig
 from inferc.runtime.abi import choose_isa
 from inferc.runtime.artifact import inspect_artifact, load_artifact
+from inferc.runtime.bench import model_cost
 from inferc.runtime.collectives import Bytes, Collectives
 from inferc.runtime.model_runner import ModelRunner
 
@@ -185,6 +186,29 @@ def test_bfloat16_ranks_stay_within_the_budget(sizes: dict[str, Any], folder: Pa
     assert summary.certificate["ok"]
 
 
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("w8a8", marks=slow)])
+def test_quantized_ranks_are_held_to_their_schemes_budget(scheme: str, folder: Path, tmp_path: Path) -> None:
+    """The row of the ranks is the first that is quantized; the kernels' is measured by it."""
+    sizes: dict[str, Any] = {"tp": 2, "quantize": scheme}
+    summary = compile(folder, tmp_path / "out", CompileConfig(dtype="float32", certify="full", **sizes))
+    assert summary.certificate is not None
+    assert summary.certificate["ok"]
+    assert scheme in str(summary.certificate["budgets"])
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+    assert f"{scheme}" in shown
+    assert "the embedding" in shown
+
+
+def test_the_copy_that_is_certified_has_a_layer_for_each_stage(tmp_path: Path) -> None:
+    """All layers are equal: one would hold every kind, and could not be cut."""
+    folder = make_random_model("llama", tmp_path / "m", num_hidden_layers=4)
+    sizes: dict[str, Any] = {"pp": 2, "tp": 2}
+    summary = compile(folder, tmp_path / "out", CompileConfig(dtype="float32", certify="layers", **sizes))
+    assert summary.certificate is not None
+    assert summary.certificate["rows"][-1]["ran_by"].startswith("cpu kernels")
+    assert "4 ranks" in summary.certificate["rows"][-1]["ran_by"]
+
+
 class Unreachable:
     """A group whose other rank has gone."""
 
@@ -233,8 +257,19 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
     assert result.exit_code == 0, result.output
     loads = json.loads(profile.read_text())["expert_loads"]
     assert sorted(loads) == ["0", "1"]
+    cost, config = model_cost(load_artifact(whole)), load_artifact(whole).model["hf_config"]
+    expert, hidden = 3 * config["moe_intermediate_size"] * 64, 64
+    used = 2 * (2 * expert + 4 * hidden + hidden * (64 + 2 * 32 + 64) + 2 * hidden + 2 * 16) + hidden
+    head = cost.vocab_size * hidden
+    assert used + head <= cost.num_parameters <= used + head + 8  # and the frequencies of the rope
     scored = json.loads(result.stdout)["tokens"]
     assert all(sum(of_layer) >= 2 * scored for of_layer in loads.values())  # top_k is 2
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"expert_loads": {"0": loads["0"], "7": loads["1"]}}))
+    command = ["compile", str(folder), "-o", str(tmp_path / "placed"), "--ep", "2", "--expert-loads", str(other)]
+    result = run.invoke(app, command)
+    assert result.exit_code == 2
+    assert "experts are placed for layers 0, 7; the model has experts in layers 0, 1" in result.stderr
     sizes: dict[str, Any] = {"ep": 2, "expert_loads": str(profile), "redundant_experts": 2}
     compile(folder, tmp_path / "placed", CompileConfig(dtype="float32", certify="none", **sizes))
     held = [

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,12 +93,16 @@ def test_blocks_say_how_the_whole_is_made(head: str, period: str, times: int) ->
         {"sizes": (1, [3])},
         {"table": {"a": {"b": 2}}},
         {"activation": torch.relu},
+        {"gelu": partial(torch.nn.functional.gelu, approximate="tanh")},
+        {"dtype": torch.bfloat16},
+        {"names": {"a", "b"}},
         {"owner": object()},
         {"layer_idx": None},  # the one that says nothing
     ],
 )
 def test_a_layer_is_known_by_its_attributes(change: dict[str, Any]) -> None:
     same = {"scale": 1.0, "sizes": (1, [2]), "table": {"a": {"b": 1}}, "activation": torch.tanh, "owner": None}
+    same |= {"gelu": partial(torch.nn.functional.gelu), "dtype": torch.float32, "names": {"a"}}
     layers = [torch.nn.Linear(2, 2) for _ in range(3)]
     for index, layer in enumerate(layers):
         vars(layer).update({**same, "layer_idx": index, **(change if index == 1 else {})})
