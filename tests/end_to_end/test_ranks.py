@@ -30,6 +30,7 @@ from inferc.runtime.bench import model_cost
 from inferc.runtime.collectives import Bytes, Collectives
 from inferc.runtime.model_runner import ModelRunner
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = Path(__file__).parents[1] / "support"
 NEW_TOKENS = 10
 SIZES: dict[str, dict[str, Any]] = {
@@ -179,9 +180,13 @@ def test_the_certificate_says_what_the_ranks_moved(folder: Path, tmp_path: Path)
 
 @slow
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"ep": 2}, {"pp": 2}], ids=str)
-def test_bfloat16_ranks_stay_within_the_budget(sizes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    """Sums over ranks are rounded once; the certificate holds them to transformers' own run in bfloat16."""
-    summary = compile(folder, tmp_path / "out", CompileConfig(dtype="bfloat16", certify="full", **sizes))
+def test_bfloat16_ranks_stay_within_the_budget(sizes: dict[str, Any], tmp_path: Path) -> None:
+    """Sums over ranks are rounded once; the certificate holds them to transformers' own run in bfloat16.
+
+    Of a trained model: the routers of a random one are near ties, which rounding of any kind tips.
+    """
+    config = CompileConfig(dtype="bfloat16", certify="full", **sizes)
+    summary = compile(EXAMPLES / "models" / "tiny-moe", tmp_path / "out", config)
     assert summary.certificate is not None
     assert summary.certificate["ok"]
 
