@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoints import tiny_checkpoint
@@ -126,6 +127,24 @@ def test_the_program_is_that_of_a_full_trace(
     checkpoint = tiny_checkpoint(family, **{"num_hidden_layers": num_layers, **more})
     check_same(export_model(checkpoint, dtype), in_full(checkpoint, dtype))
     assert traces == [num_traced, num_layers]
+
+
+def deeper(name: str, num_layers: int) -> Checkpoint:
+    """A row of the table with more layers, of the same kinds in the same order."""
+    fields: dict[str, Any] = {"num_hidden_layers": num_layers}
+    if "n_layer" in FAMILIES[name].fields:
+        fields["n_layer"] = num_layers
+    if pattern := FAMILIES[name].fields.get("layer_types"):
+        fields["layer_types"] = (pattern * num_layers)[:num_layers]
+    return tiny_checkpoint(name, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_layers_of_every_family_repeat(name: str, traces: list[int]) -> None:
+    checkpoint = deeper(name, 16)
+    check_same(export_model(checkpoint, "float32"), in_full(checkpoint))
+    assert len(traces) == 2 and traces[0] <= 12 and traces[1] == 16
 
 
 def test_layers_that_do_not_repeat_are_all_traced(traces: list[int]) -> None:
