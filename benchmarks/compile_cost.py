@@ -26,10 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from measured import ROOT, report
+
 from inferc.config import available_cores
 from inferc.machine import measure_read
 
-ROOT = Path(__file__).resolve().parent.parent
 INFERC = (sys.executable, "-m", "inferc")
 LAYERS_SHAPE, WHOLE_SHAPE = "llama-3.1-70b", "llama-3.1-8b"
 SAMPLE_S = 0.01
@@ -177,7 +178,7 @@ def main() -> None:
     if options.quantize != "none" and not can_quantize():
         raise SystemExit("this inferc has no --quantize; give --quantize none, which compiles in bfloat16")
     cases = options.case or ["layers", "whole"]
-    result: dict[str, Any] = {"cores": os.cpu_count()}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.work) as scratch:
         model, artifact = Path(scratch) / "model", Path(scratch) / "artifact"
         if "layers" in cases:
@@ -189,9 +190,7 @@ def main() -> None:
             result["whole"] = compile_whole(model / WHOLE_SHAPE, artifact, options.quantize)
     # Last: a child's max_rss is at least what its parent had when it was started.
     result["read_gb_per_s"] = round(measure_read(available_cores()) / GB, 1)
-    print(json.dumps(result))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, options.out)
 
 
 if __name__ == "__main__":

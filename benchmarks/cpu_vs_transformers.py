@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+from measured import ROOT, save
+
 from inferc.machine import measure_read
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES = {  # name: (input_len, output_len, concurrency)
     "batch 1": (128, 64, 1),
     "prefill 512": (512, 16, 1),
@@ -91,13 +91,6 @@ def compare(model: Path, artifact: Path, repeats: int, threads: int) -> dict[str
     return rows
 
 
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-0.6b", help="a shape of benchmarks/make_model.py")
@@ -112,26 +105,18 @@ def main() -> None:
     after = measure_read(args.threads) / 1e9
     weight_bytes = sum(file.stat().st_size for file in artifact.glob("weights-*.safetensors"))
     limit = (before + after) / 2 * 1e9 / weight_bytes
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ).stdout
     result = {
         "shape": args.shape,
         "dtype": "bfloat16",
-        "commit": commit.strip(),
-        "cpu": cpu_model(),
         "threads": args.threads,
         "read_gb_per_s": {"before": before, "after": after},
         "weight_bytes": weight_bytes,
         "decode_limit_tokens_per_s": limit,
         "cases": rows,
-        "command": "python " + " ".join(sys.argv),
     }
     print(f"read bandwidth {before:.1f} / {after:.1f} GB/s: batch 1 decode can reach {limit:.1f} tokens/s")
     if args.out:
-        partial = args.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
-        partial.replace(args.out)
+        save(result, args.out)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ beside them. The memory's read bandwidth, measured in the same run, says how fas
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import statistics
 import subprocess
@@ -19,10 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from measured import ROOT, report
+
 from inferc.config import available_cores
 from inferc.machine import measure_read
 
-ROOT = Path(__file__).parents[1]
 INFERC = (sys.executable, "-m", "inferc")
 
 
@@ -63,14 +62,11 @@ def main() -> None:
     tokens, ready = zip(*times, strict=True)
     result = {
         "model": options.model.name,
-        "cores": os.cpu_count(),
         "read_gb_per_s": round(measure_read(available_cores()) / 1e9, 1),
         "first_token_s": {"median": round(statistics.median(tokens), 3), "all": [round(each, 3) for each in tokens]},
         "server_ready_s": {"median": round(statistics.median(ready), 3), "all": [round(each, 3) for each in ready]},
     }
-    print(json.dumps(result))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, options.out)
 
 
 if __name__ == "__main__":

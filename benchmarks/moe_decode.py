@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 import make_model
 import numpy as np
+from measured import ROOT, report
 
 from inferc.config import available_cores
 from inferc.cost import CostLog, Step
@@ -40,7 +40,6 @@ from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.record_loads import routed_values
 from inferc.runtime.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 4096  # of the tokenizer: the head must not hide the experts
 HEAD_DIM = 64
 INPUT_LEN = 32
@@ -199,14 +198,11 @@ def main() -> None:
         "top_k": shape.top_k,
         "batch": options.batch,
         "dtype": "bfloat16",
-        "cores": os.cpu_count(),
         "read_gb_per_s": {"median": round(read / 1e9, 1), "all": [round(each / 1e9, 1) for each in reads]},
         "rows": rows,
         "last_over_first": round(medians[-1] / medians[0], 3),
     }
-    print(json.dumps(result))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, options.out)
 
 
 if __name__ == "__main__":
