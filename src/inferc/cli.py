@@ -203,7 +203,9 @@ def inspect(out: Out, as_json: Json = False) -> None:
         say(f"  {where:14}{sizes}, {rank['kv_bytes_per_token']} KV bytes a token")
     for group in facts["kv_groups"]:
         reach = f"{group['kind']} {group['window']}" if group["window"] else group["kind"]
-        heads = f"{group['num_kv_heads']} heads of {group['head_dim']}, {group['dtype']}"
+        count = group["num_kv_heads"]
+        each = " on each rank" if len(facts["programs"]) > 1 else ""
+        heads = f"{count} head{'s' if count > 1 else ''} of {group['head_dim']}{each}, {group['dtype']}"
         count = len(group["layers"])
         layers = f"{count} layer{'s' if count > 1 else ''} ({_ranges(group['layers'])})"
         say(f"  {reach:14}{layers}, {heads}, {group['bytes_per_token']} bytes a token")

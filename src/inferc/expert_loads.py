@@ -40,9 +40,16 @@ class ExpertLoads:
     def load(path: Path) -> ExpertLoads:
         """Raises ConfigError for a file that is no load profile."""
         try:
-            data = json.loads(path.read_text())["expert_loads"]
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise ConfigError(
+                f"cannot read {path}: {why}; `inferc eval OUT --text FILE --record-expert-loads {path}` writes a profile"
+            ) from None
+        try:
+            data = json.loads(text)["expert_loads"]
             layers = {int(layer): [int(load) for load in loads] for layer, loads in data.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}: no load profile ({error}); expected {{'expert_loads': {{layer: [tokens]}}}}"
             ) from error

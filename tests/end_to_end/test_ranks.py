@@ -295,7 +295,10 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
         (["--tp", "0"], "tp is 0, expected at least 1"),
         (["--ep", "2", "--redundant-experts", "1"], "give --expert-loads FILE"),
         (["--expert-loads", "no.json"], "it places experts on --ep ranks; give --ep N"),
-        (["--ep", "2", "--expert-loads", "no.json"], "no.json: no load profile"),
+        (
+            ["--ep", "2", "--expert-loads", "no.json"],
+            "cannot read no.json: No such file or directory; `inferc eval OUT --text FILE --record-expert-loads no.json` writes",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_one_line(options: list[str], line: str, folder: Path, tmp_path: Path) -> None:

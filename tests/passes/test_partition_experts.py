@@ -230,3 +230,9 @@ def test_files_that_are_no_load_profile(text: str, tmp_path: Path) -> None:
     (tmp_path / "loads.json").write_text(text)
     with pytest.raises(ConfigError, match=r"loads\.json: (no load profile|a load is negative)"):
         ExpertLoads.load(tmp_path / "loads.json")
+
+
+def test_a_file_of_bytes_is_no_load_profile(tmp_path: Path) -> None:
+    (tmp_path / "loads.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"loads\.json: not UTF-8 text"):
+        ExpertLoads.load(tmp_path / "loads.json")
