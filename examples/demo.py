@@ -51,4 +51,4 @@ def main(out: str = "out/tiny-llama") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(__doc__) if "--help" in sys.argv else main(*sys.argv[1:])

@@ -22,4 +22,4 @@ def main(address: str = "127.0.0.1:50051", prompt: str = "def main(") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(__doc__) if "--help" in sys.argv else main(*sys.argv[1:])
