@@ -74,6 +74,16 @@ def test_late_ids_are_filled_in_from_the_step_before(runner: ModelRunner) -> Non
     assert [int(runner.wait().token_ids[0]) for _ in range(5)] == expected
 
 
+def test_a_slot_with_several_rows_goes_on_with_the_last(runner: ModelRunner) -> None:
+    prompt = [(7 * index) % 90 for index in range(80)]
+    expected = generate(runner, 0, prompt, 2)
+    for _ in range(20):
+        runner.submit(make_plan([(1, prompt, 0)], all_rows=True))
+        plan = make_plan([(1, [0], len(prompt))])
+        runner.submit(replace(plan, late_rows=np.array([0], np.int32), late_slots=np.array([1], np.int32)))
+        assert [int(runner.wait().token_ids[-1]) for _ in range(2)] == expected
+
+
 def test_a_prefill_chunk_samples_nothing(runner: ModelRunner) -> None:
     expected = generate(runner, 0, PROMPT, 1)
     plan = make_plan([(1, PROMPT[:4], 0)])

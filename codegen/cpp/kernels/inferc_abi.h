@@ -58,7 +58,7 @@ struct StepArgs {
 struct SampleArgs {
   const StepArgs* step;  // of the step whose rows are sampled
   int64_t vocab_size;
-  const int32_t* seq_slots;  // per row [num_rows], as everything up to num_logprobs; a slot with state has one row
+  const int32_t* seq_slots;  // per row [num_rows], as everything up to num_logprobs; a slot with counts has one row
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;
@@ -79,7 +79,7 @@ struct SampleArgs {
   const int32_t* allowed_ids;
   // State per slot: counts[slot] is null or [vocab_size], bit 31: in the prompt, the rest: times in the output.
   uint32_t* const* counts;
-  int32_t* last_ids;  // [slots]
+  int32_t* last_ids;  // [slots]: the id of the slot's last row
   // Results, per row.
   uint8_t* failed;  // 1: the processed logits hold no finite largest value; the id is then 0
   int32_t* token_ids;

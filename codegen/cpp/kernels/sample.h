@@ -189,18 +189,21 @@ inline bool sample_row(const SampleArgs& a, i64 row, const float* logits, float*
   if (a.temperature[row] > 0.0f) chosen = choose(a, row, x, top, work);
   if (a.num_logprobs[row] > 0) report(a, row, logits, chosen);
   i32 slot = a.seq_slots[row];
-  a.token_ids[row] = a.last_ids[slot] = i32(chosen);
+  a.token_ids[row] = i32(chosen);
   if (a.counts && a.counts[slot]) ++a.counts[slot][chosen];
   return true;
 }
 
-// Rows [first, first + rows) of the step; logits' row 0 is row `first`. A row that fails leaves the others alone.
+// Rows [first, first + rows) of the step; logits' row 0 is row `first`. A row that fails leaves the others alone. A
+// slot's rows are neighbours: it goes on with the id of the last one, whichever thread samples the others when.
 inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits, float* work) {
   team.each(rows, 1, [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = first + i;
       a.failed[row] = !sample_row(a, row, logits[i], work);
-      if (a.failed[row]) a.token_ids[row] = a.last_ids[a.seq_slots[row]] = 0;
+      if (a.failed[row]) a.token_ids[row] = 0;
+      bool last = row + 1 == a.step->num_rows || a.seq_slots[row + 1] != a.seq_slots[row];
+      if (last) a.last_ids[a.seq_slots[row]] = a.token_ids[row];
     }
   });
 }

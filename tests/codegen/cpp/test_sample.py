@@ -38,7 +38,7 @@ class Sampler:
     def __init__(self, kernels: Kernels, logits: F32, counts: NDArray[np.uint32] | None = None) -> None:
         self.kernels, self.logits = kernels, np.ascontiguousarray(logits, np.float32)
         self.counts = counts
-        self.last, self.token = np.full(1, -1, np.int32), np.full(1, -1, np.int32)
+        self.token = np.full(1, -1, np.int32)
         self.logprob, self.rank = np.zeros(1, np.float32), np.zeros(1, np.int32)
         self.top_ids, self.top = np.zeros(8, np.int32), np.zeros(8, np.float32)
 
@@ -59,9 +59,9 @@ class Sampler:
         put("bias_values", rows.logit_bias.values)
         if self.counts is not None:
             put("counts", np.array([self.counts.ctypes.data], np.uintp))
-        for name, array in (("last_ids", self.last), ("token_ids", self.token), ("logprobs", self.logprob)):
+        for name, array in (("token_ids", self.token), ("logprobs", self.logprob), ("ranks", self.rank)):
             put(name, array)
-        for name, array in (("ranks", self.rank), ("top_ids", self.top_ids), ("top_logprobs", self.top)):
+        for name, array in (("top_ids", self.top_ids), ("top_logprobs", self.top)):
             put(name, array)
         args.max_top = 8
         work = np.full(len(self.logits), np.nan, np.float32)
@@ -99,7 +99,6 @@ def test_greedy_takes_the_lower_id_of_equals(kernels: Kernels) -> None:
         logits = np.minimum(some_logits(size=size), 1.0)
         sampler = Sampler(kernels, logits)
         assert sampler(rows_with()) == int(logits.argmax())
-        assert sampler.last[0] == sampler.token[0]
 
 
 def test_temperature_follows_the_softmax(kernels: Kernels) -> None:
