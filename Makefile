@@ -23,7 +23,7 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo test test-all sanitize lint types unit bench wheel protos gpu-test gpu-bench clean
+.PHONY: help install demo test test-all sanitize lint types unit peers bench wheel protos gpu-test gpu-bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,10 +79,12 @@ lint: $(READY)  ## ruff
 types: $(READY)  ## mypy --strict
 	@$(call skip_without,mypy); $(PY) -m mypy
 
-bench: $(READY)  ## speed of the tiny model on this machine (benchmarks/ holds the larger ones)
-	test -f $(DEMO_OUT)/engine.json || $(INFERC) compile examples/models/tiny-llama -o $(DEMO_OUT)
-	$(INFERC) bench latency $(DEMO_OUT)
-	$(INFERC) bench throughput $(DEMO_OUT)
+peers: $(READY)  ## an environment for each peer that `make bench` measures, in out/peers
+	$(PY) benchmarks/peers/environments.py $(ARGS)
+
+bench: $(READY)  ## the CPU target beside its peers: an hour and more (make bench ARGS='--engines inferc --turns 1')
+	$(PY) benchmarks/peers/environments.py
+	$(PY) benchmarks/cpu.py $(ARGS)
 
 wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	rm -rf dist build

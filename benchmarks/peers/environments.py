@@ -1,0 +1,92 @@
+"""Make the peers' environments, each a venv of its own: what `make peers` runs.
+
+    python benchmarks/peers/environments.py [NAME ...]
+
+Versions are in locks/NAME.txt, all of them, so pip resolves nothing. torch is the CPU build: where pip finds only
+another one, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomllib
+
+HERE = Path(__file__).resolve().parent
+AT = HERE.parents[1] / "out" / "peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A table of peers.toml."""
+
+    name: str
+    formats: tuple[str, ...]
+    note: str
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def lock(self) -> Path:
+        return HERE / "locks" / f"{self.name}.txt"
+
+    @property
+    def python(self) -> Path:
+        return AT / self.name / "bin" / "python" if self.lock.exists() else Path(sys.executable)
+
+    def is_made(self) -> bool:
+        """Whether its environment is there, of the lock as it is now."""
+        stamp = AT / self.name / "lock.txt"
+        return not self.lock.exists() or (stamp.exists() and stamp.read_bytes() == self.lock.read_bytes())
+
+
+def peers() -> dict[str, Peer]:
+    rows = tomllib.loads((HERE / "peers.toml").read_text(encoding="utf-8"))
+    return {
+        name: Peer(
+            name, tuple(row["formats"]), row["note"], {key: str(value) for key, value in row.get("env", {}).items()}
+        )
+        for name, row in rows.items()
+    }
+
+
+def make(peer: Peer) -> None:
+    """Raises CalledProcessError where pip fails; the next call tries again."""
+    if peer.is_made():
+        return
+    folder = AT / peer.name
+    venv.create(folder, with_pip=True, clear=True)
+    command = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*command, "-r", str(peer.lock)], check=True)
+    (folder / "lock.txt").write_bytes(peer.lock.read_bytes())
+
+
+def main() -> int:
+    known = peers()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all, if none is given: {', '.join(known)}")
+    names = parser.parse_args().names or list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no peer is called {unknown[0]}; expected {', '.join(known)}")
+    failed = []
+    for name in names:
+        start = time.monotonic()
+        print(f"{name:14} {known[name].note}", flush=True)
+        try:
+            make(known[name])
+        except subprocess.CalledProcessError:
+            failed.append(name)
+        else:
+            print(f"{'':14} ready, {time.monotonic() - start:.0f} s", flush=True)
+    if failed:
+        print(f"not installed: {', '.join(failed)}; pip says why above", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

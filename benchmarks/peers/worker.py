@@ -1,0 +1,87 @@
+"""Measure one engine on the CPU, in a process of its own: prints a JSON object of its cases.
+
+    cd benchmarks; python -m peers.worker ENGINE MODEL --format bfloat16 --threads 2 --cases '{"decode": [1, 128, 64]}'
+
+A case is [requests, input_len, output_len]: all requests are there at the start, their prompts are random ids, and every
+one gives output_len tokens. A run warms up, the next one counts (of one request alone: the median of three). This file
+and the engines run in the peers' environments: they need numpy and the engine, not inferc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from peers.recorder import Prompts
+
+REPEATS = 3
+
+
+class Engine(Protocol):
+    vocab_size: int
+
+    def run(self, prompts: Prompts, output_len: int) -> list[list[float]]:
+        """Generate `output_len` tokens for each prompt at once, greedily: when (perf_counter) each token was there."""
+
+
+def random_prompts(seed: int, count: int, length: int, vocab_size: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(10, vocab_size, (count, length)).tolist()  # type: ignore[no-any-return]
+
+
+def measure(engine: Engine, requests: int, input_len: int, output_len: int) -> dict[str, float]:
+    """Tokens a second: `prefill` until the first token, `decode` from the first to the last, `output` of the whole."""
+
+    def once(seed: int, length: int) -> dict[str, float]:
+        prompts = random_prompts(seed, requests, input_len, engine.vocab_size)
+        start = time.perf_counter()
+        arrivals = engine.run(prompts, length)
+        counts = {len(each) for each in arrivals}
+        if counts != {length}:
+            raise SystemExit(f"expected {length} tokens of each request, found {sorted(counts)}")
+        last = max(each[-1] for each in arrivals)
+        first = statistics.median(each[0] for each in arrivals)
+        return {
+            "prefill": input_len / (first - start),
+            "decode": (length - 1) / (arrivals[0][-1] - arrivals[0][0]) if length > 1 else 0.0,
+            "output": requests * length / (last - start),
+        }
+
+    once(0, min(output_len, 8))
+    runs = [once(seed, output_len) for seed in range(1, 1 + (REPEATS if requests == 1 else 1))]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", help="a module of engines/")
+    parser.add_argument("model", type=Path, help="in the engine's own form")
+    parser.add_argument("--format", default="bfloat16", help="precision of the weights, as the engine names it")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--cases", type=json.loads, required=True, help="JSON: name -> [requests, input_len, output_len]"
+    )
+    options = parser.parse_args()
+    cases: dict[str, list[int]] = options.cases
+    module: Any = importlib.import_module(f"peers.engines.{options.engine}_engine")
+    max_requests = max(case[0] for case in cases.values())
+    max_len = max(sum(case[1:]) for case in cases.values())
+    start = time.perf_counter()
+    engine: Engine = module.load(options.model, options.format, options.threads, max_requests, max_len)
+    engine.run(random_prompts(9, 1, 4, engine.vocab_size), 1)
+    load_seconds = time.perf_counter() - start
+    result = {name: measure(engine, *case) for name, case in cases.items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(json.dumps({"load_seconds": load_seconds, "peak_rss_gb": peak, "cases": result}), flush=True)
+    sys.stdout.close()
+
+
+if __name__ == "__main__":
+    main()
