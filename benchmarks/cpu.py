@@ -31,7 +31,7 @@ from inferc.config import available_cores
 from inferc.machine import cpuinfo, measure_read
 
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
-OURS = ("bfloat16", "int8", "w8a8")
+OURS = ("bfloat16", "int8", "w8a8", "int4")
 WIDTHS = {"bfloat16": 16, "bf16": 16, "int8": 8, "w8a8": 8, "Q8_0": 8, "int4": 4, "Q4_0": 4}
 # name: (requests, input_len, output_len), which of the worker's numbers counts
 CASES = {
@@ -186,13 +186,15 @@ def show(result: dict[str, Any], cases: Sequence[str], console: Console) -> None
         table.add_column(column, justify="left" if column in ("engine", "format") else "right")
     for row in result["rows"]:
         if "error" in row:
-            table.add_row(row["engine"], row["format"], f"failed: {row['error']}")
+            table.add_row(row["engine"], row["format"], "failed")
             continue
         speeds = [f"{row['cases'][case]['median']:.1f}" for case in cases]
         share = f"{row['of_decode_limit']:.0%}" if "of_decode_limit" in row else ""
         rest = (f"{row['load_seconds']:.1f}", f"{row['peak_rss_gb']:.1f}")
         table.add_row(row["engine"], row["format"], *speeds, share, *rest)
     console.print(table)
+    if not any(row["engine"] != "inferc" for row in result["rows"]):
+        return
     table = Table(title="inferc over the best peer")
     for column in ("format", "case", "of the same width", "ratio", "of any precision", "ratio"):
         table.add_column(column, justify="right" if column == "ratio" else "left")
@@ -296,7 +298,7 @@ def main() -> int:
     for shape in options.shapes:
         entries, read = compare(shape, options, console)
         result = summary(entries, shape, options.cases, read)
-        show(result, options.cases, Console())
+        show(result, options.cases, Console(width=max(Console().width, 130)))
         options.out.mkdir(parents=True, exist_ok=True)
         draw(result, options.cases, options.out / f"cpu-{shape}.png")
         report(result, options.out / f"cpu-{shape}.json")

@@ -108,7 +108,10 @@ def is_tied(node: fx.Node, name: str = "weight") -> bool:
         if other.op == "get_attr" and other.target == weight.target
         for user in other.users
     )
-    return any(target_name(user.target) in ("aten.linear", "inferc.lm_head") for user in readers)
+    return any(target_name(user.target) in _MULTIPLIES for user in readers)
+
+
+_MULTIPLIES = ("aten.linear", "inferc.lm_head", "inferc.linear_int8", "inferc.linear_w8a8")
 
 
 # ------------------------------------------------------------------------- why not: "" where the kernel runs
@@ -231,6 +234,11 @@ def _plain_lookup(node: fx.Node) -> str:
     return "" if plain else "an embedding with options of training: expected a plain one"
 
 
+def _group_fits(node: fx.Node) -> str:
+    group = argument(node, "group")
+    return "" if group in (32, 64, 128) else f"weights in groups of {group}: expected 32, 64 or 128"
+
+
 @dataclass(frozen=True)
 class _Cpp:
     """Why not, of a cpp kernel: it is for the CPU, `argument` has `dtype`, and `check` has no reason either."""
@@ -249,16 +257,17 @@ class _Cpp:
 
 @dataclass(frozen=True)
 class _CppInt8:
-    """The same for products of int8 weights: the argument `weight` is int8, the result in `dtype`."""
+    """The same for integer weights: the argument `weight` is `stored`, the result in `dtype`."""
 
     weight: str
     dtype: torch.dtype
     check: Callable[[fx.Node], str] | None = None
+    stored: torch.dtype = torch.int8
 
     def __call__(self, node: fx.Node, target: Target) -> str:
         if target.device != "cpu":
             return OTHER_TARGET
-        if _dtype(node, self.weight) != torch.int8 or node.meta["val"].dtype != self.dtype:
+        if _dtype(node, self.weight) != self.stored or node.meta["val"].dtype != self.dtype:
             return OTHER_CASE
         return "" if self.check is None else self.check(node)
 
@@ -341,8 +350,10 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.silu_mul_quantize", "silu_mul_quantize", "gate", (), (), None),
 )
 _SCALES = ("gate_up_scale", "down_scale")
-# The same of products with int8 weights, without the argument: the first packed weight's dtype decides, and the result's.
+# The same with int8 weights, without the argument: the dtype of the first weight decides, and the result's.
 _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
+    ("inferc.embedding_int8", "embedding_panel_int8", ("weight",), ("scale",), _packed_lookup),
+    ("inferc.embedding_int8", "embedding_int8", (), ("weight", "scale"), None),
     ("inferc.linear_int8", "linear_int8", ("weight",), ("scale", "bias"), None),
     ("inferc.linear_w8a8", "linear_w8a8", ("weight",), ("scale", "bias"), _int32_holds),
     ("inferc.moe_experts", "moe_experts_int8", ("gate_up", "down"), (*_BIASES, *_SCALES), _int8_experts_fit),
@@ -367,11 +378,23 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
             "cpp",
             op,
             f"cpp.{name}.{dtype_name(dtype)}",
-            _CppInt8(packed[0], dtype, check),
+            _CppInt8((*packed, *plain)[0], dtype, check),
             f"inferc.codegen.cpp.calls:{'moe_experts' if op == 'inferc.moe_experts' else name}",
             {**dict.fromkeys(packed, PANELS[torch.int8]), **dict.fromkeys(plain, None)},
         )
         for op, name, packed, plain, check in _INT8_ROWS
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    int4_layouts = {"weight": PANELS[torch.int8], "scale": PANELS[torch.float32], "bias": None}
+    kernels += [
+        Kernel(
+            "cpp",
+            "inferc.linear_w4a8",
+            f"cpp.linear_w4a8.{dtype_name(dtype)}",
+            _CppInt8("weight", dtype, _group_fits, torch.uint8),
+            "inferc.codegen.cpp.calls:linear_w4a8",
+            int4_layouts,
+        )
         for dtype in (torch.bfloat16, torch.float32)
     ]
     kernels.append(Kernel("cpp", "aten.cat", "cpp.cat", _cat, "inferc.codegen.cpp.calls:cat"))

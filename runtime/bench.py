@@ -63,7 +63,7 @@ def _used(artifact: Artifact) -> tuple[float, float]:
     top_k /= int(artifact.config["ep"])
     share = dict.fromkeys(weights, 0.0)
     for node in nodes:
-        if node["op"] != "call_function" or node["target"] == "aten.embedding":
+        if node["op"] != "call_function" or node["target"] in ("aten.embedding", "inferc.embedding_int8"):
             continue
         for arg in node["args"]:
             name = weight_of.get(arg.get("node", "")) if isinstance(arg, dict) else None

@@ -367,3 +367,10 @@ def test_quantizing_where_rows_are_normalised_moves_less() -> None:
     normed = b(inferc.rms_norm.default, x, norm, 1e-5)
     after = b.cost(inferc.quantize_rows.default, normed)
     assert after is not None and after.activations == (("T", 128 + 64 + 4),)  # and the norm has written 128 before
+
+
+def test_a_lookup_in_an_int8_table_reads_its_rows_and_their_scales() -> None:
+    b = Small()
+    table, scale = b.weight("embed", 1000, 64, dtype=torch.int8), b.weight("scale", 1000, dtype=torch.float32)
+    found = b.cost(inferc.embedding_int8.default, table, scale, b.ids, torch.bfloat16)
+    assert found == OpCost("inferc.embedding_int8", "float32", (("T", 64 + 4),), (), (("T", 4 + 128),))

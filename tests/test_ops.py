@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inferc import ops as reference
+from inferc.ops import quantize
 
 inferc = torch.ops.inferc
 F = torch.nn.functional
@@ -19,6 +20,7 @@ PLACES = (torch.tensor([[1, 2]]), torch.tensor([0, 5]), torch.tensor([5]))
 IDS = torch.tensor([[0, 1]] * 5, dtype=torch.int32)
 PLACEMENT = torch.zeros(4, 1, dtype=torch.int32)
 INT8 = (random(6, 8) * 40).to(torch.int8)
+BYTES = (random(7, 16).abs() * 100).to(torch.uint8)
 CALLS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (random(5, 8), random(8), 1e-5),
     "rms_norm_add": (random(5, 8), random(5, 8), random(8), 1e-5),
@@ -55,8 +57,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
     ),
     "lm_head": (random(5, 8), random(9, 8), None),
     "quantize_rows": (random(5, 8).bfloat16(),),
+    "embedding_int8": (INT8, random(6).abs(), torch.tensor([[5, 0], [2, 2]]), torch.bfloat16),
     "linear_int8": (random(5, 8).bfloat16(), INT8, random(6).abs(), random(6).bfloat16()),
     "linear_w8a8": (INT8[:5], random(5).abs(), INT8, random(6).abs(), torch.bfloat16, None, random(5, 6).bfloat16()),
+    "linear_w4a8": (INT8[:5], random(5).abs(), BYTES, random(7, 1).half(), 32, torch.bfloat16, random(7).bfloat16()),
     "rms_norm_quantize": (random(5, 8), random(8), 1e-5),
     "rms_norm_add_quantize": (random(5, 8), random(5, 8), random(8), 1e-5),
     "layer_norm_quantize": (random(5, 8), random(8), None, 1e-5),
@@ -247,8 +251,32 @@ def test_int8_products_are_those_of_what_the_integers_mean() -> None:
     weight, x, bias, residual = values * scale[:, None], random(5, 40, seed=3), random(6), random(5, 6)
     found = reference.linear_int8(x, values, scale, bias, residual)
     torch.testing.assert_close(found, residual + F.linear(x, weight, bias))
+    wide = reference.linear_int8(x.bfloat16(), values, scale, dtype=torch.float32)
+    torch.testing.assert_close(wide, F.linear(x.bfloat16().float(), weight))
+    found = reference.embedding_int8(values, scale, torch.tensor([[5, 0], [2, 2]]), torch.bfloat16)
+    assert torch.equal(found, weight[torch.tensor([[5, 0], [2, 2]])].bfloat16())
     found = reference.linear_w8a8(rows, row_scale, values, scale, torch.float32, bias, residual)
     torch.testing.assert_close(found, residual + F.linear(rows * row_scale[:, None], weight, bias))
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_products_by_four_bits_are_those_of_what_the_integers_mean(group: int) -> None:
+    weight, (rows, row_scale), k = random(6, 100), reference.quantize_rows(random(5, 100)), 100
+    values, scale = quantize.quantize_int4(weight, group)
+    groups = -(-k // group)
+    assert values.shape == (6, groups * group // 2) and scale.shape == (6, groups)
+    integers = quantize.unpack_int4(values, k)
+    each = scale.float().repeat_interleave(group, 1)[:, :k]
+    off = (integers * each - weight).abs() / each.abs()
+    assert off[integers < 7].max() < 0.51 and off.max() < 1.01  # what would be 8 is 7
+    assert int(integers.min()) == -8
+    found = reference.linear_w4a8(rows, row_scale, values, scale, group, torch.float32, None, random(5, 6))
+    torch.testing.assert_close(found, random(5, 6) + F.linear(rows * row_scale[:, None], integers * each))
+
+
+def test_a_group_of_zeros_is_zeros_in_four_bits() -> None:
+    values, scale = quantize.quantize_int4(torch.zeros(2, 40), 32)
+    assert torch.equal(quantize.unpack_int4(values, 40), torch.zeros(2, 40, dtype=torch.int8)) and not scale.any()
 
 
 def test_experts_with_int8_weights_are_those_of_what_the_integers_mean() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from inferc import weights as lib
 from inferc.errors import UnsupportedError
+from inferc.ops.quantize import quantize_int4
 from inferc.weights import LAYOUTS, Weight, materialize, physical_shape, read_rows, read_whole
 
 A, B, C = random(20, 6), random(13, 6, seed=1), random(4, 5, 6, seed=2)
@@ -31,6 +32,8 @@ EXPRESSIONS: list[tuple[Weight, Tensor]] = [
     (lib.reshape(c, (20, 6)), C.reshape(20, 6)),
     (lib.int8_scales(a), A.abs().amax(1) / 127),
     (lib.int8_values(a), (A / (A.abs().amax(1, keepdim=True) / 127)).round().to(torch.int8)),
+    (lib.int4_values(a, 32), quantize_int4(A, 32)[0]),
+    (lib.int4_scales(lib.concat((a, b)), 32), quantize_int4(torch.cat((A, B)), 32)[1]),
     (lib.int8_scales(lib.concat((a, b))), torch.cat((A, B)).abs().amax(1) / 127),
     (lib.int8_scales(c), C.abs().amax(2) / 127),
     (lib.int8_values(c), (C / (C.abs().amax(2, keepdim=True) / 127)).round().to(torch.int8)),

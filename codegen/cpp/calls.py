@@ -134,6 +134,20 @@ def embedding_panel(node: fx.Node, values: Values) -> Call:
     return b.done(f"embedding_panel<{kind}>(t, {b.panels('weight')}, {b.input('indices')}, {operand.rows}, {out});")
 
 
+def embedding_int8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    out, operand = b.write()
+    table, ids = f"{b.weight('weight')}, {b.weight('scale')}", b.input("indices")
+    return b.done(f"embedding_int8<{operand.cpp_type}>(t, {table}, {ids}, {operand.rows}, {operand.width}, {out});")
+
+
+def embedding_panel_int8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    out, operand = b.write()
+    table, ids = f"{b.panels('weight')}, {b.weight('scale')}", b.input("indices")
+    return b.done(f"embedding_panel_int8<{operand.cpp_type}>(t, {table}, {ids}, {operand.rows}, {out});")
+
+
 def linear(node: fx.Node, values: Values) -> Call:
     return _matrix(Builder(node, values), "input")
 
@@ -148,21 +162,38 @@ def linear_add(node: fx.Node, values: Values) -> Call:
 
 def linear_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    x, _ = b.read("x")
-    return _int8_matrix(b, x)
+    x, operand = b.read("x")
+    return _int8_matrix(b, x, operand.cpp_type)
 
 
 def linear_w8a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    return _int8_matrix(b, f"{b.read('x')[0]}, {b.read('x_scale')[0]}")
+    bias, result = b.arg("bias"), node.meta["val"].dtype
+    kind = CPP_TYPES[result if bias is None else bias.meta["val"].dtype]
+    return _int8_matrix(b, f"{b.read('x')[0]}, {b.read('x_scale')[0]}", kind)
 
 
-def _int8_matrix(b: Builder, x: str) -> Call:
+def linear_w4a8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, scales = b.read("x"), b.read("x_scale")[0]
     residual = b.read("residual")[0] if b.arg("residual") is not None else "{{}}"
     out, result = b.write()
-    kind, name = result.cpp_type, target_name(b.node.target).removeprefix("inferc.")
+    (n, _), k = b.arg("weight").meta["val"].shape, b.arg("x").meta["val"].shape[1]
+    bias = b.arg("bias")
+    types = f"{CPP_TYPES[(node if bias is None else bias).meta['val'].dtype]}, {result.cpp_type}"
+    panels = f"Int4Panels{{{{{b.weight('weight')}, {b.weight('scale')}, {n}, {k}, {b.arg('group')}}}}}"
+    written = f"Written<{result.cpp_type}>{{{{{residual}, {out}}}}}"
+    return b.done(f"linear_w4a8<{types}>(t, {x[0]}, {scales}, {result.rows}, {panels}, {b.weight('bias')}, {written});")
+
+
+def _int8_matrix(b: Builder, x: str, kind: str) -> Call:
+    """kind: the C++ type of the bias."""
+    residual = b.read("residual")[0] if b.arg("residual") is not None else "{{}}"
+    out, result = b.write()
+    types, name = f"{kind}, {result.cpp_type}", target_name(b.node.target).removeprefix("inferc.")
     weights = f"{b.panels('weight')}, {b.weight('scale')}, {b.weight('bias')}"
-    return b.done(f"{name}<{kind}>(t, {x}, {result.rows}, {weights}, Written<{kind}>{{{{{residual}, {out}}}}});")
+    written = f"Written<{result.cpp_type}>{{{{{residual}, {out}}}}}"
+    return b.done(f"{name}<{types}>(t, {x}, {result.rows}, {weights}, {written});")
 
 
 def lm_head(node: fx.Node, values: Values) -> Call:

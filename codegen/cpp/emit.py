@@ -56,7 +56,7 @@ class CppUnit:
 
 
 HEADERS = (
-    *("inferc_abi.h", "simd.h", "team.h", "gemm.h", "rows.h", "kv.h", "attention.h", "moe.h", "quantize.h"),
+    *("inferc_abi.h", "simd.h", "team.h", "gemm.h", "rows.h", "kv.h", "attention.h", "moe.h", "quantize.h", "int4.h"),
     *("sample.h", "step.h", "collectives.h", "exchange.h", "entry.h"),
 )
 

@@ -21,6 +21,8 @@ CPP_TYPES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",
     torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.float16: "u16",  # its bits: scales
     torch.int32: "i32",
     torch.int64: "i64",
 }

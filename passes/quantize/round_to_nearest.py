@@ -4,8 +4,8 @@ A weight becomes two expressions over what it was: int8 values and a float32 sca
 the bytes of bfloat16. Nothing is calibrated: a scale is the largest magnitude over 127. Rows that several products read
 are quantized once.
 
-What stays in the model's dtype is counted, with the reason: the embedding and the LM head, which are most sensitive for
-their size; routers, whose choices tip on a rounding; products of each head by its own matrix.
+What stays in the model's dtype is counted, with the reason: routers, whose choices tip on a rounding; products of each
+head by its own matrix; tables of positions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ aten, inferc = torch.ops.aten, torch.ops.inferc
 
 LINEARS = (aten.linear.default, inferc.linear_add.default)
 KEPT = {
-    aten.embedding.default: "the embedding",
-    inferc.lm_head.default: "the LM head",
     inferc.linear_wide.default: "routers",
     inferc.head_linear.default: "products by a matrix for each head",
 }
@@ -62,6 +60,10 @@ class Quantize:
                 run.linear(node)
             elif node.target == inferc.moe_experts.default:
                 run.experts(node)
+            elif node.target == inferc.lm_head.default:
+                run.head(node)
+            elif node.target == aten.embedding.default:
+                run.embedding(node)
         if run.count:
             program.drop_unused()
         done = {"scheme": self.scheme.name, "products": run.count, "kept": dict(run.kept)}
@@ -81,6 +83,12 @@ class _Run:
 
     def linear(self, node: fx.Node) -> None:
         x, weight, bias, *residual = arguments(node)
+        if self.scheme.group:
+            values, scale = self._int4_weight(weight, node)
+            rows, dtype = self._rows(x, node), node.meta["val"].dtype
+            call, args = inferc.linear_w4a8.default, (*rows, values, scale, self.scheme.group, dtype, bias, *residual)
+            self._replace(node, call, args)
+            return
         values, scale = self._weight(weight, node)
         if self.scheme.quantizes_rows:
             dtype = node.meta["val"].dtype
@@ -88,6 +96,21 @@ class _Run:
         else:
             call, args = inferc.linear_int8.default, (x, values, scale, bias, *residual)
         self._replace(node, call, args)
+
+    def head(self, node: fx.Node) -> None:
+        """As other products, but its sums are not rounded."""
+        x, weight, bias = arguments(node)
+        values, scale = self._weight(weight, node)
+        if self.scheme.quantizes_rows:
+            args = (*self._rows(x, node), values, scale, torch.float32, bias)
+            self._replace(node, inferc.linear_w8a8.default, args)
+        else:
+            self._replace(node, inferc.linear_int8.default, (x, values, scale, bias, None, torch.float32))
+
+    def embedding(self, node: fx.Node) -> None:
+        weight, ids, *_ = arguments(node)
+        args = (*self._weight(weight, node), ids, node.meta["val"].dtype)
+        self._replace(node, inferc.embedding_int8.default, args)
 
     def experts(self, node: fx.Node) -> None:
         """Their rows stay as they are under every scheme: each expert would quantize its own few."""
@@ -102,6 +125,14 @@ class _Run:
         name = str(weight.target)
         return (
             self.program.add_weight(f"{name}.int8", values, before=before),
+            self.program.add_weight(f"{name}.scale", scales, before=before),
+        )
+
+    def _int4_weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+        expression, group, name = self.program.weight(weight), self.scheme.group, str(weight.target)
+        values, scales = weight_lib.int4_values(expression, group), weight_lib.int4_scales(expression, group)
+        return (
+            self.program.add_weight(f"{name}.int4", values, before=before),
             self.program.add_weight(f"{name}.scale", scales, before=before),
         )
 
@@ -130,19 +161,23 @@ class _Run:
 
 
 def _why_kept(node: fx.Node) -> str:
-    """What the node is that stays in its dtype, "" if it is not or does not multiply by a weight."""
+    """What the node is that stays in its dtype, "" if it is not or does not read a weight that could be quantized."""
     if node.target in KEPT:
         return KEPT[node.target]
     if node.target == inferc.moe_experts.default:
         weights = arguments(node)[3:5]
-    elif node.target in LINEARS:
+    elif node.target in (*LINEARS, inferc.lm_head.default):
         weights = arguments(node)[1:2]
+    elif node.target == aten.embedding.default:
+        weights = arguments(node)[:1]
+        if arguments(node)[1].target != "token_ids":
+            return "tables of positions"
     else:
         return ""
     if any(not isinstance(each, fx.Node) or each.op != "get_attr" for each in weights):
         return "products by what is no weight"
-    if any(each.meta["val"].dtype == torch.int8 for each in weights):
-        return "products in int8 already"
+    if any(not each.meta["val"].dtype.is_floating_point for each in weights):
+        return "quantized products already"
     if node.target in LINEARS and node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
         return "products of what is not rows of tokens"
     return "routers" if _routes(node) else ""

@@ -88,11 +88,13 @@ def compile_model(
         str | None,
         typer.Option(
             "--quantize",
-            metavar="int8|w8a8",
-            help="Store the projections and experts in int8, rounded to nearest with a scale for each output: half the"
-            " bytes of bfloat16. int8 keeps activations in DTYPE (W8A16); w8a8 makes the rows that projections read"
-            " int8 too, with a scale for each token: faster with many tokens, further from the model. Embedding, LM"
-            " head, routers and KV cache stay in DTYPE (docs/quantization.md).",
+            metavar="SCHEME",
+            help="Store weights as integers, rounded to nearest. int8: a scale for each output, half the bytes of"
+            " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections read become int8 too, with a"
+            " scale for each token: faster with many tokens, further from the model. int4, int4-g32, int4-g64,"
+            " int4-g128 (W4A8): projections in four bits with a scale for each 32 (int4), 64 or 128 of them, rows as"
+            " in w8a8, embedding, LM head and experts as in int8. Norms, routers and KV cache stay in DTYPE"
+            " (docs/quantization.md).",
         ),
     ] = None,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", metavar="DT", help="Of the KV cache.")] = "auto",
@@ -216,12 +218,12 @@ def inspect(out: Out, as_json: Json = False) -> None:
 
 
 def _quantized(model: Mapping[str, Any], dtype: str) -> str:
-    """What is in int8 and what is not, of a quantized artifact."""
+    """What is in integers and what is not, of a quantized artifact."""
     if "quantization" not in model:
         return ""
     done = model["quantization"]
     kept = "".join(f", {what}" + (f" ({count})" if count > 1 else "") for what, count in done["kept"].items())
-    return f"; {done['scheme']}: {done['products']} products in int8; in {dtype}: norms{kept}"
+    return f"; {done['scheme']}: {done['products']} products in integers; in {dtype}: norms{kept}"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -36,7 +36,7 @@ def explain(
         str | None, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", metavar="int8|w8a8", help="As `inferc compile` has it.")
+        str | None, typer.Option("--quantize", metavar="SCHEME", help="As `inferc compile` has it.")
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")

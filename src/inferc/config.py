@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Auto = Literal["auto"]
 TargetName = Literal["cpu", "reference"]
 DType = Literal["bfloat16", "float32"]
-Quantize = Literal["int8", "w8a8"]
+Quantize = Literal["int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 Certify = Literal["full", "layers", "none"]
 Isa = Literal["avx2", "avx512"]
 

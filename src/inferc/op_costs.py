@@ -249,19 +249,19 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Rows or elements of the argument `table`: only what is looked up is read of it."""
+    """Rows or elements of the argument `table`: only what is looked up is read of it, and of its rows' `scale`."""
 
     table: str
+    scale: str = ""
 
     def __call__(self, call: Call) -> None:
-        call.read(self.table)
+        call.read(self.table, *([self.scale] if self.scale else []))
         call.write()
-        found = call.node.meta["val"]
         base, _ = _base(call.arguments[self.table])
-        add(
-            call.weights if base.op == "get_attr" else call.activations,
-            times(call.elements(found), found.dtype.itemsize),
-        )
+        into = call.weights if base.op == "get_attr" else call.activations
+        add(into, times(call.elements(call.node.meta["val"]), call.value(self.table).dtype.itemsize))
+        if self.scale:
+            add(into, times(call.elements(call.value("indices")), call.value(self.scale).dtype.itemsize))
 
 
 def _attend(call: Call, num_kv_heads: int, key_dim: int, value_dim: int, itemsize: int) -> None:
@@ -356,6 +356,7 @@ def _moe_experts(call: Call) -> None:
 
 COSTS: Mapping[str, Callable[[Call], None]] = {
     "aten.embedding": Lookup("weight"),
+    "inferc.embedding_int8": Lookup("weight", "scale"),
     "aten.index_select": Lookup("self"),
     "aten.index.Tensor": Lookup("self"),
     "aten.gather": Lookup("self"),
@@ -375,6 +376,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.moe_experts": _moe_experts,
     "inferc.linear_int8": Matmul("x"),
     "inferc.linear_w8a8": Matmul("x"),
+    "inferc.linear_w4a8": Matmul("x"),
 }
 """How an op's cost is made where the default is not it. Every op that takes a `kv_cache` must be here."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inferc.errors import UnsupportedError
-from inferc.ops.quantize import quantize_rows
+from inferc.ops.quantize import quantize_int4, quantize_rows
 
 
 class TensorReader(Protocol):
@@ -61,6 +61,7 @@ class Weight:
         if self.op == "slice":
             return f"{inner}[{self.start}:{self.start + self.shape[self.dim]}@{self.dim}]"
         detail = {"concat": f", dim={self.dim}", "permute": f", {list(self.perm)}", "pack": f", {self.layout}"}
+        detail |= dict.fromkeys(("int4_values", "int4_scales"), f", {self.dim}")
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.op}({inner}{detail.get(self.op, '')}{f', {kind}' if self.op == 'cast' else ''})"
 
@@ -146,6 +147,22 @@ def _read_int8(weight: Weight, reader: TensorReader, start: int, stop: int) -> T
     return scales.view(rows.shape[:-1]) if weight.op == "int8_scales" else values.view(rows.shape)
 
 
+def int4_scales(weight: Weight, group: int) -> Weight:
+    """What `group` neighbours along the last axis are divided by: weight [..., n, k], result [..., n, groups] float16."""
+    *lead, k = weight.shape
+    return Weight("int4_scales", (weight,), (*lead, -(-k // group)), torch.float16, dim=group)
+
+
+def int4_values(weight: Weight, group: int) -> Weight:
+    """`weight` over its `int4_scales`, rounded to nearest, plus 8, two to a byte: [..., n, groups * group / 2] uint8.
+
+    Of each eight elements the first four are the low bits of four bytes, the others their high bits. Behind the last
+    element stand zeros, which are eights.
+    """
+    *lead, k = weight.shape
+    return Weight("int4_values", (weight,), (*lead, -(-k // group) * group // 2), torch.uint8, dim=group)
+
+
 def pack(weight: Weight, layout: str) -> Weight:
     """The logical weight stored in a kernel's physical `layout` (LAYOUTS); shape stays the logical one."""
     if layout not in LAYOUTS:
@@ -224,6 +241,11 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
         return _read_mxfp4(weight, reader, start, stop)
     if weight.op in ("int8_scales", "int8_values"):
         return _read_int8(weight, reader, start, stop)
+    if weight.op in ("int4_scales", "int4_values"):
+        rows = read_rows(weight.args[0], reader, start, stop)
+        values, scales = quantize_int4(rows.flatten(0, -2), weight.dim)
+        found = scales if weight.op == "int4_scales" else values
+        return found.view(stop - start, *weight.shape[1:])
     if weight.op == "reshape":
         return _read_reshaped(weight, reader, start, stop)
     if weight.op == "pack":
@@ -258,7 +280,7 @@ def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
 def _row_bytes(weight: Weight) -> int:
     """What a row of axis 0 takes while it is computed: integers and their scales come from whole rows in float32."""
     inner = weight.args[0] if weight.op == "pack" else weight
-    if inner.op in ("int8_scales", "int8_values"):
+    if inner.op in ("int8_scales", "int8_values", "int4_scales", "int4_values"):
         return 4 * math.prod(inner.args[0].shape[1:])
     return weight.num_bytes // num_rows(weight)
 

@@ -18,12 +18,12 @@ from inferc.runtime.artifact import inspect_artifact
 
 SHIPPED = Path(__file__).parents[2] / "examples/models"
 PROMPTS = [[(7 + 13 * i * i + length) % 300 for i in range(length)] for length in (5, 23, 70)]
-KEPT = ("embed", "lm_head", "norm", "mlp.gate.weight", "bias")
+KEPT = ("norm", "mlp.gate.weight", "bias")
 FAMILIES = ("llama", "qwen3_moe", "gpt_neox")  # packed projections, experts, biases and a parallel residual
 
 
 def dequantized(folder: Path, out: Path) -> Path:
-    """The model of `folder` with each projection and expert replaced by what its int8 form means, rounded nowhere else."""
+    """The model of `folder` with its embedding, LM head, each projection and expert replaced by what its int8 form means, rounded nowhere else."""
     out.mkdir()
     for path in folder.iterdir():
         (out / path.name).write_bytes(path.read_bytes())
@@ -94,5 +94,4 @@ def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Pa
     before, after = nll(tmp_path / "plain"), nll(tmp_path / "quantized", quantize=scheme)
     assert abs(math.exp(after - before) - 1) < worse
     whole, halved = (inspect_artifact(tmp_path / name)["weights_bytes"] for name in ("plain", "quantized"))
-    embedding = 4096 * 256 * 2  # tied: stored once
-    assert halved - embedding < 0.52 * (whole - embedding)
+    assert halved < 0.52 * whole

@@ -20,7 +20,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Largest difference to the reference, relative to the largest magnitude of the result. The float32 kernels add in
 # another order than torch; bfloat16 results may land on the neighbouring number.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.0 / 128}
-LAYOUTS = {torch.float32: "panel16_k1", torch.bfloat16: "panel16_k2", torch.int8: "panel16_k4"}
+LAYOUTS = {
+    torch.float32: "panel16_k1",
+    torch.bfloat16: "panel16_k2",
+    torch.int8: "panel16_k4",
+    torch.uint8: "panel16_k4",
+}
 
 
 class Kernels:

@@ -209,23 +209,30 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, row_of, emit);
 }
 
-// x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16.
-template <class T, class W, class E>
-INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit) {
-  i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+// Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end),
+// of at most `most` rows.
+template <class F>
+INLINE void pieces(Team& team, i64 rows, i64 panels, i64 most, F f) {
+  i64 groups = (panels + 3) / 4, blocks = (rows + most - 1) / most;
   i64 grain = groups * blocks / (team.count * 8);
   team.each(groups * blocks, grain < 1 ? 1 : grain, [&](i64 begin, i64 end) {
     // Items in the order (row block, panel group): neighbours share rows of x and stream the weight.
     while (begin < end) {
       i64 block = begin / groups, group = begin % groups;
       i64 stop = end - begin < groups - group ? group + end - begin : groups;
-      i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;
-      i64 last = stop * 4 < w.count() ? stop * 4 : w.count();
-      gemm_panels<T>(
-          w, group * 4, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
-          [&](i64 row, i64 panel, auto sums) { emit(row0 + row, panel * 16, sums, w.n - panel * 16); });
+      f(rows * block / blocks, rows * (block + 1) / blocks, group * 4, stop * 4 < panels ? stop * 4 : panels);
       begin += stop - group;
     }
+  });
+}
+
+// x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16.
+template <class T, class W, class E>
+INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit) {
+  pieces(team, rows, w.count(), BLOCK_ROWS, [&](i64 row0, i64 row1, i64 first, i64 last) {
+    gemm_panels<T>(
+        w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
+        [&](i64 row, i64 panel, auto sums) { emit(row0 + row, panel * 16, sums, w.n - panel * 16); });
   });
 }
 
@@ -264,18 +271,18 @@ struct Written {
   }
 };
 
-// Weights in int8 with a scale for each output, which multiplies the whole sum.
-template <class T>
-void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<T> out) {
+// Weights in int8 with a scale for each output, which multiplies the whole sum. The result is in O.
+template <class T, class O>
+void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<O> out) {
   linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
     out(row, column, finished(acc, scale, bias, column, width), width);
   });
 }
 
-// Rows in int8 too, x_scale [rows, 1].
-template <class T>
+// Rows in int8 too, x_scale [rows, 1]; the bias in T.
+template <class T, class O>
 void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
-                 const T* bias, Written<T> out) {
+                 const T* bias, Written<O> out) {
   linear_to(team, x, rows, w, [&](i64 row, i64 column, IVec acc, i64 width) {
     Vec sums = mul(to_float(acc), set1(*x_scale[row]));
     out(row, column, finished(sums, scale, bias, column, width), width);

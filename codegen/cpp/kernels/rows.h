@@ -29,6 +29,26 @@ void embedding_panel(Team& team, Panels<T> table, const i32* ids, i64 rows, Rows
   });
 }
 
+// Rows in int8, times the scale of each.
+template <class T, class I>
+void embedding_int8(Team& team, const i8* table, const float* scale, const I* ids, i64 rows, i64 width, Rows<T> out) {
+  team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) {
+      const i8* from = table + i64(ids[row]) * width;
+      for (i64 k = 0; k < width; ++k) from_float(out[row][k], float(from[k]) * scale[ids[row]]);
+    }
+  });
+}
+template <class T>
+void embedding_panel_int8(Team& team, Panels<i8> table, const float* scale, const i32* ids, i64 rows, Rows<T> out) {
+  team.each(rows, 1, [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row) {
+      const i8* from = table.panel(ids[row] / 16) + ids[row] % 16 * 4;
+      for (i64 k = 0; k < table.k; ++k) from_float(out[row][k], float(from[k / 4 * 64 + k % 4]) * scale[ids[row]]);
+    }
+  });
+}
+
 template <class T>
 void index_select(Team& team, Rows<const T> x, const i32* index, i64 rows, i64 width, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {

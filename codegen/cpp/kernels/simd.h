@@ -11,6 +11,8 @@
 namespace inferc {
 
 using i8 = int8_t;
+using u8 = uint8_t;
+using u16 = uint16_t;
 using i32 = int32_t;
 using i64 = int64_t;
 using u32 = uint32_t;
@@ -54,6 +56,7 @@ INLINE Vec load(const bf16* p) {
   __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
+INLINE Vec load_half(const u16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 INLINE void store(bf16* p, Vec x) {
   // By integer arithmetic and not vcvtneps2bf16, which flushes denormals; both variants then round alike.
@@ -120,6 +123,10 @@ INLINE __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_m
 INLINE Vec load(const bf16* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {widen(_mm_loadu_si128(q)), widen(_mm_loadu_si128(q + 1))};
+}
+INLINE Vec load_half(const u16* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
 INLINE void store(float* p, Vec x) {
   _mm256_storeu_ps(p, x.l);

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "inferc_abi.h"
 #include "moe.h"
+#include "int4.h"
 #include "quantize.h"
 #include "sample.h"
 

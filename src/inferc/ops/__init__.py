@@ -34,8 +34,10 @@ from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.pointwise import pointwise
 from inferc.ops.qkv import qkv_rope_kv_write, qkv_rope_kv_write_in_place
 from inferc.ops.quantize import (
+    embedding_int8,
     layer_norm_quantize,
     linear_int8,
+    linear_w4a8,
     linear_w8a8,
     quantize_rows,
     rms_norm_add_quantize,
@@ -49,6 +51,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "attention",
+    "embedding_int8",
     "expert_choose",
     "expert_combine",
     "expert_dispatch",
@@ -64,6 +67,7 @@ __all__ = [
     "layer_norm_quantize",
     "linear_add",
     "linear_int8",
+    "linear_w4a8",
     "linear_w8a8",
     "linear_wide",
     "lm_head",

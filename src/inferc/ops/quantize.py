@@ -10,6 +10,7 @@ from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.registry import define
 
 LARGEST = 127  # not -128: so that the negative of every number is one too
+LARGEST_INT4 = -8  # what the element of largest magnitude becomes, whatever its sign: all sixteen values are used
 
 
 def _rows_fake(x: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
@@ -30,26 +31,47 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded.to(torch.int8), scale
 
 
+def _embedding_int8_fake(weight: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((*indices.shape, weight.shape[1]), dtype=dtype)
+
+
+@define("embedding_int8(Tensor weight, Tensor scale, Tensor indices, ScalarType dtype) -> Tensor", _embedding_int8_fake)
+def embedding_int8(weight: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table in int8: weight [vocab_size, size] int8; scale [vocab_size] float32; result [..., size] in `dtype`."""
+    return (weight[indices].float() * scale[indices][..., None]).to(dtype)
+
+
 def _linear_int8_fake(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
 @define(
-    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None, Tensor? residual=None) -> Tensor",
+    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None, Tensor? residual=None,"
+    " ScalarType? dtype=None) -> Tensor",
     _linear_int8_fake,
 )
 def linear_int8(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`linear` with weights in int8 (W8A16): the integers are multiplied as they are, each sum by its row's scale.
 
     x [num_tokens, k]; weight [n, k] int8; scale [n] float32; bias [n]; residual, result [num_tokens, n]. The product
-    with its bias is rounded to the dtype of x, then the residual is added, as in `linear_add`.
+    with its bias is rounded to `dtype`, that of x if none is given, then the residual is added, as in `linear_add`.
     """
     product = torch.nn.functional.linear(x.float(), weight.float()) * scale
-    return _finish(product, bias, residual, x.dtype)
+    return _finish(product, bias, residual, dtype or x.dtype)
 
 
 def _linear_w8a8_fake(
@@ -85,6 +107,67 @@ def linear_w8a8(
     # float64 holds every sum of int32 exactly, and its product is a fast one.
     sums = torch.nn.functional.linear(x.double(), weight.double()).float()
     return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
+
+
+def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [rows, k] as the bytes and the scales that `weights.int4_values` and `int4_scales` are."""
+    rows, k = x.shape
+    groups = -(-k // group)
+    wide = torch.nn.functional.pad(x.float(), (0, groups * group - k)).view(rows, groups, group)
+    largest = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
+    scales = (largest / LARGEST_INT4).to(torch.float16)
+    by = scales.float().masked_fill(scales == 0, 1.0)
+    values = ((wide / by).round().clamp(-8, 7) + 8).to(torch.uint8).view(rows, -1, 2, 4)
+    return (values[:, :, 0] | values[:, :, 1] << 4).reshape(rows, -1), scales.squeeze(-1)
+
+
+def unpack_int4(values: Tensor, k: int) -> Tensor:
+    """The integers, -8 to 7, of bytes [rows, size]: [rows, k] int8."""
+    pairs = values.view(len(values), -1, 1, 4)
+    both = torch.cat((pairs & 15, pairs >> 4), -2)
+    return both.reshape(len(values), -1)[:, :k].to(torch.int8) - 8
+
+
+def _linear_w4a8_fake(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    group: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@define(
+    "linear_w4a8(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, int group, ScalarType dtype,"
+    " Tensor? bias=None, Tensor? residual=None) -> Tensor",
+    _linear_w4a8_fake,
+)
+def linear_w4a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    group: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`linear` of int8 rows and weights in four bits (W4A8): a group's sum is exact, then scaled and added to the others'.
+
+    x [num_tokens, k] int8; x_scale [num_tokens] float32; weight [n, groups * group / 2] uint8 and scale [n, groups]
+    float16 as `weights.int4_values` and `int4_scales` make them; the rest as in `linear_w8a8`.
+    """
+    (rows, k), (n, groups) = x.shape, scale.shape
+    values = unpack_int4(weight, k).float()
+    shape = (groups, group)
+    left = torch.nn.functional.pad(x.float(), (0, groups * group - k)).view(rows, *shape)
+    right = torch.nn.functional.pad(values, (0, groups * group - k)).view(n, *shape)
+    sums = torch.einsum("rgi,ngi->rng", left, right)  # of at most 128 products below 2 ** 10: exact in float32
+    return _finish((sums * scale.float()).sum(-1) * x_scale[:, None], bias, residual, dtype)
 
 
 def _finish(product: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:

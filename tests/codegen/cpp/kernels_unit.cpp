@@ -1,6 +1,7 @@
 // The kernels as plain C functions for the tests: dtype 0 is float32, 1 is bfloat16.
 #include "attention.h"
 #include "inferc_abi.h"
+#include "int4.h"
 #include "moe.h"
 #include "quantize.h"
 #include "sample.h"
@@ -60,6 +61,31 @@ EXPORT void test_linear_add(void* pool, i64 dtype, const void* x, i64 rows, cons
 }
 
 // x int8 with scales if x_scale, else in T; residual and bias may be null.
+// The product in float32, as an LM head has it.
+EXPORT void test_wide_int8(void* pool, i64 dtype, const void* x, const float* x_scale, i64 rows, const i8* w, i64 n, i64 k,
+                           const float* scale, const void* bias, float* out) {
+  FOR_DTYPE(dtype, {
+    Panels<i8> panels{w, n, k};
+    Written<float> written{{}, {out, n}};
+    on(pool, [&](Team& t) {
+      if (x_scale)
+        linear_w8a8<T>(t, rows_of<const i8>(x, k), rows_of<const float>(x_scale, 1), rows, panels, scale, as<T>(bias), written);
+      else linear_int8<T>(t, rows_of<const T>(x, k), rows, panels, scale, as<T>(bias), written);
+    });
+  })
+}
+
+EXPORT void test_linear_w4a8(void* pool, i64 dtype, const i8* x, i64 ldx, const float* x_scale, i64 rows, const u8* w,
+                             const u16* scale, i64 n, i64 k, i64 group, const void* bias, const void* residual, void* out) {
+  FOR_DTYPE(dtype, {
+    Int4Panels panels{w, scale, n, k, group};
+    Written<T> written{rows_of<const T>(residual, n), rows_of<T>(out, n)};
+    on(pool, [&](Team& t) {
+      linear_w4a8<T>(t, Rows<const i8>{x, ldx}, Rows<const float>{x_scale, 1}, rows, panels, as<T>(bias), written);
+    });
+  })
+}
+
 EXPORT void test_linear_int8(void* pool, i64 dtype, const void* x, i64 ldx, const float* x_scale, i64 rows, const i8* w, i64 n,
                              i64 k, const float* scale, const void* bias, const void* residual, void* out) {
   FOR_DTYPE(dtype, {
@@ -156,6 +182,17 @@ EXPORT void test_embedding(void* pool, i64 dtype, i64 packed, const void* table,
     on(pool, [&](Team& t) {
       if (packed) embedding_panel<T>(t, Panels<T>{as<T>(table), n, width}, ids, rows, z);
       else embedding<T>(t, as<T>(table), ids, rows, width, z);
+    });
+  })
+}
+
+EXPORT void test_embedding_int8(void* pool, i64 dtype, i64 packed, const i8* table, const float* scale, i64 n, i64 width,
+                                const i32* ids, i64 rows, void* out) {
+  FOR_DTYPE(dtype, {
+    auto z = rows_of<T>(out, width);
+    on(pool, [&](Team& t) {
+      if (packed) embedding_panel_int8<T>(t, Panels<i8>{table, n, width}, scale, ids, rows, z);
+      else embedding_int8<T>(t, table, scale, ids, rows, width, z);
     });
   })
 }

@@ -9,6 +9,9 @@ import torch
 from cpp_kernels import Kernels, assert_near, packed
 from torch import Tensor
 
+from inferc import weights as weight_lib
+from inferc.ops import quantize as reference
+
 ops = torch.ops.inferc
 SHAPES = (
     (1, 1, 1),
@@ -66,6 +69,28 @@ def test_linear_w8a8_is_exact(kernels: Kernels, dtype: torch.dtype, sizes: tuple
         out = nan(rows, n, dtype=dtype)
         kernels.run("test_linear_int8", dtype, x, k + 5, x_scale, rows, packed(weight), n, k, scale, b, r, out)
         assert torch.equal(out, ops.linear_w8a8(x, x_scale, weight, scale, dtype, b, r))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_stay_float32_where_they_are_logits(kernels: Kernels, dtype: torch.dtype, with_bias: bool) -> None:
+    for rows, n, k in SHAPES:
+        x, (weight, scale) = torch.randn(rows, k).to(dtype), quantized(n, k)
+        bias = torch.randn(n).to(dtype) if with_bias else None
+        out = nan(rows, n, dtype=torch.float32)
+        kernels.run("test_wide_int8", dtype, x, None, rows, packed(weight), n, k, scale, bias, out)
+        assert_near(out, ops.linear_int8(x, weight, scale, bias, None, torch.float32), factor=4.0 if k > 1000 else 1.0)
+        values, x_scale = ops.quantize_rows(x)
+        kernels.run("test_wide_int8", dtype, values, x_scale, rows, packed(weight), n, k, scale, bias, out)
+        assert torch.equal(out, ops.linear_w8a8(values, x_scale, weight, scale, torch.float32, bias))
+
+
+def test_lookups_in_int8_tables(kernels: Kernels, dtype: torch.dtype) -> None:
+    for n, width, rows in ((1, 1, 1), (50, 33, 7), (90, 64, 40)):
+        (table, scale), ids = quantized(n, width), torch.randint(0, n, (rows,), dtype=torch.int32)
+        for stored in (table, packed(table)):
+            out = nan(rows, width, dtype=dtype)
+            kernels.run("test_embedding_int8", dtype, stored is not table, stored, scale, n, width, ids, rows, out)
+            assert torch.equal(out, ops.embedding_int8(table, scale, ids, dtype))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -194,3 +219,49 @@ def test_moe_experts_int8(kernels: Kernels, dtype: torch.dtype, biased: bool) ->
             one = (x[row], ids[row], weights[row])
             kernels.run("test_moe_experts_int8", dtype, *one, *stored, 1, *sizes, alone[row], work)
             assert torch.equal(alone[row], out[row])
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_linear_w4a8(kernels: Kernels, dtype: torch.dtype, sizes: tuple[int, int, int], group: int) -> None:
+    rows, n, k = sizes
+    wide_x = torch.randint(-127, 128, (rows, k + 5), dtype=torch.int8)
+    x, x_scale = wide_x[:, 2 : 2 + k], torch.rand(rows) / 73
+    weight, scale = reference.quantize_int4(torch.randn(n, k) / k**0.5, group)
+    panels, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+    bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
+    for b, r in ((None, None), (bias, None), (bias, residual)):
+        out = nan(rows, n, dtype=dtype)
+        args = (x, k + 5, x_scale, rows, panels, scales, n, k, group, b, r, out)
+        kernels.run("test_linear_w4a8", dtype, *args)
+        expected = ops.linear_w4a8(x, x_scale, weight, scale, group, dtype, b, r)
+        assert_near(out, expected, factor=2.0)
+
+
+def test_the_largest_sums_of_four_bits_do_not_saturate(kernels: Kernels) -> None:
+    for sign in (1, -1):
+        x = torch.full((14, 4099), 127, dtype=torch.int8)
+        weight, scale = torch.full((17, 33 * 64), 255 if sign > 0 else 0, dtype=torch.uint8), torch.ones(17, 33).half()
+        panels, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+        for rows in (1, 3, 7, 14):
+            out = nan(rows, 17, dtype=torch.float32)
+            args = (x, 4099, torch.ones(rows), rows, panels, scales, 17, 4099, 128, None, None, out)
+            kernels.run("test_linear_w4a8", torch.float32, *args)
+            assert torch.equal(out, torch.full((rows, 17), float((7 if sign > 0 else -8) * 127 * 4099)))
+
+
+def test_a_row_by_four_bits_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
+    rows, n, k, group = 150, 150, 1100, 32
+    x, x_scale = ops.quantize_rows(torch.randn(rows, k))
+    weight, scale = reference.quantize_int4(torch.randn(n, k), group)
+    panels, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+
+    def run(first: int, count: int) -> Tensor:
+        out = nan(count, n, dtype=dtype)
+        args = (x[first:], k, x_scale[first:], count, panels, scales, n, k, group, None, None, out)
+        kernels.run("test_linear_w4a8", dtype, *args)
+        return out
+
+    alone = torch.cat([run(row, 1) for row in range(rows)])
+    for count in (*range(2, 15), 64, 65, rows):
+        assert torch.equal(run(0, count), alone[:count])

@@ -91,6 +91,26 @@ def test_rows_that_several_products_read_are_quantized_once() -> None:
     )
 
 
+def test_projections_in_four_bits() -> None:
+    golden = """
+        %x: float32[s0, 40] = input
+        %residual: float32[s0, 6] = input
+        %0: (int8[s0, 40], float32[s0]) = inferc.quantize_rows(%x)
+        %1: int8[s0, 40] = getitem(%0, 0)
+        %2: float32[s0] = getitem(%0, 1)
+        %3: float32[s0, 12] = inferc.linear_w4a8(%1, %2, @qkv.int4, @qkv.scale, 32, float32, @bias)
+        %4: float32[s0, 4] = aten.slice.Tensor(%3, -1, 0, 4)
+        %5: float32[s0, 6] = inferc.linear_w4a8(%1, %2, @o.int4, @o.scale, 32, float32, None, %residual)
+        return (%4, %5)
+    """
+    weights = {"qkv": random(12, 40), "bias": random(12), "o": random(6, 40, seed=1)}
+    made = example(projections, {"x": rows(40), "residual": rows(6)}, weights)
+    made.check(Quantize(SCHEMES["int4"]), 2, golden, tolerance=3.0)  # of sums near 20
+    found = {name: (str(weight), weight.shape) for name, weight in made.program.weights.items()}
+    assert found["qkv.int4"] == ("int4_values(qkv, 32)", (12, 32))
+    assert found["o.scale"] == ("int4_scales(o, 32)", (6, 2))
+
+
 def test_a_quantized_program_is_saved_and_loaded() -> None:
     made = projected()
     W8A8(made.program)
@@ -120,15 +140,49 @@ def test_experts_keep_their_rows(each: Quantize) -> None:
     check(made(), each, 1, golden, dequantized(made()))
 
 
+def tied(token_ids: Any, embed: Any) -> Any:
+    hidden = aten.embedding.default(embed, token_ids)
+    return hidden, inferc.lm_head.default(hidden, embed, None)
+
+
+def made_tied() -> Example:
+    return example(tied, {"token_ids": torch.tensor([3, 0, 8, 3, 1])}, {"embed": random(9, 8)})
+
+
+def test_a_tied_embedding_and_lm_head_read_the_same_integers() -> None:
+    golden = """
+        %token_ids: int64[s0] = input
+        %0: float32[s0, 8] = inferc.embedding_int8(@embed.int8, @embed.scale, %token_ids, float32)
+        %1: float32[s0, 9] = inferc.linear_int8(%0, @embed.int8, @embed.scale, None, None, float32)
+        return (%0, %1)
+    """
+    made = made_tied()
+    check(made, INT8, 2, golden, dequantized(made_tied()))
+    assert list(made.program.weights) == ["embed.int8", "embed.scale"]
+
+
+def test_the_rows_of_the_lm_head_are_quantized_too() -> None:
+    golden = """
+        %token_ids: int64[s0] = input
+        %0: float32[s0, 8] = inferc.embedding_int8(@embed.int8, @embed.scale, %token_ids, float32)
+        %1: (int8[s0, 8], float32[s0]) = inferc.quantize_rows(%0)
+        %2: int8[s0, 8] = getitem(%1, 0)
+        %3: float32[s0] = getitem(%1, 1)
+        %4: float32[s0, 9] = inferc.linear_w8a8(%2, %3, @embed.int8, @embed.scale, float32)
+        return (%0, %4)
+    """
+    made_tied().check(W8A8, 2, golden, tolerance=0.05)
+
+
 def test_what_stays_is_counted_with_the_reason() -> None:
-    def graph(ids: Any, x: Any, embed: Any, router: Any, gate: Any, heads: Any, up: Any) -> Any:
-        h = aten.add.Tensor(aten.embedding.default(embed, ids), x)
+    def graph(positions: Any, x: Any, embed: Any, router: Any, gate: Any, heads: Any, up: Any) -> Any:
+        h = aten.add.Tensor(aten.embedding.default(embed, positions), x)
         scores = aten.mul.Tensor(aten.linear.default(h, router), 2.0)
         chosen = inferc.moe_routing.default(scores, None, 2, True)
         wide = inferc.linear_wide.default(h, gate)
         each = inferc.head_linear.default(aten.view.default(h, [-1, 2, 4]), heads)
         of_no_weight = aten.linear.default(h, aten.relu.default(up))
-        return chosen, wide, each, of_no_weight, inferc.lm_head.default(h, embed, None)
+        return chosen, wide, each, of_no_weight
 
     weights = {"embed": random(9, 8), "router": random(4, 8), "gate": random(4, 8)}
     weights = {**weights, "heads": random(2, 3, 4), "up": random(6, 8)}
@@ -137,15 +191,14 @@ def test_what_stays_is_counted_with_the_reason() -> None:
         chosen, *rest = graph(**values)
         return chosen[0], chosen[1], *rest
 
-    def traced(ids: Any, x: Any, embed: Any, router: Any, gate: Any, heads: Any, up: Any) -> Any:
-        return results(ids=ids, x=x, embed=embed, router=router, gate=gate, heads=heads, up=up)
+    def traced(positions: Any, x: Any, embed: Any, router: Any, gate: Any, heads: Any, up: Any) -> Any:
+        return results(positions=positions, x=x, embed=embed, router=router, gate=gate, heads=heads, up=up)
 
-    made = example(traced, {"ids": torch.arange(5), "x": rows(8)}, weights)
+    made = example(traced, {"positions": torch.arange(5), "x": rows(8)}, weights)
     made.check_untouched(INT8)
     kept = made.program.info["quantization"]["kept"]
     assert kept == {
-        "the embedding": 1,
-        "the LM head": 1,
+        "tables of positions": 1,
         "routers": 2,
         "products by a matrix for each head": 1,
         "products by what is no weight": 1,
