@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside what the memory gives in the same run.
 
-    python benchmarks/kernels_cpu.py [--threads N] [--isa avx512|avx2] [--seconds S] [--json]
+    python benchmarks/kernels_cpu.py [--threads N] [--isa avx512|avx2] [--seconds S] [--only bf16 …] [--json]
 
 Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
 bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds.
@@ -26,6 +26,7 @@ from inferc.runtime.abi import choose_isa
 
 SOURCE = """
 #include "attention.h"
+#include "int4.h"
 using namespace inferc;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT void* bench_open(int count) { return open_pool(count); }
@@ -59,18 +60,45 @@ EXPORT void bench_linear_bf16(void* pool, const void* x, i64 rows, const void* w
 EXPORT void bench_linear_f32(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
   bench_linear<float>(pool, x, rows, w, n, k, out);
 }
+EXPORT void bench_linear_int8(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
+  auto region = [&](Team& t) {
+    Panels<i8> panels{static_cast<const i8*>(w), n, k};
+    linear_int8<bf16>(t, Rows<const bf16>{static_cast<const bf16*>(x), k}, rows, panels, nullptr, nullptr,
+                      Written<bf16>{{}, {static_cast<bf16*>(out), n}});
+  };
+  parallel(pool, region);
+}
+EXPORT void bench_linear_w8a8(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
+  auto region = [&](Team& t) {
+    Panels<i8> panels{static_cast<const i8*>(w), n, k};
+    linear_w8a8<bf16>(t, Rows<const i8>{static_cast<const i8*>(x), k}, Rows<const float>{static_cast<const float*>(x), 0},
+                      rows, panels, nullptr, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
+  };
+  parallel(pool, region);
+}
+// The scales behind the integers, in groups of 32.
+EXPORT void bench_linear_w4a8(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
+  auto region = [&](Team& t) {
+    const u8* data = static_cast<const u8*>(w);
+    Int4Panels panels{data, reinterpret_cast<const u16*>(data + n * k / 2), n, k, 32};
+    linear_w4a8<bf16>(t, Rows<const i8>{static_cast<const i8*>(x), k}, Rows<const float>{static_cast<const float*>(x), 0},
+                      rows, panels, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
+  };
+  parallel(pool, region);
+}
 EXPORT void bench_attention(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
                             i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
   Attention<bf16> a{{static_cast<const bf16*>(q), heads * dim}, {static_cast<bf16*>(out), heads * dim},
                     {static_cast<bf16*>(cache), 1, 0, 16, kv_heads, dim}, table, max_blocks, starts, lengths, nullptr, seqs,
                     heads, 0.1f, 0.0f, CAUSAL, 0, nullptr, 0};
-  auto region = [&](Team& t) { paged_attention<bf16>(t, a); };
+  auto region = [&](Team& t) { paged_attention(t, a); };
   parallel(pool, region);
 }
 """
 POOL_BYTES = 1 << 29  # rotates through this much
 SHAPES = ((3072, 1024), (1024, 3072), (4096, 4096))  # n, k
-ROWS = (1, 2, 4, 8, 16, 64, 256)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
+WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 + 2 / 32}  # of an element
 # (sequences, tokens each brings, context): decode and prefill of 16 heads of 128 on 8 KV heads
 ATTENTION = ((1, 1, 4096), (8, 1, 2048), (1, 512, 512), (1, 512, 4096))
 
@@ -111,10 +139,9 @@ class Bench:
         return {"kernel": "read probe", "gb_per_s": POOL_BYTES / seconds / 1e9}
 
     def linear(self, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
-        item = {"bf16": 2, "f32": 4}[dtype]
-        size = n * k * item
+        size = int(n * k * WEIGHT_BYTES[dtype])
         places = POOL_BYTES // size
-        x, out = np.zeros(rows * k * item, np.uint8), np.zeros(rows * n * item, np.uint8)
+        x, out = np.zeros(rows * k * 4, np.uint8), np.zeros(rows * n * 4, np.uint8)
 
         def call(index: int) -> None:
             weight = self.memory[index % places * size :][:size]
@@ -149,13 +176,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--isa", default="auto", choices=("auto", "avx512", "avx2"))
     parser.add_argument("--seconds", type=float, default=0.5, help="per row")
+    parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="products by these weights, and nothing else")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     isa = choose_isa(args.isa, ("avx512", "avx2"))
     bench = Bench(isa, args.threads, args.seconds)
     rows = [bench.read()]
-    rows += [bench.linear(dtype, count, n, k) for dtype in ("bf16", "f32") for n, k in SHAPES for count in ROWS]
-    rows += [bench.attention(*case) for case in ATTENTION]
+    rows += [
+        bench.linear(dtype, count, n, k) for dtype in args.only or WEIGHT_BYTES for n, k in SHAPES for count in ROWS
+    ]
+    if not args.only:
+        rows += [bench.attention(*case) for case in ATTENTION]
     rows.append(bench.read())
     if args.json:
         print(json.dumps({"isa": isa, "threads": args.threads, "rows": rows}))

@@ -19,7 +19,18 @@ MAX_TOP_LOGPROBS = 64
 # Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
 ISA_FEATURES: dict[str, frozenset[str]] = {
     "avx512": frozenset(
-        ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16")
+        (
+            "avx2",
+            "fma",
+            "f16c",
+            "avx512f",
+            "avx512bw",
+            "avx512dq",
+            "avx512vl",
+            "avx512_vnni",
+            "avx512vbmi",
+            "avx512_bf16",
+        )
     ),
     "avx2": frozenset(("avx2", "fma", "f16c")),
 }

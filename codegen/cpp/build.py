@@ -31,7 +31,7 @@ KERNELS_FOLDER = Path(__file__).parent / "kernels"
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512": (
         *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-        *("-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+        *("-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mprefer-vector-width=512"),
     ),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }

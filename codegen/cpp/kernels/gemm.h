@@ -10,9 +10,11 @@ namespace inferc {
 #ifdef __AVX512F__
 constexpr int TILE_ROWS = 6, TILE_PANELS = 4;  // 24 accumulators of 32 registers
 constexpr int TALL_ROWS = 12;                  // by 2 panels: a small batch reads the weight once, from memory
+constexpr i64 INT8_TILE_ROWS = 24;             // that weights in int8 are widened in registers for
 #else
 constexpr int TILE_ROWS = 4, TILE_PANELS = 1;  // 8 of 16
 constexpr int TALL_ROWS = 0;
+constexpr i64 INT8_TILE_ROWS = 2;
 #endif
 constexpr i64 PREFETCH_BYTES = 2048;
 constexpr i64 BLOCK_ROWS = 192;              // rows that share one pass over a group of panels
@@ -159,18 +161,6 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 block = widens ? WIDE_K : BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
   alignas(64) float sums[BLOCK_ROWS * width];
-  if constexpr (widens) {
-    if (rows <= 2) {
-      const i8* panels[P];
-      const T* a[2] = {row_of(0), row_of(rows - 1)};
-      for (int p = 0; p < P; ++p) panels[p] = w.panel(panel + p);
-      if (rows == 1) int8_tile<T, 1, P>(a, panels, w.k, sums, width);
-      else int8_tile<T, 2, P>(a, panels, w.k, sums, width);
-      for (i64 row = 0; row < rows; ++row)
-        for (int p = 0; p < P; ++p) emit(row, panel + p, load(sums + row * width + p * LANES));
-      return;
-    }
-  }
   alignas(64) T wide[widens ? P * block * 16 : 1];
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     bool is_last = k0 + block >= w.k;
@@ -197,10 +187,44 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit
   }
 }
 
+// The same by `int8_tile`, of at most M rows at a time.
+template <class T, int M, int P, class R, class E>
+INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emit) {
+  constexpr i64 width = P * LANES;
+  alignas(64) float sums[M * width];
+  const i8* panels[P];
+  for (int p = 0; p < P; ++p) panels[p] = w.panel(panel + p);
+  row_tiles(rows, M, [&](i64 row, i64 height) {
+    const T* a[M];
+    for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m);
+    auto run = [&]<int H>(std::integral_constant<int, H>) {
+      if constexpr (H <= M)
+        if (height == H) int8_tile<T, H, P>(a, panels, w.k, sums, width);
+    };
+#define ROWS(H) run(std::integral_constant<int, H>());
+    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#undef ROWS
+    for (i64 m = 0; m < height; ++m)
+      for (int p = 0; p < P; ++p) emit(row + m, panel + p, load(sums + m * width + p * LANES));
+  });
+}
+
 // The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight.
 template <class T, class W, class R, class E>
 INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
   i64 panel = begin;
+  if constexpr (!std::is_same_v<T, W>) {
+    if (rows <= INT8_TILE_ROWS) {
+      if (rows <= 2)
+        for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) int8_block<T, 2, TILE_PANELS>(w, panel, rows, row_of, emit);
+      if constexpr (TALL_ROWS > 0) {
+        if (rows <= 6)
+          for (; panel + 2 <= end; panel += 2) int8_block<T, 6, 2>(w, panel, rows, row_of, emit);
+        for (; panel < end; ++panel) int8_block<T, 12, 1>(w, panel, rows, row_of, emit);
+      }
+      return;
+    }
+  }
   if constexpr (TALL_ROWS > 0)
     if (rows > TILE_ROWS && rows <= TALL_ROWS)
       for (; panel + 2 <= end; panel += 2) gemm_block<T, 2>(w, panel, rows, row_of, emit);

@@ -19,7 +19,7 @@ struct Int4Panels {
 };
 
 constexpr i64 FLUSH = 32;           // of k: as many products as 16 bits hold
-constexpr i64 INT4_BLOCK_ROWS = 64;  // that share one pass over a group of panels
+constexpr i64 INT4_BLOCK_ROWS = 192;  // that share one pass over a group of panels
 constexpr i64 INT4_BLOCK_K = 512;    // of k at a time; a multiple of every group
 
 #ifdef __AVX512VNNI__
@@ -158,7 +158,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
 template <bool WIDE, int M, int P, class R, class E>
 INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit) {
   constexpr i64 width = P * LANES;
-  alignas(64) float sums[(WIDE ? INT4_BLOCK_ROWS : M) * width];
+  alignas(64) float sums[INT4_BLOCK_ROWS * width];
   alignas(64) u8 wide[WIDE ? P * INT4_BLOCK_K * 16 : 1];
   for (i64 k0 = 0; k0 < w.k; k0 += INT4_BLOCK_K) {
     const bool is_last = k0 + INT4_BLOCK_K >= w.k;
@@ -185,7 +185,7 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
         a[m] = row_of(row + m) + k0;
         below[m] = offsets + (row + m) * w.groups() + k0 / w.group;
       }
-      float* part = sums + (WIDE ? row * width : 0);
+      float* part = sums + row * width;
       auto run = [&]<int H>(std::integral_constant<int, H>) {
         if constexpr (H <= M)
           if (height == H) int4_tile<WIDE, H, P>(a, below, panels, scales, k, w.group, part, width, k0 == 0);
@@ -194,7 +194,7 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
       if constexpr (P > 1 || M <= 6) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
       } else {
-        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+        ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
       }
 #undef ROWS
       if (!is_last) return;
@@ -219,12 +219,12 @@ INLINE void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 rows, R row
 #define BLOCKS(WIDE, M, P) \
   for (; panel + P <= end; panel += P) int4_block<WIDE, M, P>(w, panel, rows, offsets, row_of, emit)
   if constexpr (INT4_TALL_ROWS > 0) {
-    if (rows <= 2) BLOCKS(false, 2, 4);
+    if (rows <= 2) BLOCKS(false, 2, 1);
     else if (rows <= 6) BLOCKS(false, 6, 2);
-    else if (rows <= INT4_TALL_ROWS) BLOCKS(false, 12, 1);
+    else if (rows <= 2 * INT4_TALL_ROWS) BLOCKS(false, 12, 1);
     else BLOCKS(true, 6, 2);
     if (rows <= 6) BLOCKS(false, 6, 1);
-    else if (rows > INT4_TALL_ROWS) BLOCKS(true, 6, 1);
+    else BLOCKS(true, 6, 1);
   } else {
     if (rows <= INT4_ROWS) BLOCKS(false, INT4_ROWS, 1);
     else BLOCKS(true, INT4_ROWS, 1);

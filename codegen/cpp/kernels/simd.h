@@ -312,11 +312,39 @@ INLINE Vec byte_of(IVec line) {
   if constexpr (J < 3) line = left_by<24 - 8 * J>(line);
   return to_float(right_by<24>(line));
 }
-// Bytes J and J + 1 of each lane as a pair of bf16.
-template <int J>
-INLINE IVec pair_of(IVec line) {
-  return bits_or(zeros_right_by<16>(bits_of(byte_of<J>(line))), bits_of(byte_of<J + 1>(line)));
+#ifdef __AVX512VBMI__
+// The two bytes of each bf16 from 0 to 127.
+struct Bf16Bytes {
+  alignas(64) u8 low[128], high[128];
+  constexpr Bf16Bytes() : low(), high() {
+    for (int value = 1; value < 128; ++value) {
+      int exponent = 6;
+      while (!(value >> exponent)) --exponent;
+      const int bits = (127 + exponent) << 7 | ((value << (7 - exponent)) & 127);
+      low[value] = u8(bits & 255);
+      high[value] = u8(bits >> 8);
+    }
+  }
+};
+inline constexpr Bf16Bytes BF16_BYTES;
+
+// The four bytes of each lane, none of which is -128, as pairs of bf16: looked up, which is half the work of computing.
+INLINE void pairs_of(IVec line, IVec& first, IVec& second) {
+  const __m512i size = _mm512_abs_epi8(line.v);
+  __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(BF16_BYTES.low), size, _mm512_load_si512(BF16_BYTES.low + 64));
+  __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(BF16_BYTES.high), size, _mm512_load_si512(BF16_BYTES.high + 64));
+  high = _mm512_ternarylogic_epi32(high, line.v, _mm512_set1_epi8(-128), 0xf8);  // the sign
+  const __m512 a = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)), b = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
+  first.v = _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0x88));
+  second.v = _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0xdd));
 }
+#else
+// The four bytes of each lane as pairs of bf16.
+INLINE void pairs_of(IVec line, IVec& first, IVec& second) {
+  first = bits_or(zeros_right_by<16>(bits_of(byte_of<0>(line))), bits_of(byte_of<1>(line)));
+  second = bits_or(zeros_right_by<16>(bits_of(byte_of<2>(line))), bits_of(byte_of<3>(line)));
+}
+#endif
 
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
 // A sum starts at what `start` gives, from memory unless `fresh`; offset(row, k) is what that needs to know of the row.
@@ -362,7 +390,11 @@ struct Dot<bf16> : FloatSums {
   static INLINE B right(const bf16* p) { return _mm512_loadu_si512(p); }
   static INLINE Vec step(Vec acc, A a, B b) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)b, (__m512bh)a)}; }
   template <int S>
-  static INLINE Vec int8_step(Vec acc, A a, IVec line) { return step(acc, a, pair_of<2 * S>(line).v); }
+  static INLINE Vec int8_step(Vec acc, A a, IVec line) {
+    IVec pairs[2];
+    pairs_of(line, pairs[0], pairs[1]);
+    return step(acc, a, pairs[S].v);
+  }
 };
 #else
 template <>
@@ -462,9 +494,10 @@ INLINE void widen_line(const i8* line, float* out) {
   store(out + 48, byte_of<3>(bytes));
 }
 INLINE void widen_line(const i8* line, bf16* out) {
-  IVec bytes = iload(line);
-  store(static_cast<void*>(out), pair_of<0>(bytes));
-  store(static_cast<void*>(out + 32), pair_of<2>(bytes));
+  IVec first, second;
+  pairs_of(iload(line), first, second);
+  store(static_cast<void*>(out), first);
+  store(static_cast<void*>(out + 32), second);
 }
 
 }  // namespace inferc
