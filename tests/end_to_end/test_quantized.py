@@ -72,8 +72,22 @@ def test_w8a8_is_near_the_model_with_its_dequantized_weights(model: tuple[Path, 
     assert {"inferc.linear_w8a8", "inferc.quantize_rows"} <= ops and ops & norms
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_four_bits_are_near_the_model(family: str, tmp_path: Path) -> None:
+    folder = make_random_model(family, tmp_path / "model")
+    expected = logits_of(folder, tmp_path / "plain")
+    errors = {}
+    for scheme in ("int4", "int4-g128"):
+        found = logits_of(folder, tmp_path / scheme, quantize=scheme)
+        errors[scheme] = float((found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+        assert "inferc.linear_w4a8" in ops_of(tmp_path / scheme)
+    assert 0.01 < errors["int4"] < 0.35, errors
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "worse"), [("int8", 0.003), ("w8a8", 0.006)])
+@pytest.mark.parametrize(
+    ("scheme", "worse"), [("int8", 0.003), ("w8a8", 0.006), ("int4", 0.06), ("int4-g64", 0.07), ("int4-g128", 0.08)]
+)
 def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -94,4 +108,4 @@ def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Pa
     before, after = nll(tmp_path / "plain"), nll(tmp_path / "quantized", quantize=scheme)
     assert abs(math.exp(after - before) - 1) < worse
     whole, halved = (inspect_artifact(tmp_path / name)["weights_bytes"] for name in ("plain", "quantized"))
-    assert halved < 0.52 * whole
+    assert halved < (0.36 if scheme.startswith("int4") else 0.52) * whole
