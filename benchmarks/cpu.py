@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tomllib
-from measured import ROOT, report
+from measured import ROOT, save
 from peers.environments import HERE, Peer, peers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -213,6 +213,8 @@ def draw(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     rows = [row for row in result["rows"] if "cases" in row]
+    if not rows:
+        return
     figure, axes = plt.subplots(
         1, len(cases), figsize=(3.2 * len(cases), 0.32 * len(rows) + 1.6), sharey=True, squeeze=False
     )
@@ -225,13 +227,12 @@ def draw(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
         axis.bar_label(
             bars, [f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values], padding=2, fontsize=7
         )
-        if case == "decode":
-            axis.plot(
-                [row["decode_limit"] for row in rows], range(len(rows)), "k|", markersize=9, label="memory's limit"
-            )
+        limits = [row["decode_limit"] for row in rows] if case == "decode" else []
+        if limits:
+            axis.plot(limits, range(len(rows)), "k|", markersize=9, label="the memory's limit")
             axis.legend(fontsize=7, loc="lower right")
         axis.set_title(case.replace("_", " "), fontsize=9)
-        axis.set_xlim(0, 1.25 * max(values))
+        axis.set_xlim(0, 1.25 * max(values + limits))
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_yticks(range(len(rows)), [f"{row['engine']} {row['format']}" for row in rows])
@@ -244,8 +245,8 @@ def draw(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
     plt.close(figure)
 
 
-def compare(shape: str, options: argparse.Namespace, console: Console) -> tuple[list[Entry], float]:
-    """The entries with all turns, and the median read bandwidth in bytes a second."""
+def compare(shape: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The summary of all turns; the files are written anew after each, so that a run that is cut off leaves something."""
     known = peers()
     entries: list[Entry] = []
     for engine in options.engines:
@@ -274,7 +275,10 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> tuple[
                     except RuntimeError as error:
                         entry.error = str(error)
                 progress.advance(task)
-    return entries, statistics.median(reads)
+            result = summary(entries, shape, options.cases, statistics.median(reads))
+            save(result, options.out / f"cpu-{shape}.json")
+            draw(result, options.cases, options.out / f"cpu-{shape}.png")
+    return result
 
 
 def main() -> int:
@@ -284,7 +288,7 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=("inferc", *known), default=("inferc", *known))
     parser.add_argument("--formats", nargs="+", type=int, choices=(16, 8, 4), help="only weights of these widths")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=tuple(CASES))
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3, choices=range(1, 100), metavar="N")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="where models are kept")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
@@ -294,14 +298,11 @@ def main() -> int:
     missing = [name for name in options.engines if name != "inferc" and not known[name].is_made()]
     if missing:
         parser.error(f"not installed: {', '.join(missing)}; run `make peers`, or name others in --engines")
+    options.out.mkdir(parents=True, exist_ok=True)
     failed = False
     for shape in options.shapes:
-        entries, read = compare(shape, options, console)
-        result = summary(entries, shape, options.cases, read)
+        result = compare(shape, options, console)
         show(result, options.cases, Console(width=max(Console().width, 130)))
-        options.out.mkdir(parents=True, exist_ok=True)
-        draw(result, options.cases, options.out / f"cpu-{shape}.png")
-        report(result, options.out / f"cpu-{shape}.json")
         for row in result["rows"]:
             if "error" in row or "crippled" in row:
                 failed = True
