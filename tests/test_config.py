@@ -29,7 +29,10 @@ GROUPS = (CacheGroup("full", 0, 1000),)
     [
         ({"dtype": "bfloat61"}, "dtype is 'bfloat61', expected bfloat16 or float32 or auto"),
         ({"target": "gpu"}, "target is 'gpu', expected cpu or reference"),
-        ({"quantize": "int3"}, "quantize is 'int3', expected int8 or w8a8 or leaving it out"),
+        (
+            {"quantize": "int3"},
+            "quantize is 'int3', expected int8 or w8a8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out",
+        ),
         ({"max_model_len": 0}, "max_model_len is 0, expected at least 1"),
         ({"max_model_len": "long"}, "max_model_len is 'long', expected auto or a whole number"),
         ({"block_size": 24}, "block_size 24 is not a multiple of 16; use 16 or 32"),
@@ -64,7 +67,7 @@ def test_engine_config_refuses(values: dict[str, Any], message: str) -> None:
         (CompileConfig, {"target": "cuda:sm_90"}),
         (CompileConfig, {"target": "onnx"}),
         (CompileConfig, {"dtype": "float16"}),
-        (CompileConfig, {"quantize": "int4-g32"}),
+        (CompileConfig, {"quantize": "int4-g32-a16"}),
         (CompileConfig, {"kv_dtype": "fp8"}),
         (EngineConfig, {"isa": "amx"}),
         (EngineConfig, {"prefix_cache": True}),

@@ -133,7 +133,7 @@ class _Run:
         values, scales = weight_lib.int4_values(expression, group), weight_lib.int4_scales(expression, group)
         return (
             self.program.add_weight(f"{name}.int4", values, before=before),
-            self.program.add_weight(f"{name}.scale", scales, before=before),
+            self.program.add_weight(f"{name}.int4_scale", scales, before=before),
         )
 
     def _rows(self, x: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:

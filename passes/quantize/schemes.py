@@ -31,7 +31,7 @@ SCHEMES = {
                 " and experts as in int8",
                 True,
                 max_kl=max_kl,
-                min_top1=0.7,
+                min_top1=0.5,
                 group=group,
             )
             for name, group, max_kl in (

@@ -115,7 +115,10 @@ def test_what_is_not_built_or_out_of_range(model: Path, options: tuple[str, str]
 
 
 def test_an_unknown_scheme_lists_what_there_is(model: Path) -> None:
-    assert "quantize is 'int9', expected int8 or w8a8 or leaving it out" in refused_compile(model, "--quantize", "int9")
+    assert (
+        "quantize is 'int9', expected int8 or w8a8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out"
+        in refused_compile(model, "--quantize", "int9")
+    )
 
 
 @pytest.mark.parametrize("option", ["--calibrate", "--add-target"])

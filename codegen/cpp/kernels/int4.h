@@ -205,9 +205,9 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
 }
 
 // The panels [begin, end), of at most INT4_BLOCK_ROWS rows: a few rows read them once and take them apart in registers,
-// for more they are put as bytes into the first-level cache.
+// for more they are put as bytes into the first-level cache. Not inlined: what it takes of the stack it then gives back.
 template <class R, class E>
-INLINE void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+__attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
   const i64 groups = w.groups();
   i32* offsets = static_cast<i32*>(__builtin_alloca(size_t(rows * groups) * sizeof(i32)));
   for (i64 row = 0; row < rows; ++row)

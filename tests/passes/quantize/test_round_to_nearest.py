@@ -98,9 +98,9 @@ def test_projections_in_four_bits() -> None:
         %0: (int8[s0, 40], float32[s0]) = inferc.quantize_rows(%x)
         %1: int8[s0, 40] = getitem(%0, 0)
         %2: float32[s0] = getitem(%0, 1)
-        %3: float32[s0, 12] = inferc.linear_w4a8(%1, %2, @qkv.int4, @qkv.scale, 32, float32, @bias)
+        %3: float32[s0, 12] = inferc.linear_w4a8(%1, %2, @qkv.int4, @qkv.int4_scale, 32, float32, @bias)
         %4: float32[s0, 4] = aten.slice.Tensor(%3, -1, 0, 4)
-        %5: float32[s0, 6] = inferc.linear_w4a8(%1, %2, @o.int4, @o.scale, 32, float32, None, %residual)
+        %5: float32[s0, 6] = inferc.linear_w4a8(%1, %2, @o.int4, @o.int4_scale, 32, float32, None, %residual)
         return (%4, %5)
     """
     weights = {"qkv": random(12, 40), "bias": random(12), "o": random(6, 40, seed=1)}
@@ -108,7 +108,7 @@ def test_projections_in_four_bits() -> None:
     made.check(Quantize(SCHEMES["int4"]), 2, golden, tolerance=3.0)  # of sums near 20
     found = {name: (str(weight), weight.shape) for name, weight in made.program.weights.items()}
     assert found["qkv.int4"] == ("int4_values(qkv, 32)", (12, 32))
-    assert found["o.scale"] == ("int4_scales(o, 32)", (6, 2))
+    assert found["o.int4_scale"] == ("int4_scales(o, 32)", (6, 2))
 
 
 def test_a_quantized_program_is_saved_and_loaded() -> None:
