@@ -256,7 +256,7 @@ class _Cpp:
 
 
 @dataclass(frozen=True)
-class _CppInt8:
+class _CppIntegers:
     """The same for integer weights: the argument `weight` is `stored`, the result in `dtype`."""
 
     weight: str
@@ -378,7 +378,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
             "cpp",
             op,
             f"cpp.{name}.{dtype_name(dtype)}",
-            _CppInt8((*packed, *plain)[0], dtype, check),
+            _CppIntegers((*packed, *plain)[0], dtype, check),
             f"inferc.codegen.cpp.calls:{'moe_experts' if op == 'inferc.moe_experts' else name}",
             {**dict.fromkeys(packed, PANELS[torch.int8]), **dict.fromkeys(plain, None)},
         )
@@ -391,7 +391,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
             "cpp",
             "inferc.linear_w4a8",
             f"cpp.linear_w4a8.{dtype_name(dtype)}",
-            _CppInt8("weight", dtype, _group_fits, torch.uint8),
+            _CppIntegers("weight", dtype, _group_fits, torch.uint8),
             "inferc.codegen.cpp.calls:linear_w4a8",
             int4_layouts,
         )

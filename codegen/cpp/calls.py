@@ -163,37 +163,35 @@ def linear_add(node: fx.Node, values: Values) -> Call:
 def linear_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")
-    return _int8_matrix(b, x, operand.cpp_type)
+    return _integer_matrix(b, x, f"{b.panels('weight')}, {b.weight('scale')}", operand.cpp_type)
 
 
 def linear_w8a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    bias, result = b.arg("bias"), node.meta["val"].dtype
-    kind = CPP_TYPES[result if bias is None else bias.meta["val"].dtype]
-    return _int8_matrix(b, f"{b.read('x')[0]}, {b.read('x_scale')[0]}", kind)
+    return _integer_matrix(b, _scaled_rows(b), f"{b.panels('weight')}, {b.weight('scale')}")
 
 
 def linear_w4a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    x, scales = b.read("x"), b.read("x_scale")[0]
-    residual = b.read("residual")[0] if b.arg("residual") is not None else "{{}}"
-    out, result = b.write()
     (n, _), k = b.arg("weight").meta["val"].shape, b.arg("x").meta["val"].shape[1]
-    bias = b.arg("bias")
-    types = f"{CPP_TYPES[(node if bias is None else bias).meta['val'].dtype]}, {result.cpp_type}"
+    rows = _scaled_rows(b)
     panels = f"Int4Panels{{{{{b.weight('weight')}, {b.weight('scale')}, {n}, {k}, {b.arg('group')}}}}}"
-    written = f"Written<{result.cpp_type}>{{{{{residual}, {out}}}}}"
-    return b.done(f"linear_w4a8<{types}>(t, {x[0]}, {scales}, {result.rows}, {panels}, {b.weight('bias')}, {written});")
+    return _integer_matrix(b, rows, panels)
 
 
-def _int8_matrix(b: Builder, x: str, kind: str) -> Call:
-    """kind: the C++ type of the bias."""
+def _scaled_rows(b: Builder) -> str:
+    return f"{b.read('x')[0]}, {b.read('x_scale')[0]}"
+
+
+def _integer_matrix(b: Builder, x: str, weights: str, kind: str = "") -> Call:
+    """kind: the C++ type of the rows that are no integers, and of a bias; else it is the bias's."""
     residual = b.read("residual")[0] if b.arg("residual") is not None else "{{}}"
     out, result = b.write()
-    types, name = f"{kind}, {result.cpp_type}", target_name(b.node.target).removeprefix("inferc.")
-    weights = f"{b.panels('weight')}, {b.weight('scale')}, {b.weight('bias')}"
+    bias, name = b.arg("bias"), target_name(b.node.target).removeprefix("inferc.")
+    kind = kind or (result.cpp_type if bias is None else CPP_TYPES[bias.meta["val"].dtype])
     written = f"Written<{result.cpp_type}>{{{{{residual}, {out}}}}}"
-    return b.done(f"{name}<{types}>(t, {x}, {result.rows}, {weights}, {written});")
+    types = f"{kind}, {result.cpp_type}"
+    return b.done(f"{name}<{types}>(t, {x}, {result.rows}, {weights}, {b.weight('bias')}, {written});")
 
 
 def lm_head(node: fx.Node, values: Values) -> Call:

@@ -40,7 +40,7 @@ class ExpertLoads:
     def load(path: Path) -> ExpertLoads:
         """Raises ConfigError for a file that is no load profile."""
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise ConfigError(

@@ -14,8 +14,8 @@ UBATCH = 512
 
 
 class LlamaCpp:
-    def __init__(self, model: Any, context: Any) -> None:
-        self.model, self.context = model, context
+    def __init__(self, model: Any, context: Any, log: Any) -> None:
+        self.model, self.context, self.log = model, context, log  # llama.cpp calls log for as long as it lives
         self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self.batch = api.llama_batch_init(2048, 0, 1)
 
@@ -67,6 +67,4 @@ def load(path: Path, format: str, threads: int, max_requests: int, max_len: int)
     params.n_threads = params.n_threads_batch = threads
     params.kv_unified = True
     context = api.llama_init_from_model(model, params)
-    engine = LlamaCpp(model, context)
-    engine.keep = quiet  # type: ignore[attr-defined]
-    return engine
+    return LlamaCpp(model, context, quiet)

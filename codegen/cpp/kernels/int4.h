@@ -194,7 +194,7 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
       if constexpr (P > 1 || M <= 6) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
       } else {
-        ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+        ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
       }
 #undef ROWS
       if (!is_last) return;

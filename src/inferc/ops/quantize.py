@@ -75,13 +75,7 @@ def linear_int8(
 
 
 def _linear_w8a8_fake(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, _x_scale: Tensor, weight: Tensor, _scale: Tensor, dtype: torch.dtype, *_args: object
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
@@ -129,14 +123,7 @@ def unpack_int4(values: Tensor, k: int) -> Tensor:
 
 
 def _linear_w4a8_fake(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    group: int,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, _x_scale: Tensor, weight: Tensor, _scale: Tensor, _group: int, dtype: torch.dtype, *_args: object
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
