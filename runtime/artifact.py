@@ -15,6 +15,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -373,9 +374,13 @@ def _map(folder: Path, name: str, entry: dict[str, Any]) -> mmap.mmap:
     path = _checked_size(folder, name, entry)
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ArtifactError(f"cannot map {path}: {error.strerror}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _chunks(artifact: Artifact) -> Iterator[tuple[str, int, str]]:

@@ -1,6 +1,7 @@
 """Compiling: the same bytes every time, all of an artifact or nothing of it, and refusals before any work."""
 
 import importlib
+import io
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import transformers
 from random_models import make_random_model
 from safetensors.torch import load_file, save_file
 
+from inferc.codegen import emit
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError, VerifyError
@@ -52,6 +54,23 @@ def test_equal_input_gives_equal_bytes(tiny_artifact: Path, tiny_llama_folder: P
     first, second = files_of(tiny_artifact), files_of(out)
     assert sorted(first) == sorted(second)
     assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_weights_are_written_in_aligned_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[bytes] = []
+
+    class Raw(io.RawIOBase):
+        def write(self, data: Any) -> int:
+            pieces.append(bytes(data[:40]))  # as a file may: not all of it
+            return len(pieces[-1])
+
+    monkeypatch.setattr(emit, "WRITE_BYTES", 64)
+    data = bytes(range(200))
+    with emit.AlignedWriter(Raw()) as out:
+        for begin, end in ((0, 0), (0, 3), (3, 64), (64, 199), (199, 200)):
+            out.write(memoryview(data)[begin:end])
+    assert b"".join(pieces) == data
+    assert [len(piece) for piece in pieces] == [40, 24] * 3 + [8]
 
 
 def test_no_path_of_this_machine_is_kept(tiny_artifact: Path, tiny_llama_folder: Path) -> None:
