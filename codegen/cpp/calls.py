@@ -26,6 +26,7 @@ class Builder:
         self.reads: list[tuple[Any, int, int]] = []
         self.writes: list[tuple[Any, int, int]] = []
         self.outputs: list[tuple[fx.Node, Operand, int]] = []
+        self.ahead = ""
 
     def slot(self, value: int) -> str:
         self.slots.append(Slot(value))
@@ -66,6 +67,11 @@ class Builder:
         kind = CPP_TYPES[self.arg(name).meta["val"].dtype]
         return f"Panels<{kind}>{{{{{self.weight(name)}, {n}, {k}}}}}"
 
+    def streamed(self, panels: str) -> str:
+        """The text of a weight that threads read from its first piece on, as `first_piece` has them."""
+        self.ahead = f"first_piece(t, {panels})"
+        return panels
+
     def input(self, name: str) -> str:
         """An argument that is an input of the step."""
         node = self.arg(name)
@@ -98,7 +104,7 @@ class Builder:
         return f"s.latent<{kind}>({group}, {layers}, {self.slot(layer)}, {block_size}, {dim}, {v_dim})"
 
     def done(self, text: str) -> Call:
-        return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node)
+        return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead)
 
 
 def part(node: fx.Node, index: int) -> fx.Node | None:
@@ -163,12 +169,12 @@ def linear_add(node: fx.Node, values: Values) -> Call:
 def linear_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")
-    return _integer_matrix(b, x, f"{b.panels('weight')}, {b.weight('scale')}", operand.cpp_type)
+    return _integer_matrix(b, x, f"{b.streamed(b.panels('weight'))}, {b.weight('scale')}", operand.cpp_type)
 
 
 def linear_w8a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    return _integer_matrix(b, _scaled_rows(b), f"{b.panels('weight')}, {b.weight('scale')}")
+    return _integer_matrix(b, _scaled_rows(b), f"{b.streamed(b.panels('weight'))}, {b.weight('scale')}")
 
 
 def linear_w4a8(node: fx.Node, values: Values) -> Call:
@@ -176,7 +182,7 @@ def linear_w4a8(node: fx.Node, values: Values) -> Call:
     (n, _), k = b.arg("weight").meta["val"].shape, b.arg("x").meta["val"].shape[1]
     rows = _scaled_rows(b)
     panels = f"Int4Panels{{{{{b.weight('weight')}, {b.weight('scale')}, {n}, {k}, {b.arg('group')}}}}}"
-    return _integer_matrix(b, rows, panels)
+    return _integer_matrix(b, rows, b.streamed(panels))
 
 
 def _scaled_rows(b: Builder) -> str:
@@ -204,7 +210,7 @@ def _matrix(b: Builder, name: str) -> Call:
     out, result = b.write()
     types = f"{left.cpp_type}, {result.cpp_type}"
     bias = "nullptr" if target_name(b.node.target) == "inferc.linear_wide" else b.weight("bias")
-    weights = f"{b.panels('weight')}, {bias}"
+    weights = f"{b.streamed(b.panels('weight'))}, {bias}"
     return b.done(f"linear<{types}>(t, {x}, {result.rows}, {weights}, {residual}{out});")
 
 

@@ -6,6 +6,7 @@ The step is one call and one parallel region: every thread runs `step_thread`. L
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -235,12 +236,8 @@ def _region(made: list[Call], numbers: Mapping[fx.Node, int], tables: list[str])
     pending: list[Call] = []
     for block in _blocks(made):
         if len(block.layers) == 1:
-            for call in block.calls:
-                if call.conflicts(pending) or len(pending) >= MAX_UNSYNCED:
-                    lines.append("  t.barrier();")
-                    pending = []
-                pending.append(call)
-                lines += _statements(call, "  ", [str(slot.value) for slot in call.slots], numbers, None)
+            texts = [str(slot.value) for slot in block.slots[0]]
+            lines += ["  " + line for line in _statements(block, texts, None, numbers, pending)]
             continue
         if pending:
             lines.append("  t.barrier();")
@@ -296,35 +293,55 @@ def _loop(block: Block, numbers: Mapping[fx.Node, int], tables: list[str]) -> li
     name = f"LAYERS_{len(tables)}"
     rows = ",\n".join("    {" + ", ".join(str(column[i]) for column in columns) + "}" for i in range(len(block.slots)))
     tables.append(f"constexpr i64 {name}[{len(block.slots)}][{max(1, len(columns))}] = {{\n{rows}}};")
-    per_layer = sum(len(call.outputs) for call in block.calls)
-    lines = [
-        f"  for (i64 i = 0; i < {len(block.slots)}; ++i) {{  // layers {block.layers[0]} to {block.layers[-1]}",
+    count = len(block.slots)
+    later = [text.replace("r[", "later[") for text in texts]
+    looks = any(call.ahead for call in block.calls)
+    return [
+        f"  for (i64 i = 0; i < {count}; ++i) {{  // layers {block.layers[0]} to {block.layers[-1]}",
         f"    const i64* r = {name}[i];",
+        *([f"    [[maybe_unused]] const i64* later = {name}[i < {count - 1} ? i + 1 : i];"] if looks else []),
+        *("    " + line for line in _statements(block, texts, later, numbers, [])),
+        f"    {_barrier(block, len(block.calls), texts, later)}",
+        "  }",
     ]
-    pending: list[Call] = []
-    used = 0
-    for call in block.calls:
-        if call.conflicts(pending) or len(pending) >= MAX_UNSYNCED:
-            lines.append("    t.barrier();")
-            pending = []
-        pending.append(call)
-        lines += _statements(call, "    ", texts[used : used + len(call.slots)], numbers, per_layer)
-        used += len(call.slots)
-    return [*lines, "    t.barrier();", "  }"]
 
 
 def _statements(
-    call: Call, indent: str, texts: list[str], numbers: Mapping[fx.Node, int], per_layer: int | None
+    block: Block, texts: list[str], later: list[str] | None, numbers: Mapping[fx.Node, int], pending: list[Call]
 ) -> list[str]:
-    """The call, then what the host may see of it. In a loop (per_layer) node numbers advance by a layer's count."""
-    layer = call.node.meta.get("layer")
-    lines = [indent + call.text.format(*texts) + f"  // {name_of(call.node)}"]
-    for node, operand, slot in call.outputs:
-        number = str(numbers[node]) if per_layer is None else f"{numbers[node]} + i * {per_layer}"
-        where = str(-1 if layer is None else layer) if per_layer is None else f"{layer} + i"
-        view = f"s.{POOLS[operand.pool]}<{operand.cpp_type}>({texts[slot]}, {operand.column}, {operand.stride})"
-        lines.append(f"{indent}s.observe(t, {number}, {where}, {view}, {operand.rows});")
+    """One repetition: texts are those of its slots, `later` those of the next one, if it is in a loop.
+
+    Each call goes after the barrier that it needs, and before what the host may see of it. pending: the calls since the
+    last barrier. In a loop node numbers advance by a layer's count.
+    """
+    lines: list[str] = []
+    used = 0
+    per_layer = sum(len(call.outputs) for call in block.calls)
+    for index, call in enumerate(block.calls):
+        if call.conflicts(pending) or len(pending) >= MAX_UNSYNCED:
+            lines.append(_barrier(block, index, texts, later))
+            pending.clear()
+        pending.append(call)
+        own = texts[used : used + len(call.slots)]
+        used += len(call.slots)
+        lines.append(call.text.format(*own) + f"  // {name_of(call.node)}")
+        layer = call.node.meta.get("layer")
+        for node, operand, slot in call.outputs:
+            number = str(numbers[node]) if later is None else f"{numbers[node]} + i * {per_layer}"
+            where = str(-1 if layer is None else layer) if later is None else f"{layer} + i"
+            view = f"s.{POOLS[operand.pool]}<{operand.cpp_type}>({own[slot]}, {operand.column}, {operand.stride})"
+            lines.append(f"s.observe(t, {number}, {where}, {view}, {operand.rows});")
     return lines
+
+
+def _barrier(block: Block, index: int, texts: list[str], later: list[str] | None) -> str:
+    """The barrier before call `index`, where who waits fetches the weight that is the next to be streamed."""
+    starts = [0, *itertools.accumulate(len(call.slots) for call in block.calls)]
+    for first, own in ((index, texts), (0, later)):
+        for at, call in enumerate(block.calls[first:], first):
+            if call.ahead and own is not None:
+                return f"t.barrier({call.ahead.format(*own[starts[at] : starts[at + 1]])});"
+    return "t.barrier();"
 
 
 def _source(

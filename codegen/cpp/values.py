@@ -81,6 +81,7 @@ class Call:
     writes: list[tuple[Any, int, int]]
     outputs: list[tuple[fx.Node, Operand, int]]  # with the slot of the result's offset
     node: fx.Node
+    ahead: str = ""  # the C++ text of what a thread will read first, if that is known before
 
     def conflicts(self, others: list[Call]) -> bool:
         """Whether it must wait for any of `others`."""

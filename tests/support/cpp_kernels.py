@@ -37,7 +37,7 @@ class Kernels:
         self.library = ctypes.CDLL(str(library))
         self.library.threads_open.restype = ctypes.c_void_p
         self.library.test_uniform.restype = ctypes.c_double
-        self.library.test_barriers.restype = ctypes.c_int64
+        self.library.test_barriers.restype = self.library.test_each.restype = ctypes.c_int64
         self.num_threads = num_threads
         self.threads = ctypes.c_void_p(self.library.threads_open(num_threads))
 

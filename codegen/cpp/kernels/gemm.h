@@ -23,6 +23,7 @@ constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widene
 
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
 // a and b point at the first elements; ahead, unless null, at what to fetch meanwhile: as many bytes as each panel has.
+// Weights need none of that: the processor's own prefetching follows four panels better than instructions do.
 // Not inlined: the few sizes are shared by every matrix product of a program.
 template <class T, int M, int P>
 __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums,
@@ -130,7 +131,6 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
       IVec bytes = iload(b[p] + i * 64);
-      _mm_prefetch(reinterpret_cast<const char*>(b[p] + i * 64 + PREFETCH_BYTES), _MM_HINT_T0);
       auto step = [&]<int S>(std::integral_constant<int, S>) {
         if (S * unit >= left) return;
 #pragma GCC unroll 16
@@ -164,22 +164,19 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit
   alignas(64) T wide[widens ? P * block * 16 : 1];
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     bool is_last = k0 + block >= w.k;
-    const T *panels[P], *ahead[P], *a[P == 2 ? 12 : TILE_ROWS];
+    const T *panels[P], *a[P == 2 ? 12 : TILE_ROWS];
     for (int p = 0; p < P; ++p) {
       if constexpr (widens) {
         widen(w.panel(panel + p) + k0 * 16, is_last ? w.k - k0 : block, wide + p * block * 16);
-        panels[p] = ahead[p] = wide + p * block * 16;
+        panels[p] = wide + p * block * 16;
       } else {
         panels[p] = w.panel(panel + p) + k0 * 16;
-        ahead[p] = panels[p] + PREFETCH_BYTES / i64(sizeof(T));
       }
     }
-    // With more rows the arithmetic hides the stream, and the processor's own prefetching is enough.
-    const bool streams = !widens && (rows <= 2 || P == 2);
     row_tiles(rows, P == 2 ? TALL_ROWS : TILE_ROWS, [&](i64 row, i64 height) {
       for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m) + k0;
       float* part = sums + (w.k > block ? row * width : 0);
-      multiply<T, P>(height, a, panels, streams ? ahead : nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0);
+      multiply<T, P>(height, a, panels, nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0);
       if (!is_last) return;
       for (i64 m = 0; m < height; ++m)
         for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(part + m * width + p * LANES));
@@ -233,13 +230,22 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, row_of, emit);
 }
 
+// Items to hand out at a time.
+INLINE i64 piece_grain(const Team& team, i64 items) { return items < team.count * 16 ? 1 : items / (team.count * 8); }
+
+// Where a thread starts to read the weight of `linear_to`, or of four bits, for few rows.
+template <class P>
+INLINE Ahead first_piece(const Team& team, const P& w) {
+  const i64 groups = piece_grain(team, (w.count() + 3) / 4), panel = w.panel(1) - w.panel(0);
+  return {w.panel(0) + team.tid * groups * 4 * panel, groups * 4 * panel * i64(sizeof(*w.data))};
+}
+
 // Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end),
 // of at most `most` rows.
 template <class F>
 INLINE void pieces(Team& team, i64 rows, i64 panels, i64 most, F f) {
   i64 groups = (panels + 3) / 4, blocks = (rows + most - 1) / most;
-  i64 grain = groups * blocks / (team.count * 8);
-  team.each(groups * blocks, grain < 1 ? 1 : grain, [&](i64 begin, i64 end) {
+  team.each(groups * blocks, piece_grain(team, groups * blocks), [&](i64 begin, i64 end) {
     // Items in the order (row block, panel group): neighbours share rows of x and stream the weight.
     while (begin < end) {
       i64 block = begin / groups, group = begin % groups;

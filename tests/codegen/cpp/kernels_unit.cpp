@@ -381,6 +381,21 @@ EXPORT int test_sample(const SampleArgs* a, i64 row, const float* logits, float*
   return sample_row(*a, row, logits, work);
 }
 
+// Counts how often each of `total` items is handed out; pieces of one thread rise, and its first is the one of its number.
+EXPORT i64 test_each(void* pool, i64 total, i64 grain, i32* counts) {
+  std::atomic<i64> wrong{0};
+  on(pool, [&](Team& t) {
+    i64 last = -1;
+    t.each(total, grain, [&](i64 begin, i64 end) {
+      if (last < 0 ? begin != t.tid * grain : begin < last) ++wrong;
+      for (i64 i = begin; i < end; ++i) __atomic_fetch_add(counts + i, 1, __ATOMIC_RELAXED);
+      last = end;
+    });
+    t.barrier({counts, total * 4});
+  });
+  return wrong.load();
+}
+
 EXPORT i64 test_barriers(void* pool, i64 rounds) {  // every thread must see every other's last round
   std::atomic<i64> arrived{0}, wrong{0};
   on(pool, [&](Team& t) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +142,22 @@ def test_equal_layers_become_one_loop() -> None:
     lengths = [unit.source.count("linear<") for unit in units]
     assert lengths[0] == lengths[1]
     assert "for (i64 i = 0; i < 7; ++i) {  // layers 1 to 7" in units[1].source
+
+
+def test_who_waits_fetches_the_weight_that_comes_next() -> None:
+    """Each barrier names the weight of the next product, at the end of a loop the next layer's first one."""
+    source = emit(*with_places(Shape(layers=9))).source
+    loop = source[source.index("for (i64 i = 0; i < 7") :]
+    lines = loop[: loop.index("\n  }\n")].splitlines()
+    weight = re.compile(r"s\.weight<\w+>\((\w+)\[(\d+)\]\)")
+    products = [found.groups() for line in lines if re.search(r" linear\w*<", line) and (found := weight.search(line))]
+    expected = [("later", products[0][1])]
+    for line in reversed(lines):
+        if "t.barrier(" in line:
+            assert weight.search(line).groups() == expected[-1]  # type: ignore[union-attr]
+        elif re.search(r" linear\w*<", line):
+            expected.append(weight.search(line).groups())  # type: ignore[union-attr, arg-type]
+    assert len(expected) == 1 + len(products) > 3
 
 
 def test_scratch_is_for_the_contexts_that_are_served() -> None:
