@@ -87,11 +87,7 @@ struct Int4 {
 #endif
 
 // -8 times the sum of `count` elements of a row.
-INLINE i32 int4_offset(const i8* row, i64 count) {
-  i32 total = 0;
-  for (i64 i = 0; i < count; ++i) total += row[i];
-  return -8 * total;
-}
+INLINE i32 int4_offset(const i8* row, i64 count) { return -8 * byte_sum(row, count); }
 
 // M rows times P panels over k elements from the start of a group on: sums[m * stride + p * 16 + lane], continued unless
 // `fresh`. WIDE: b holds a byte for each element, the four of the low bits in front of the four of the high ones. Groups

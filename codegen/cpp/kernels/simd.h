@@ -435,6 +435,20 @@ INLINE i32 four(const i8* p, i64 count = 4) {  // the first `count` of four byte
   return bytes;
 }
 
+INLINE i32 byte_sum(const i8* p, i64 count) {
+#ifdef __AVX512VNNI__
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i total = _mm512_setzero_si512();
+  for (; count >= 64; count -= 64, p += 64) total = _mm512_dpbusd_epi32(total, ones, _mm512_loadu_si512(p));
+  if (count) total = _mm512_dpbusd_epi32(total, ones, _mm512_maskz_loadu_epi8((u64(1) << count) - 1, p));
+  return _mm512_reduce_add_epi32(total);
+#else
+  i32 total = 0;
+  for (i64 i = 0; i < count; ++i) total += p[i];
+  return total;
+#endif
+}
+
 // Sums of int8 are exact in int32, in any order.
 template <>
 struct Dot<i8> {
@@ -446,11 +460,7 @@ struct Dot<i8> {
   // starts 128 times the row's own sum too low.
   using A = __m512i;
   using B = __m512i;
-  static INLINE i32 offset(const i8* row, i64 k) {
-    i32 total = 0;
-    for (i64 i = 0; i < k; ++i) total += row[i];
-    return -128 * total;
-  }
+  static INLINE i32 offset(const i8* row, i64 k) { return -128 * byte_sum(row, k); }
   static INLINE IVec start(i32 offset, const float* sums, bool fresh) {
     return fresh ? iset1(offset) : add(iload(sums), iset1(offset));
   }
