@@ -36,26 +36,28 @@ def random_prompts(seed: int, count: int, length: int, vocab_size: int) -> list[
     return np.random.default_rng(seed).integers(10, vocab_size, (count, length)).tolist()  # type: ignore[no-any-return]
 
 
-def measure(engine: Engine, requests: int, input_len: int, output_len: int) -> dict[str, float]:
+def run_once(engine: Engine, seed: int, requests: int, input_len: int, output_len: int) -> dict[str, float]:
     """Tokens a second: `prefill` until the first token, `decode` from the first to the last, `output` of the whole."""
+    prompts = random_prompts(seed, requests, input_len, engine.vocab_size)
+    start = time.perf_counter()
+    arrivals = engine.run(prompts, output_len)
+    counts = {len(each) for each in arrivals}
+    if counts != {output_len}:
+        raise SystemExit(f"expected {output_len} tokens of each request, found {sorted(counts)}")
+    last = max(each[-1] for each in arrivals)
+    first = statistics.median(each[0] for each in arrivals)
+    return {
+        "prefill": input_len / (first - start),
+        "decode": (output_len - 1) / (arrivals[0][-1] - arrivals[0][0]) if output_len > 1 else 0.0,
+        "output": requests * output_len / (last - start),
+    }
 
-    def once(seed: int, length: int) -> dict[str, float]:
-        prompts = random_prompts(seed, requests, input_len, engine.vocab_size)
-        start = time.perf_counter()
-        arrivals = engine.run(prompts, length)
-        counts = {len(each) for each in arrivals}
-        if counts != {length}:
-            raise SystemExit(f"expected {length} tokens of each request, found {sorted(counts)}")
-        last = max(each[-1] for each in arrivals)
-        first = statistics.median(each[0] for each in arrivals)
-        return {
-            "prefill": input_len / (first - start),
-            "decode": (length - 1) / (arrivals[0][-1] - arrivals[0][0]) if length > 1 else 0.0,
-            "output": requests * length / (last - start),
-        }
 
-    once(0, min(output_len, 8))
-    runs = [once(seed, output_len) for seed in range(1, 1 + (REPEATS if requests == 1 else 1))]
+def measure(engine: Engine, requests: int, input_len: int, output_len: int) -> dict[str, float]:
+    """The medians of what `run_once` gives, after a run that warms up."""
+    run_once(engine, 0, requests, input_len, min(output_len, 8))
+    seeds = range(1, 1 + (REPEATS if requests == 1 else 1))
+    runs = [run_once(engine, seed, requests, input_len, output_len) for seed in seeds]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
