@@ -12,7 +12,9 @@
 
 namespace inferc {
 
-constexpr int SPINS = 4000;      // tens of microseconds, then the futex
+// How long to spin before the futex, by the processor's own clock of 2 to 4 GHz: threads of one step wait for each other
+// for microseconds, and the next step comes some hundred microseconds after the last.
+constexpr u64 BARRIER_CYCLES = 200'000, START_CYCLES = 1'000'000;
 constexpr int MAX_TICKETS = 16;  // `each` calls between two barriers
 constexpr i64 AHEAD_BYTES = 1 << 18;  // fetched by a thread that waits: a quarter of a second-level cache of 1 MB
 
@@ -39,10 +41,10 @@ struct alignas(64) Signal {
     if (sleepers.load()) futex_wake_all(value);
   }
   // Fetches `ahead` into the second-level cache meanwhile: otherwise the memory would be as idle as the thread.
-  void wait_while(u32 seen, Ahead ahead = {}) {
+  void wait_while(u32 seen, u64 cycles, Ahead ahead = {}) {
     const char* next = static_cast<const char*>(ahead.data);
     const char* end = next + (ahead.bytes < AHEAD_BYTES ? ahead.bytes : AHEAD_BYTES);
-    for (int spin = 0; spin < SPINS; ++spin) {
+    for (u64 begin = __rdtsc(); __rdtsc() - begin < cycles;) {
       if (value.load(std::memory_order_acquire) != seen) return;
       if (next >= end) _mm_pause();
       for (int line = 0; line < 4 && next < end; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T1);
@@ -83,7 +85,7 @@ inline void* thread_main(void* data) {
   Start start = *static_cast<Start*>(data);
   delete static_cast<Start*>(data);
   for (u32 seen = 0;; ++seen) {
-    start.pool->start.wait_while(seen);
+    start.pool->start.wait_while(seen, START_CYCLES);
     if (start.pool->closing) return nullptr;
     start.pool->work(start.pool->context, start.tid);
   }
@@ -130,7 +132,7 @@ struct Team {
       for (auto& counter : pool.tickets) counter.next.store(0, std::memory_order_relaxed);
       pool.phase.raise();
     } else {
-      pool.phase.wait_while(seen, ahead);
+      pool.phase.wait_while(seen, BARRIER_CYCLES, ahead);
     }
   }
 
