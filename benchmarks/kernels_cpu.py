@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside what the memory gives in the same run.
 
-    python benchmarks/kernels_cpu.py [--threads N] [--isa avx512|avx2] [--seconds S] [--only bf16 …] [--json]
+    python benchmarks/kernels_cpu.py [--threads N] [--isa amx|avx512|avx2] [--seconds S] [--only bf16 …] [--json]
 
 Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
 bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.codegen.cpp.build import build
+from inferc.codegen.cpp.build import ISA_FLAGS, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.config import available_cores
 from inferc.runtime.abi import choose_isa
@@ -174,12 +174,12 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--isa", default="auto", choices=("auto", "avx512", "avx2"))
+    parser.add_argument("--isa", default="auto", choices=("auto", *ISA_FLAGS))
     parser.add_argument("--seconds", type=float, default=0.5, help="per row")
     parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="products by these weights, and nothing else")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    isa = choose_isa(args.isa, ("avx512", "avx2"))
+    isa = choose_isa(args.isa, tuple(ISA_FLAGS))
     bench = Bench(isa, args.threads, args.seconds)
     rows = [bench.read()]
     rows += [

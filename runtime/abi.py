@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_long, c_uint64, c_void_p
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,19 @@ from numpy.typing import NDArray
 
 from inferc.errors import ArtifactError, ConfigError
 
+log = logging.getLogger(__name__)
+
 ABI = 3
 MAX_TOP_LOGPROBS = 64
 
 # Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
-ISA_FEATURES: dict[str, frozenset[str]] = {
-    "avx512": frozenset(
-        (
-            "avx2",
-            "fma",
-            "f16c",
-            "avx512f",
-            "avx512bw",
-            "avx512dq",
-            "avx512vl",
-            "avx512_vnni",
-            "avx512vbmi",
-            "avx512_bf16",
-        )
-    ),
-    "avx2": frozenset(("avx2", "fma", "f16c")),
-}
+_AVX2 = frozenset(("avx2", "fma", "f16c"))
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
+TILES = frozenset(("amx_tile", "amx_int8", "amx_bf16"))
+ISA_FEATURES: dict[str, frozenset[str]] = {"amx": _AVX512 | TILES, "avx512": _AVX512, "avx2": _AVX2}
+
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64: asm/prctl.h and asm/fpu/types.h of Linux.
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 OBSERVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64)
 COLLECTIVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int64)
@@ -134,13 +128,27 @@ def _name_to_load(path: Path) -> str:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The features this machine's processors have, by the kernel's names."""
+    """The features this machine's processors have, and the kernel lets this process use, by the kernel's names."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return frozenset()
     flags = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
-    return frozenset.intersection(*flags) if flags else frozenset()
+    features = frozenset.intersection(*flags) if flags else frozenset()
+    return features if not features & TILES or tiles_allowed() else features - TILES
+
+
+@lru_cache(maxsize=1)
+def tiles_allowed() -> bool:
+    """Asks the kernel for the tile registers of AMX, which no thread of a process may touch before.
+
+    Only for processors that have them: the number of the call is x86-64's.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_SYS_ARCH_PRCTL, c_long(_ARCH_REQ_XCOMP_PERM), c_long(_XFEATURE_XTILEDATA)) == 0:
+        return True
+    log.warning("this processor has AMX, but the kernel gives no tiles: %s", os.strerror(ctypes.get_errno()))
+    return False
 
 
 def detect_isa(features: frozenset[str] | None = None) -> tuple[str, ...]:

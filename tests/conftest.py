@@ -8,10 +8,21 @@ import pytest
 from random_models import make_random_model
 from serving import Server
 
+from inferc.codegen.cpp import build
+from inferc.runtime.abi import detect_isa
+
 # A shell that starts its jobs in the background has them ignore SIGINT, and the processes that tests interrupt would
 # inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_that_run_here() -> Iterator[None]:
+    """What tests compile in their own process gets no library that this machine cannot run: each takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "ISAS", detect_isa())
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -22,12 +33,14 @@ def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cpu artifact of `tiny_llama_folder`, without a certificate. Read it, never write to it."""
+    """The cpu artifact of `tiny_llama_folder`, with all libraries and no certificate. Read it, never write to it."""
     from inferc.compiler import compile
     from inferc.config import CompileConfig
 
     out = tmp_path_factory.mktemp("artifacts") / "tiny-llama"
-    compile(tiny_llama_folder, out, CompileConfig(certify="none"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "ISAS", tuple(build.ISA_FLAGS))
+        compile(tiny_llama_folder, out, CompileConfig(certify="none"))
     return out
 
 

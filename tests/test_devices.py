@@ -5,6 +5,7 @@ import pytest
 from inferc import devices
 from inferc.devices import GPUS, NAMES, find_device
 from inferc.errors import ConfigError
+from inferc.machine import peak_flops
 
 ASKED_FOR = ("a100-40g", "a100-80g", "h100", "h200", "b200", "l4", "l40s", "a10g", "rtx4090", "t4")
 
@@ -51,3 +52,11 @@ def test_this_machine(clock: str, word: str, monkeypatch: pytest.MonkeyPatch) ->
         assert cpu.peak("int8") == 4 * cpu.peak("float32")
     else:
         assert cpu.peak("float32") == cpu.peak("bfloat16") == 4 * devices.NOMINAL_CORE_FLOPS
+
+
+def test_tiles_count() -> None:
+    """A product of 16 x 16 outputs over 32 of bfloat16, or 64 of int8, takes 16 cycles."""
+    info = "cpu MHz : 2000.0\nflags : avx512f avx512_bf16 avx512_vnni amx_bf16 amx_int8\n"
+    rows = 2 * 16 * 16 / 16 * 3 * 2e9
+    assert peak_flops(3, "bfloat16", info) == rows * 32 and peak_flops(3, "int8", info) == rows * 64
+    assert peak_flops(3, "float32", info) == 3 * 2e9 * 64

@@ -28,13 +28,17 @@ KERNELS_FOLDER = Path(__file__).parent / "kernels"
 
 # Flags are spelled out and never -march=native: the library must run on every machine with these features, and
 # virtual machines mask the model number that -march=native goes by.
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (
+    *(*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    *("-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mprefer-vector-width=512"),
+)
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512": (
-        *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-        *("-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mprefer-vector-width=512"),
-    ),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
 }
+ISAS = tuple(ISA_FLAGS)  # those that an artifact has a library for, best first
 # No -ffast-math and no contraction: additions happen in the order in which they are written.
 FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -93,7 +97,7 @@ def _folders() -> list[Path]:
 def build(
     source: str,
     headers: Sequence[str],
-    isas: Sequence[str] = tuple(ISA_FLAGS),
+    isas: Sequence[str] = ISAS,
     folder: Path = KERNELS_FOLDER,
     own_headers: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Path]:

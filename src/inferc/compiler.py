@@ -138,7 +138,7 @@ class _Build:
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target
         self.tokenizer, self.ranks, self.too_large = tokenizer, ranks, too_large
-        self.isas = tuple(cpp_build.ISA_FLAGS)
+        self.isas = cpp_build.ISAS
         self.records: list[PassRecord] = []
         self.kernels: list[dict[str, Any]] = []
         self.libraries: dict[str, dict[str, str]] = {}  # by their source

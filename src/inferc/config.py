@@ -27,7 +27,7 @@ TargetName = Literal["cpu", "reference"]
 DType = Literal["bfloat16", "float32"]
 Quantize = Literal["int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 Certify = Literal["full", "layers", "none"]
-Isa = Literal["avx2", "avx512"]
+Isa = Literal["avx2", "avx512", "amx"]
 
 # Words of the command line that name something real which this version does not do: refused by name, not as typos.
 NOT_BUILT = {
@@ -35,7 +35,6 @@ NOT_BUILT = {
     "dtype": re.compile(r"float16"),
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"float16|int8|fp8"),
-    "isa": re.compile(r"amx"),
 }
 DEFAULT_BLOCK_SIZE = 16
 SIZE_UNITS = {

@@ -95,7 +95,9 @@ def this_machine() -> Device:
 
     cores, info = available_cores(), cpuinfo()
     peaks = {dtype: peak_flops(cores, dtype, info) for dtype in ("float32", "bfloat16", "int8")}
-    source = "memory bandwidth: measured; peak: two vector multiply-adds a cycle at the clock of /proc/cpuinfo"
+    source = (
+        "memory bandwidth: measured; peak: two vector multiply-adds a cycle, or tiles, at the clock of /proc/cpuinfo"
+    )
     if peaks["float32"] is None:
         source = "memory bandwidth: measured; peak: nominal, as the clock is not known"
     flops = {dtype: peak or cores * NOMINAL_CORE_FLOPS for dtype, peak in peaks.items()}

@@ -32,7 +32,8 @@ def measure_read(num_threads: int) -> float:
 
 
 def peak_flops(num_threads: int, dtype: str, cpuinfo: str) -> float | None:
-    """Arithmetic that `num_threads` cores can do in a second: two fused multiply-adds of full width a cycle each.
+    """Arithmetic that `num_threads` cores can do in a second: two fused multiply-adds of full width a cycle each, or, of
+    bfloat16 and int8 where there is AMX, a product of tiles in 16 cycles.
 
     cpuinfo: the text of /proc/cpuinfo. None where it names no clock, as on other machines than x86.
     """
@@ -42,9 +43,9 @@ def peak_flops(num_threads: int, dtype: str, cpuinfo: str) -> float | None:
         return None
     lanes = 16 if "avx512f" in flags else 8
     if dtype == "bfloat16" and "avx512_bf16" in flags:
-        lanes *= 2
+        lanes = 256 if "amx_bf16" in flags else 2 * lanes  # 16 x 16 x 32 multiply-adds of a tile
     if dtype == "int8" and "avx512_vnni" in flags:
-        lanes *= 4
+        lanes = 512 if "amx_int8" in flags else 4 * lanes
     return num_threads * max(clocks) * 1e6 * 2 * 2 * lanes
 
 

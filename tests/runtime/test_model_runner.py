@@ -207,6 +207,28 @@ def test_isa_choice_says_what_is_missing(tmp_path: Path) -> None:
         abi.choose_isa("auto", ("avx512", "avx2"), frozenset())
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tiles_are_used_where_the_kernel_gives_them(
+    allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(abi, "tiles_allowed", lambda: allowed)
+    cpuinfo, built = tmp_path / "cpuinfo", tuple(abi.ISA_FEATURES)
+    cpuinfo.write_text(f"flags : {' '.join(abi.ISA_FEATURES['amx'])}\n")
+    features = abi.cpu_features(cpuinfo)
+    assert abi.detect_isa(features) == (built if allowed else ("avx512", "avx2"))
+    assert abi.choose_isa("auto", built, features) == ("amx" if allowed else "avx512")
+    if not allowed:
+        with pytest.raises(ConfigError, match="lacks amx_bf16, amx_int8, amx_tile; use --isa avx512"):
+            abi.choose_isa("amx", built, features)
+
+
+@pytest.mark.skipif(bool(abi.cpu_features() & abi.TILES), reason="this machine has AMX")
+def test_a_kernel_without_tiles_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    abi.tiles_allowed.cache_clear()
+    assert not abi.tiles_allowed()
+    assert "the kernel gives no tiles: " in caplog.text
+
+
 def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "kernels.so"
     path.write_bytes(b"not a library")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from inferc.runtime.abi import detect_isa
 
 UNIT = Path(__file__).parents[1] / "codegen" / "cpp" / "kernels_unit.cpp"
 ISAS = detect_isa()
+EMULATED = "amx-emulated"  # the kernels of amx, with tiles in plain C++: runs wherever avx512 does
+TILES = UNIT.parent / "amx_emulated.h"
 DTYPES = (torch.float32, torch.bfloat16)
 # Largest difference to the reference, relative to the largest magnitude of the result. The float32 kernels add in
 # another order than torch; bfloat16 results may land on the neighbouring number.
@@ -28,12 +32,19 @@ LAYOUTS = {
 }
 
 
+def build_emulated(source: str, headers: Sequence[str], own_headers: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """`source` for amx, with tiles that need no AMX."""
+    own = {**own_headers, TILES.name: TILES.read_text()}
+    return build("#define INFERC_AMX_EMULATED\n" + source, headers, ("avx512",), own_headers=own)["avx512"]
+
+
 class Kernels:
     """Calls with tensors as pointers, ints as int64 and floats as float32."""
 
     def __init__(self, isa: str, num_threads: int = 2) -> None:
         headers = [name for name in HEADERS if name not in ("step.h", "collectives.h", "entry.h")]
-        library = build(UNIT.read_text(), headers, (isa,))[isa]
+        source = UNIT.read_text()
+        library = build_emulated(source, headers) if isa == EMULATED else build(source, headers, (isa,))[isa]
         self.library = ctypes.CDLL(str(library))
         self.library.threads_open.restype = ctypes.c_void_p
         self.library.test_uniform.restype = ctypes.c_double

@@ -82,6 +82,26 @@ INLINE void score_tile(const Attention<T, C>& a, const T* const* panels, const T
   });
 }
 
+// The same with q's rows as `pack_rows` left them.
+template <class T>
+INLINE void score_tile_packed(const T* packed, i64 dim, const T* const* panels, const T* const* values, i64 rows,
+                              float* scores) {
+  constexpr i64 K = TILE_K<T>, high = 2 * TILE_HEIGHT;
+  alignas(64) T last_tiles[4 * TILE_HEIGHT * K];
+  const T* last[4];
+  for (int p = 0; p < 4; ++p) {
+    last[p] = last_tiles + p * TILE_HEIGHT * K;
+    if (dim % K) last_tile(panels[p], dim, last_tiles + p * TILE_HEIGHT * K);
+  }
+  for (i64 row = 0; row < rows; row += high) {
+    const i64 height = rows - row < high ? rows - row : high;
+    const RowTiles a = packed_tiles(packed, row / TILE_HEIGHT, dim, K);
+    for (int p = 0; p < 4; p += 2)
+      tile_product<T>(height, a, 2, panels + p, last + p, row == 0 ? values + p : nullptr, dim,
+                      scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
+  }
+}
+
 // One row of scores -> probabilities; keys outside [low, high) of the tile are masked. Returns the factor that what
 // was summed before must be multiplied by.
 INLINE float softmax_row(float* scores, i64 low, i64 high, float scale, float softcap, float& top, float& total) {
@@ -183,6 +203,9 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State
   const i32* blocks = a.block_table + piece.seq * a.max_blocks;
   alignas(64) float scores[QUERY_ROWS * KEY_TILE], factor[QUERY_ROWS];
   alignas(64) T packed[a.latent ? KEY_TILE * MAX_LATENT_DIM : 1];
+  constexpr bool tiled = AMX && std::is_same_v<T, bf16>;
+  alignas(64) T left[tiled ? QUERY_ROWS * (a.latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
+  if constexpr (tiled) pack_rows(row_of, 0, rows, 0, a.dim(), TILE_K<T>, left);
   for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF, state.total[r] = 0.0f;
   memset(state.acc, 0, rows * dim * sizeof(float));
   for (i64 key = split * KEY_SPLIT; key < (split + 1) * KEY_SPLIT && key < key_end; key += KEY_TILE) {
@@ -201,7 +224,8 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State
       pack_keys(keys, a.dim(), packed);
       for (i64 p = 0; p < 4; ++p) keys[p] = packed + p * 16 * a.dim();
     }
-    score_tile(a, keys, values, rows, row_of, scores);
+    if constexpr (tiled) score_tile_packed(left, a.dim(), keys, values, rows, scores);
+    else score_tile(a, keys, values, rows, row_of, scores);
     for (i64 r = 0; r < rows; ++r) {
       i64 position = first_new + piece.begin + r / heads;
       factor[r] = softmax_row(scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale, a.softcap,

@@ -208,7 +208,7 @@ INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emi
 
 // The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight.
 template <class T, class W, class R, class E>
-INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
   i64 panel = begin;
   if constexpr (!std::is_same_v<T, W>) {
     if (rows <= INT8_TILE_ROWS) {
@@ -228,6 +228,22 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_
   for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) gemm_block<T, TILE_PANELS>(w, panel, rows, row_of, emit);
   if constexpr (TILE_PANELS > 1)
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, row_of, emit);
+}
+
+template <class T, class W, class R, class E>
+void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit);  // amx_gemm.h
+
+// The panels [begin, end). Tiles round sums of bf16 otherwise than vectors, so there all rows go through them; integers
+// come out the same, and few rows are multiplied by vectors as fast as memory gives their weights.
+template <class T, class W, class R, class E>
+INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+  if constexpr (AMX && std::is_same_v<T, bf16>) {
+    tile_panels<T>(w, begin, end, rows, row_of, emit);
+  } else {
+    if constexpr (AMX && std::is_same_v<T, i8>)
+      if (rows > TALL_ROWS) return tile_panels<T>(w, begin, end, rows, row_of, emit);
+    vector_panels<T>(w, begin, end, rows, row_of, emit);
+  }
 }
 
 // Items to hand out at a time.
@@ -336,3 +352,5 @@ void head_linear(Team& team, Rows<const T> x, i64 rows, i64 heads, Panels<T> w, 
 }
 
 }  // namespace inferc
+
+#include "amx_gemm.h"

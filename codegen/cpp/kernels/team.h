@@ -8,7 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "simd.h"
+#include "amx.h"
 
 namespace inferc {
 
@@ -121,6 +121,7 @@ struct Team {
   int ticket = 0;
 
   void barrier(Ahead ahead = {}) {
+    release_tiles();
     ticket = 0;
     if (count == 1) {
       for (auto& counter : pool.tickets) counter.next.store(0, std::memory_order_relaxed);

@@ -24,7 +24,15 @@ template <class T>
 const T* as(const void* data) {
   return static_cast<const T*>(data);
 }
-// Runs a block with T as float or bf16.
+// Runs a block with T as float or bf16; in float32 the library with emulated tiles would be that of avx512.
+#ifdef INFERC_AMX_EMULATED
+#define FOR_DTYPE(dtype, ...)      \
+  {                                \
+    if (dtype != 1) __builtin_trap(); \
+    using T = bf16;                \
+    __VA_ARGS__                    \
+  }
+#else
 #define FOR_DTYPE(dtype, ...) \
   if (dtype == 1) {           \
     using T = bf16;           \
@@ -33,6 +41,7 @@ const T* as(const void* data) {
     using T = float;          \
     __VA_ARGS__               \
   }
+#endif
 
 }  // namespace
 

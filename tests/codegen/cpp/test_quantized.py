@@ -95,12 +95,13 @@ def test_lookups_in_int8_tables(kernels: Kernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_products_do_not_saturate(kernels: Kernels, sign: int) -> None:
-    x, weight = torch.full((3, 4099), 127, dtype=torch.int8), torch.full((17, 4099), sign * 127, dtype=torch.int8)
-    out = nan(3, 17, dtype=torch.float32)
+    x, weight = torch.full((14, 4099), 127, dtype=torch.int8), torch.full((17, 4099), sign * 127, dtype=torch.int8)
     ones = torch.ones(17)
-    args = (x, 4099, torch.ones(3), 3, packed(weight), 17, 4099, ones, None, None, out)
-    kernels.run("test_linear_int8", torch.float32, *args)
-    assert torch.equal(out, torch.full((3, 17), float(sign * 127 * 127 * 4099)))
+    for rows in (3, 14):
+        out = nan(rows, 17, dtype=torch.float32)
+        args = (x, ones, rows, packed(weight), 17, 4099, ones, None, out)
+        kernels.run("test_wide_int8", torch.bfloat16, *args)
+        assert torch.equal(out, torch.full((rows, 17), float(sign * 127 * 127 * 4099)))
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["int8", "w8a8"])
@@ -244,10 +245,10 @@ def test_the_largest_sums_of_four_bits_do_not_saturate(kernels: Kernels) -> None
         weight, scale = torch.full((17, 33 * 64), 255 if sign > 0 else 0, dtype=torch.uint8), torch.ones(17, 33).half()
         panels, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
         for rows in (1, 3, 7, 14):
-            out = nan(rows, 17, dtype=torch.float32)
+            out = nan(rows, 17, dtype=torch.bfloat16)
             args = (x, 4099, torch.ones(rows), rows, panels, scales, 17, 4099, 128, None, None, out)
-            kernels.run("test_linear_w4a8", torch.float32, *args)
-            assert torch.equal(out, torch.full((rows, 17), float((7 if sign > 0 else -8) * 127 * 4099)))
+            kernels.run("test_linear_w4a8", torch.bfloat16, *args)
+            assert torch.equal(out, torch.full((rows, 17), (7 if sign > 0 else -8) * 127.0 * 4099).bfloat16())
 
 
 def test_a_row_by_four_bits_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
