@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside what the memory gives in the same run.
 
-    python benchmarks/kernels_cpu.py [--threads N] [--isa amx|avx512|avx2] [--seconds S] [--only bf16 …] [--json]
+    python benchmarks/kernels_cpu.py [--threads N] [--isa amx|avx512|avx2] [--seconds S] [--only bf16 … | --attention] [--json]
 
 Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
 bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds.
@@ -86,21 +86,31 @@ EXPORT void bench_linear_w4a8(void* pool, const void* x, i64 rows, const void* w
   };
   parallel(pool, region);
 }
-EXPORT void bench_attention(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
-                            i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
-  Attention<bf16> a{{static_cast<const bf16*>(q), heads * dim}, {static_cast<bf16*>(out), heads * dim},
-                    {static_cast<bf16*>(cache), 1, 0, 16, kv_heads, dim}, table, max_blocks, starts, lengths, nullptr, seqs,
-                    heads, 0.1f, 0.0f, CAUSAL, 0, nullptr, 0};
+template <class S>
+void bench_attention(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
+                     i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
+  Attention<bf16, Cache<S>> a{{static_cast<const bf16*>(q), heads * dim}, {static_cast<bf16*>(out), heads * dim},
+                              {static_cast<S*>(cache), 1, 0, 16, kv_heads, dim}, table, max_blocks, starts, lengths,
+                              nullptr, seqs, heads, 0.1f, 0.0f, CAUSAL, 0, nullptr, 0};
   auto region = [&](Team& t) { paged_attention(t, a); };
   parallel(pool, region);
+}
+EXPORT void bench_attention_bf16(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
+                                 i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
+  bench_attention<bf16>(pool, q, out, cache, kv_heads, dim, table, max_blocks, starts, lengths, seqs, heads);
+}
+EXPORT void bench_attention_int8(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
+                                 i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
+  bench_attention<i8>(pool, q, out, cache, kv_heads, dim, table, max_blocks, starts, lengths, seqs, heads);
 }
 """
 POOL_BYTES = 1 << 29  # rotates through this much
 SHAPES = ((3072, 1024), (1024, 3072), (4096, 4096))  # n, k
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 + 2 / 32}  # of an element
-# (sequences, tokens each brings, context): decode and prefill of 16 heads of 128 on 8 KV heads
-ATTENTION = ((1, 1, 4096), (8, 1, 2048), (1, 512, 512), (1, 512, 4096))
+# (sequences, tokens each brings, context): decode and prefill of heads of 128 on 8 KV heads
+ATTENTION = ((1, 1, 4096), (1, 1, 16384), (8, 1, 2048), (1, 512, 512), (1, 512, 4096))
+CACHED_BYTES = {"bf16": 2 * 128, "int8": 128 + 4}  # of a head of K or of V of a token
 
 
 class Bench:
@@ -151,24 +161,31 @@ class Bench:
         rates = {"gb_per_s": size / seconds / 1e9, "gflop_per_s": 2 * rows * n * k / seconds / 1e9}
         return {"kernel": f"linear {dtype}", "shape": f"{rows} x {n} x {k}", **rates}
 
-    def attention(self, seqs: int, new: int, context: int) -> dict[str, Any]:
-        heads, kv_heads, dim = 16, 8, 128
+    def attention(self, cached: str, heads: int, seqs: int, new: int, context: int) -> dict[str, Any]:
+        kv_heads, dim = 8, 128
         blocks = context // 16
         tables = np.arange(seqs * blocks, dtype=np.int32)
         starts, lengths = np.arange(seqs + 1, dtype=np.int32) * np.int32(new), np.full(seqs, context, np.int32)
         q = np.zeros(seqs * new * heads * dim, np.uint16)
         out = np.zeros_like(q)
-        size = seqs * context * 2 * kv_heads * dim * 2
+        size = seqs * context * 2 * kv_heads * CACHED_BYTES[cached]
         places = POOL_BYTES // size
 
         def call(index: int) -> None:
             cache = self.memory[index % places * size :][:size]
-            self.call("bench_attention", q, out, cache, kv_heads, dim, tables, blocks, starts, lengths, seqs, heads)
+            where = (kv_heads, dim, tables, blocks, starts, lengths, seqs, heads)
+            self.call(f"bench_attention_{cached}", q, out, cache, *where)
 
         seconds = self.best(call)
         pairs = seqs * sum(context - new + i + 1 for i in range(new))
         rates = {"gb_per_s": size / seconds / 1e9, "gflop_per_s": 4 * pairs * heads * dim / seconds / 1e9}
-        return {"kernel": "attention bf16", "shape": f"{seqs} x {new} new of {context}", **rates}
+        shape = f"{seqs} x {new} new of {context}, {heads} heads"
+        return {"kernel": f"attention {cached}", "shape": shape, "us": 1e6 * seconds, **rates}
+
+
+def attention_rows(bench: Bench, heads: int) -> list[dict[str, Any]]:
+    """Over K and V in bfloat16 and in int8, in turn."""
+    return [bench.attention(cached, heads, *case) for case in ATTENTION for cached in CACHED_BYTES]
 
 
 def main() -> None:
@@ -177,16 +194,19 @@ def main() -> None:
     parser.add_argument("--isa", default="auto", choices=("auto", *ISA_FLAGS))
     parser.add_argument("--seconds", type=float, default=0.5, help="per row")
     parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="products by these weights, and nothing else")
+    parser.add_argument("--attention", action="store_true", help="attention, and nothing else")
+    parser.add_argument("--heads", type=int, default=16, help="of the queries, over 8 of K and V")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     isa = choose_isa(args.isa, tuple(ISA_FLAGS))
     bench = Bench(isa, args.threads, args.seconds)
     rows = [bench.read()]
-    rows += [
-        bench.linear(dtype, count, n, k) for dtype in args.only or WEIGHT_BYTES for n, k in SHAPES for count in ROWS
-    ]
+    if not args.attention:
+        rows += [
+            bench.linear(dtype, count, n, k) for dtype in args.only or WEIGHT_BYTES for n, k in SHAPES for count in ROWS
+        ]
     if not args.only:
-        rows += [bench.attention(*case) for case in ATTENTION]
+        rows += attention_rows(bench, args.heads)
     rows.append(bench.read())
     if args.json:
         print(json.dumps({"isa": isa, "threads": args.threads, "rows": rows}))
@@ -194,7 +214,8 @@ def main() -> None:
     print(f"isa {isa}, {args.threads} threads, best of each")
     for row in rows:
         flops = f"{row['gflop_per_s']:8.1f} GFLOP/s" if "gflop_per_s" in row else ""
-        print(f"{row['kernel']:16} {row.get('shape', ''):24} {row['gb_per_s']:7.1f} GB/s {flops}")
+        time_ = f" {row['us']:9.0f} us" if "us" in row else ""
+        print(f"{row['kernel']:16} {row.get('shape', ''):34} {row['gb_per_s']:7.1f} GB/s {flops}{time_}")
 
 
 if __name__ == "__main__":

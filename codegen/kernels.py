@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.ops import cached_head_dim
 from inferc.program import dtype_name, name_of, target_name
 
 DEVICES = ("cpu", "cuda", "reference")
@@ -155,7 +156,8 @@ def _head_dim_fits(dim: int) -> str:
 def _heads_fit(node: fx.Node) -> str:
     """attention.h: heads of at most 512 elements in steps of 16."""
     num_heads, dim = _shape(node, "q")[1:]
-    block_size, num_kv_heads, cached_dim = _shape(node, "kv_cache")[3:]
+    block_size, num_kv_heads = _shape(node, "kv_cache")[3:5]
+    cached_dim = _cached_dim(node)
     if _head_dim_fits(dim):
         return _head_dim_fits(dim)
     if dim != cached_dim:
@@ -167,7 +169,7 @@ def _heads_fit(node: fx.Node) -> str:
 
 def _latents_fit(node: fx.Node) -> str:
     """attention.h: V of at most 512 elements in latents of at most 1024, both in steps of 16."""
-    block_size, _, dim = _shape(node, "kv_cache")[3:]
+    block_size, dim = _shape(node, "kv_cache")[3], _cached_dim(node)
     v_dim = argument(node, "v_dim")
     steps = _joined(_multiple("the latent's size", dim, 16), _multiple("its values' size", v_dim, 16))
     most = _joined(_at_most("the latent's size", dim, 1024), _at_most("its values' size", v_dim, 512))
@@ -207,22 +209,14 @@ def _rope_fits(node: fx.Node) -> str:
     return _at_most("rotary dimension", _shape(node, "table")[-1], _shape(node, name)[-1])
 
 
-def _cache_dtype(node: fx.Node) -> str:
-    cache, k = _dtype(node, "kv_cache"), _dtype(node, "k")
-    return "" if cache == k else f"a KV cache of {cache}: expected {k}, that of the keys"
-
-
-def _rope_and_cache(node: fx.Node) -> str:
-    return _joined(_rope_fits(node), _cache_dtype(node))
+def _cached_dim(node: fx.Node) -> int:
+    return cached_head_dim(argument(node, "kv_cache").meta["val"])
 
 
 def _qkv_fits(node: fx.Node) -> str:
     """kv.h: a head is whole panels, and what it is rotated in lies on the stack."""
-    head_dim = int(_shape(node, "kv_cache")[5])
-    fits = _head_dim_fits(head_dim)
-    cache, x = _dtype(node, "kv_cache"), _dtype(node, "x")
-    rotary = _at_most("rotary dimension", _shape(node, "table")[-1], head_dim)
-    return _joined(fits, rotary, "" if cache == x else f"a KV cache of {cache}: expected {x}, that of the rows")
+    head_dim = _cached_dim(node)
+    return _joined(_head_dim_fits(head_dim), _at_most("rotary dimension", _shape(node, "table")[-1], head_dim))
 
 
 def _packed_lookup(node: fx.Node) -> str:
@@ -241,17 +235,27 @@ def _group_fits(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class _Cpp:
-    """Why not, of a cpp kernel: it is for the CPU, `argument` has `dtype`, and `check` has no reason either."""
+    """Why not, of a cpp kernel: it is for the CPU, `argument` has `dtype`, and `check` has no reason either.
+
+    int8_cache: of what uses the KV cache, whether that is in int8 and not in `dtype`.
+    """
 
     argument: str
     dtype: torch.dtype
     check: Callable[[fx.Node], str] | None = None
+    int8_cache: bool | None = None
 
     def __call__(self, node: fx.Node, target: Target) -> str:
         if target.device != "cpu":
             return OTHER_TARGET
         if _dtype(node, self.argument) != self.dtype:
             return OTHER_CASE
+        if self.int8_cache is not None:
+            cache = _dtype(node, "kv_cache")
+            if (cache == torch.int8) != self.int8_cache:
+                return OTHER_CASE
+            if cache not in (torch.int8, self.dtype):
+                return f"a KV cache of {cache}: expected {self.dtype}, that of the keys, or int8"
         return "" if self.check is None else self.check(node)
 
 
@@ -325,19 +329,6 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.rms_norm", "rms_norm", "x", (), ("weight",), None),
     ("inferc.rms_norm_add", "rms_norm_add", "x", (), ("weight",), None),
     ("inferc.rope", "rope", "x", (), (), _rope_fits),
-    ("inferc.kv_write", "kv_write", "k", (), (), _cache_dtype),
-    ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), _rope_and_cache),
-    (
-        *("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", ()),
-        *(("q_weight", "k_weight"), _rope_and_cache),
-    ),
-    (
-        *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write", "x", ("weight",)),
-        *(("bias", "q_weight", "k_weight"), _qkv_fits),
-    ),
-    ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
-    ("inferc.latent_write", "latent_write", "k", (), (), _cache_dtype),
-    ("inferc.latent_attention", "latent_attention", "q", (), (), _latents_fit),
     ("inferc.silu_mul", "silu_mul", "gate", (), (), None),
     ("inferc.gelu_mul", "gelu_mul", "gate", (), (), None),
     ("inferc.moe_routing", "moe_routing", "router_logits", (), ("bias",), _routing_fits),
@@ -348,6 +339,19 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.rms_norm_add_quantize", "rms_norm_add_quantize", "x", (), ("weight",), None),
     ("inferc.layer_norm_quantize", "layer_norm_quantize", "x", (), ("weight", "bias"), None),
     ("inferc.silu_mul_quantize", "silu_mul_quantize", "gate", (), (), None),
+)
+# The same of what uses the KV cache: each for one in the model's dtype and for one in int8.
+_CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
+    ("inferc.kv_write", "kv_write", "k", (), (), None),
+    ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), _rope_fits),
+    ("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", (), ("q_weight", "k_weight"), _rope_fits),
+    (
+        *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write", "x", ("weight",)),
+        *(("bias", "q_weight", "k_weight"), _qkv_fits),
+    ),
+    ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
+    ("inferc.latent_write", "latent_write", "k", (), (), None),
+    ("inferc.latent_attention", "latent_attention", "q", (), (), _latents_fit),
 )
 _SCALES = ("gate_up_scale", "down_scale")
 # The same with int8 weights, without the argument: the dtype of the first weight decides, and the result's.
@@ -372,6 +376,19 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
         )
         for op, name, deciding, packed, plain, check in _CPP_ROWS
         for dtype in (torch.bfloat16, torch.float32)
+    ]
+    kernels += [
+        Kernel(
+            "cpp",
+            op,
+            f"cpp.{name}{'_int8kv' if int8_cache else ''}.{dtype_name(dtype)}",
+            _Cpp(deciding, dtype, check, int8_cache),
+            f"inferc.codegen.cpp.calls:{name}",
+            {**dict.fromkeys(packed, PANELS[dtype]), **dict.fromkeys(plain, None)},
+        )
+        for op, name, deciding, packed, plain, check in _CACHE_ROWS
+        for dtype in (torch.bfloat16, torch.float32)
+        for int8_cache in (False, True)
     ]
     kernels += [
         Kernel(
@@ -431,7 +448,7 @@ _COLLECTIVES = {
     "inferc.expert_combine",
 }
 _REFERENCE_OPS = sorted(
-    {row[0] for row in _CPP_ROWS}
+    {row[0] for row in (*_CPP_ROWS, *_CACHE_ROWS)}
     | {row[0] for row in _INT8_ROWS}
     | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
     | _COLLECTIVES

@@ -163,7 +163,7 @@ def _add_inputs(program: Program) -> StepInputs:
     for index, group in enumerate(program.kv_groups):
         made.slot_mappings.append(add(f"slot_mapping_{index}", (tokens,), torch.int64))
         made.block_tables.append(add(f"block_table_{index}", (sequences, most), torch.int32))
-        shape = (blocks, len(group.layers), group.num_parts, program.block_size, group.num_kv_heads, group.head_dim)
+        shape = (blocks, len(group.layers), group.num_parts, program.block_size, group.num_kv_heads, group.row_size)
         made.kv_caches.append(add(f"kv_cache_{index}", shape, group.dtype))
     return made
 

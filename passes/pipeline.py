@@ -38,6 +38,7 @@ from inferc.passes.fuse_silu_mul_quantize import fuse_silu_mul_quantize
 from inferc.passes.kv_cache import PageKVCache
 from inferc.passes.pack_projections import PackProjections
 from inferc.passes.plan_memory import PlanMemory
+from inferc.passes.quantize.kv_cache import QuantizeKVCache
 from inferc.passes.quantize.round_to_nearest import Quantize
 from inferc.passes.quantize.schemes import SCHEMES
 from inferc.passes.select_rows import SelectRows
@@ -66,13 +67,14 @@ Observe = Callable[[int, str, int, Program], None]
 @dataclass(frozen=True)
 class LowerConfig:
     """What the passes need to know: the target, the tokens of a KV cache block, the passes of the user, the scheme of
-    quantization (a key of SCHEMES).
+    quantization (a key of SCHEMES), the KV cache's dtype ("int8", anything else is the model's).
     """
 
     target: Target
     block_size: int = 16
     passes: tuple[UserPass, ...] = ()
     quantize: str | None = None
+    kv_dtype: str = "auto"
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -120,6 +122,7 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FuseMoERouting(),
         PackProjections(),  # after the routing, which keeps routers out of the packing
         PageKVCache(config.block_size),
+        *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),  # before its writes are fused into other ops
         fuse_parallel_residual,  # before fuse_linear_add, which would take one of the two
         fuse_linear_add,
         fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block

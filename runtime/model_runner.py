@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
-from inferc.kv_pools import cache_groups, num_parts
+from inferc.kv_pools import cache_groups, num_parts, row_size
 from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
 from inferc.runtime.step import F32, I32, I64, Rows, StepPlan, StepResult
@@ -234,7 +234,7 @@ class ModelRunner:
         self._call(copy)
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
-        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim]."""
+        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
         out = np.zeros(self._canonical_shape(group, len(blocks)), NUMPY_DTYPES[self._groups[group]["dtype"]])
         self._move("inferc_pack_blocks", group, blocks, out)
         return out
@@ -246,8 +246,8 @@ class ModelRunner:
 
     def _canonical_shape(self, group: int, count: int) -> tuple[int, ...]:
         of = self._groups[group]
-        parts = num_parts(of["kind"])
-        return (count, len(of["layers"]), parts, self.block_size, int(of["num_kv_heads"]), int(of["head_dim"]))
+        of_head = row_size(int(of["head_dim"]), of["dtype"])
+        return (count, len(of["layers"]), num_parts(of["kind"]), self.block_size, int(of["num_kv_heads"]), of_head)
 
     def _move(self, function: str, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
         ids, pool = abi.contiguous(blocks, np.int32), self._pools[group].ctypes.data

@@ -12,7 +12,7 @@ from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import VerifyError
 from inferc.frontend.load import load
-from inferc.passes.quantize.schemes import SCHEMES
+from inferc.passes.quantize.schemes import KV_INT8, SCHEMES
 
 PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
 
@@ -34,11 +34,30 @@ def test_a_quantized_model(scheme: str, tiny_llama_folder: Path, tmp_path: Path)
         assert {**rows[name], "name": "quantize"} == rows["quantize"], "a fusion changes no bit"
 
 
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+def test_a_kv_cache_in_int8(scheme: str | None, tiny_llama_folder: Path, tmp_path: Path) -> None:
+    config = CompileConfig(certify="full", kv_dtype="int8", quantize=scheme)  # type: ignore[arg-type]
+    compile(tiny_llama_folder, tmp_path / "out", config)
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_bytes())
+    rows = {row["name"]: row for row in certificate["rows"]}
+    budget = {"max_kl": KV_INT8.max_kl, "min_top1": KV_INT8.min_top1}
+    assert certificate["ok"] and certificate["budgets"]["kv_int8"] == budget
+    cached = rows["quantize_kv_cache"]
+    assert rows["page_kv_cache"]["relative_error"] <= 1e-5 < cached["relative_error"]
+    assert cached["kl"] <= KV_INT8.max_kl and cached["top1_agreement"] >= KV_INT8.min_top1
+    last = cached
+    if scheme is not None:
+        assert list(certificate["budgets"])[-2:] == ["kv_int8", scheme]
+        last = rows["quantize"]
+        assert cached["kl"] < last["kl"] <= KV_INT8.max_kl + SCHEMES[scheme].max_kl
+    assert rows["kernels"]["kl"] == pytest.approx(last["kl"], rel=0.1)
+
+
 @pytest.fixture
 def certifier(tiny_llama_folder: Path) -> Certifier:
     """One that is about to see the row of `quantize`."""
     made = Certifier(load(tiny_llama_folder), "float32", PROMPTS, "", max_model_len=256)
-    made._scheme = SCHEMES["int8"]
+    made._budget = SCHEMES["int8"].budget
     return made
 
 
@@ -58,7 +77,7 @@ def test_other_tokens_than_the_budget_allows_are_refused(certifier: Certifier) -
         values, ids = logits.topk(2, -1)
         middle = values.mean(-1)
         logits.scatter_(1, ids, torch.stack((middle, middle + 1e-4), -1))
-    certifier._scheme = replace(SCHEMES["w8a8"], max_kl=10.0)
+    certifier._budget = replace(SCHEMES["w8a8"].budget, max_kl=10.0)
     with pytest.raises(VerifyError, match=r"its own at 0\.0% of the positions, w8a8 needs 85%"):
         certifier.add("quantize", "reference", other)
 

@@ -69,6 +69,7 @@ def test_engine_config_refuses(values: dict[str, Any], message: str) -> None:
         (CompileConfig, {"dtype": "float16"}),
         (CompileConfig, {"quantize": "int4-g32-a16"}),
         (CompileConfig, {"kv_dtype": "fp8"}),
+        (CompileConfig, {"kv_dtype": "float16"}),
         (EngineConfig, {"prefix_cache": True}),
     ],
 )
@@ -140,8 +141,13 @@ def test_a_context_that_is_not_known_must_be_given() -> None:
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="kv_dtype float32 differs from dtype bfloat16"):
+    with pytest.raises(UnsupportedError, match="kv_dtype float32 differs from dtype bfloat16.*or use int8"):
         CompileConfig(kv_dtype="float32").resolve("bfloat16", CONTEXT, 1000)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cache_in_int8_goes_with_every_dtype(dtype: str) -> None:
+    assert CompileConfig(kv_dtype="int8").resolve(dtype, CONTEXT, 1000).kv_dtype == "int8"
 
 
 def test_engine_config_resolves() -> None:

@@ -167,6 +167,20 @@ def test_writing_the_cache() -> None:
     assert both == OpCost("inferc.rope_kv_write", "bfloat16", (), (("T", 128),), (("T", activations),), flops)
 
 
+def test_a_cache_in_int8_moves_its_integers_and_scales() -> None:
+    b = Small()
+    cache = b.input("kv_cache_1", (b.blocks, 1, 2, 16, 2, 16 + 4), torch.int8)
+    k, v = b.activation(2, 16), b.activation(2, 16)
+    found = b.cost(inferc.kv_write.default, cache, k, v, b.slots, 0)
+    cached, rounding = 2 * 2 * (16 + 4), 3 * 2 * 2 * 16
+    written = (("T", cached),)
+    assert found == OpCost("inferc.kv_write", "bfloat16", (), written, (("T", 128 + 8),), (("T", rounding),))
+    where = (cache, b.table_ids, b.starts, b.lengths, None, 0)
+    read = b.cost(inferc.paged_attention.default, b.activation(4, 16), *where, 0.25, "causal", 0, 0.0)
+    assert read is not None and read.cache == (("keys:full:0", cached),)
+    assert read.flops == (("pairs:full:0", 2 * 4 * (16 + 16)),)
+
+
 def test_a_projection_in_the_write_saves_its_result_written_and_read() -> None:
     b = Small()
     x, table = b.activation(32), b.activation(16, dtype=torch.float32)

@@ -11,6 +11,7 @@ from torch import fx
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values
 from inferc.codegen.kernels import argument
 from inferc.errors import UnsupportedError
+from inferc.ops import cached_head_dim
 from inferc.program import name_of, target_name
 
 GROUPS = {"tp": 0, "ep": 1}  # as in inferc_abi.h
@@ -91,17 +92,22 @@ class Builder:
         """The layer of the KV pool that the node works on."""
         group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
         (self.writes if writes else self.reads).append((f"kv{group}", layer, layer + 1))
-        _, layers, _, block_size, heads, dim = self.arg("kv_cache").meta["val"].shape
-        kind = CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
-        return f"s.cache<{kind}>({group}, {layers}, {self.slot(layer)}, {block_size}, {heads}, {dim})"
+        _, layers, _, block_size, heads, _ = self.arg("kv_cache").meta["val"].shape
+        dim = cached_head_dim(self.arg("kv_cache").meta["val"])
+        return f"s.cache<{self.stored}>({group}, {layers}, {self.slot(layer)}, {block_size}, {heads}, {dim})"
 
     def latent(self, writes: bool, v_dim: int) -> str:
         """The layer of a pool of latents that the node works on."""
         group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
         (self.writes if writes else self.reads).append((f"kv{group}", layer, layer + 1))
-        _, layers, _, block_size, _, dim = self.arg("kv_cache").meta["val"].shape
-        kind = CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
-        return f"s.latent<{kind}>({group}, {layers}, {self.slot(layer)}, {block_size}, {dim}, {v_dim})"
+        _, layers, _, block_size, *_ = self.arg("kv_cache").meta["val"].shape
+        dim = cached_head_dim(self.arg("kv_cache").meta["val"])
+        return f"s.latent<{self.stored}>({group}, {layers}, {self.slot(layer)}, {block_size}, {dim}, {v_dim})"
+
+    @property
+    def stored(self) -> str:
+        """The C++ type that the KV pool holds."""
+        return CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
 
     def done(self, text: str) -> Call:
         return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead)
@@ -522,14 +528,14 @@ def latent_write(node: fx.Node, values: Values) -> Call:
 def paged_attention(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     q, operand = b.read("q")
-    return _attention(b, q, operand.cpp_type, b.cache(writes=False), b.weight("sinks"))
+    return _attention(b, q, f"{operand.cpp_type}, Cache<{b.stored}>", b.cache(writes=False), b.weight("sinks"))
 
 
 def latent_attention(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     q, operand = b.read("q")
-    kind = operand.cpp_type
-    return _attention(b, q, f"{kind}, Latent<{kind}>", b.latent(writes=False, v_dim=b.arg("v_dim")), "nullptr")
+    types = f"{operand.cpp_type}, Latent<{b.stored}>"
+    return _attention(b, q, types, b.latent(writes=False, v_dim=b.arg("v_dim")), "nullptr")
 
 
 def _attention(b: Builder, q: str, types: str, cache: str, sinks: str) -> Call:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from inferc.codegen.cpp import calls
@@ -38,7 +39,7 @@ WORK_BYTES = {
 }
 """Scratch of one node: bytes per row of its values, and besides."""
 HIDDEN_IN = "hidden_in"  # the input of a later pipeline stage
-KEY_UNITS = {"float32": 1, "bfloat16": 2}
+KEY_UNITS = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ def _formula(arena: Mapping[str, int]) -> dict[str, int]:
 
 def _kv_layout(program: Program) -> dict[str, Any]:
     """How a block of each group lies in the pool (kv.h)."""
+    int8 = any(group.dtype == torch.int8 for group in program.kv_groups)
     return {
         "block_size": program.block_size,
         "k": "[layer][kv_head][block_size/16][head_dim/unit][16][unit]",
@@ -204,6 +206,7 @@ def _kv_layout(program: Program) -> dict[str, Any]:
         "latent": "[layer][block_size][head_dim]",
         "order": "block, layer, k before v",
         "units": [KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
+        **({"scales": "of int8: [16] float32 behind every 16 tokens of k, v and latent"} if int8 else {}),
     }
 
 

@@ -1,13 +1,27 @@
-"""The schemes of `--quantize`, one a row: what becomes an integer, and how far that may move the model."""
+"""The schemes of `--quantize`, one a row, and of `--kv-dtype`: what becomes an integer, and how far that may move the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+
+from inferc.program import Program
+
+
+@dataclass(frozen=True)
+class Budget:
+    """max_kl (nats, mean over positions) and min_top1 are to Hugging Face's float32 run; the certificate refuses more."""
+
+    name: str
+    max_kl: float
+    min_top1: float
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """max_kl (nats, mean over positions) and min_top1 are to Hugging Face's float32 run; the certificate refuses more."""
+    """What `--quantize NAME` does to weights and rows, and its budget."""
 
     name: str
     what: str
@@ -15,6 +29,10 @@ class Scheme:
     max_kl: float
     min_top1: float
     group: int = 0  # of neighbours in four bits that share a scale; 0: int8, a scale for each output
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.name, self.max_kl, self.min_top1)
 
 
 SCHEMES = {
@@ -43,3 +61,21 @@ SCHEMES = {
         ),
     )
 }
+
+KV_INT8 = Budget("kv_int8", max_kl=0.01, min_top1=0.9)
+
+
+def budgets_of(program: Program) -> list[Budget]:
+    """Of the lossy passes that a program has been through, in their order."""
+    found = [KV_INT8] if any(group.dtype == torch.int8 for group in program.kv_groups) else []
+    done = program.info.get("quantization", {"products": 0})
+    return [*found, SCHEMES[done["scheme"]].budget] if done["products"] else found
+
+
+def together(budgets: Sequence[Budget]) -> Budget:
+    """What several lossy passes may do between them: independent errors add up in the KL."""
+    return Budget(
+        " with ".join(each.name for each in budgets),
+        sum(each.max_kl for each in budgets),
+        1.0 - sum(1.0 - each.min_top1 for each in budgets),
+    )

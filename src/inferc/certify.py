@@ -2,9 +2,10 @@
 
 Every row compares logits over the same few prompts with the float32 Hugging Face model. A float32 row must stay within
 `FLOAT32_BUDGET`; a row in another dtype may be no worse than `REFERENCE_FACTOR` times Hugging Face's own run in that
-dtype, in the mean and at every position (`_judge`). The row of a quantizing pass has its scheme's budget, and later rows
-may be no worse than that row, in the same way. What the kernels generate token by token must be what they find
-most likely in a prefill of the same tokens. Like compiler.py this module sees every stage.
+dtype, in the mean and at every position (`_judge`). The row of a lossy pass (weights, rows or the KV cache in integers)
+has the budget of all lossy passes up to it, and later rows may be no worse than that row, in the same way. What the
+kernels generate token by token must be what they find most likely in a prefill of the same tokens. Like compiler.py this
+module sees every stage.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from inferc.errors import VerifyError
 from inferc.frontend.load import Checkpoint
 from inferc.frontend.reference import reference_greedy, reference_logits, reference_model
 from inferc.passes.partition import RankProgram
-from inferc.passes.quantize.schemes import SCHEMES, Scheme
+from inferc.passes.quantize.schemes import Budget, budgets_of, together
 from inferc.program import Program
 from inferc.reference import IN_PLACE, Chunk, ReadWeight, new_kv_caches, run_partitioned, step_inputs
 from inferc.runtime.artifact import load_artifact
@@ -83,21 +84,20 @@ class Certificate:
     scope: str
     prompts: list[list[int]]
     rows: list[Row] = field(default_factory=list)
-    quantization: Scheme | None = None
+    lossy: list[Budget] = field(default_factory=list)  # of the passes that round to integers, in their order
 
     def to_json(self) -> dict[str, Any]:
         return {
             "scope": self.scope,
             "ok": all(row.ok for row in self.rows),
-            "budgets": {"float32_relative_error": FLOAT32_BUDGET, "kl_factor": REFERENCE_FACTOR, **self._quantized()},
+            "budgets": {"float32_relative_error": FLOAT32_BUDGET, "kl_factor": REFERENCE_FACTOR, **self._lossy()},
             "num_positions": sum(len(prompt) for prompt in self.prompts),
             "prompts": self.prompts,
             "rows": [asdict(row) for row in self.rows],
         }
 
-    def _quantized(self) -> dict[str, Any]:
-        scheme = self.quantization
-        return {} if scheme is None else {scheme.name: {"max_kl": scheme.max_kl, "min_top1": scheme.min_top1}}
+    def _lossy(self) -> dict[str, Any]:
+        return {each.name: {"max_kl": each.max_kl, "min_top1": each.min_top1} for each in self.lossy}
 
 
 def make_prompts(encode: Callable[[str], list[int]] | None, vocab_size: int, max_model_len: int) -> list[list[int]]:
@@ -140,7 +140,7 @@ class Certifier:
         self._model = model
         self._reference_kl: Tensor | None = None  # of what later rows must not be worse than:
         self._reference_name = f"transformers' own in {dtype}"
-        self._scheme: Scheme | None = None  # of the quantization that the next row is the first to show
+        self._budget: Budget | None = None  # of the lossy passes, the last of which the next row is the first to show
         if dtype != "float32":
             logits = [reference_logits(model, prompt) for prompt in prompts]
             row, self._reference_kl = self._compare("hugging_face", "transformers", logits)
@@ -153,16 +153,16 @@ class Certifier:
             return
         self._graph = graph
         self._has_router = "inferc.moe_experts" in graph
-        self._see_scheme(program)
+        self._see_lossy(program)
         values = {key: weight_lib.read_whole(weight, self._reader) for key, weight in program.weights.items()}
         logits = [run_reference(program, prompt, values.__getitem__) for prompt in self.certificate.prompts]
         self.add(name, "reference", logits)
 
-    def _see_scheme(self, program: Program) -> None:
-        """The next row is the first of a quantized program, whose budget is its scheme's."""
-        done = program.info.get("quantization", {"products": 0})
-        if done["products"] and self.certificate.quantization is None:
-            self._scheme = SCHEMES[done["scheme"]]
+    def _see_lossy(self, program: Program) -> None:
+        """If the next row is the first behind a lossy pass, it has a budget."""
+        budgets = budgets_of(program)
+        if budgets != self.certificate.lossy:
+            self.certificate.lossy, self._budget = budgets, together(budgets)
 
     def observe_ranks(self, ranks: Sequence[RankProgram]) -> None:
         """After the partition: the ranks' lowered programs together, by the ops' references."""
@@ -173,7 +173,7 @@ class Certifier:
         prompts = self.certificate.prompts
         logits = run_partitioned(stages, self._reader, prompts, max(map(len, prompts)))
         logits = [each.float() for each in logits]
-        self._see_scheme(ranks[0].program)
+        self._see_lossy(ranks[0].program)
         self.add("partition", f"reference, {len(ranks)} ranks", logits)
 
     def add_kernels(self, ran_by: str, logits: Sequence[Tensor], greedy: Sequence[list[int]]) -> None:
@@ -197,13 +197,13 @@ class Certifier:
         row = replace(row, greedy_equal=greedy_equal, reason=self._judge(row, kl, greedy_equal))
         row = replace(row, ok=not row.reason)
         self.certificate.rows.append(row)
-        if self._scheme is not None:  # what comes now computes the same integers, and is measured by them
+        if self._budget is not None:  # what comes now computes the same integers, and is measured by them
             if bool(kl.isfinite().all()):  # kept in spite of its drift, it would measure nothing
                 self._reference_kl, self._reference_name = (
                     kl,
-                    f"the {self._scheme.name} program's own by the references",
+                    f"the {self._budget.name} program's own by the references",
                 )
-            self.certificate.quantization, self._scheme = self._scheme, None
+            self._budget = None
         log.info("certificate: %s by %s: relative error %s, KL %s", name, ran_by, row.relative_error, row.kl)
         if not row.ok and not self._allow_drift:
             raise VerifyError(f"{name} (run by {row.ran_by}): {row.reason}; --allow-drift compiles it all the same")
@@ -235,8 +235,8 @@ class Certifier:
         """Why the row is over its budget; empty if it is not."""
         if row.max_abs_error is None or row.relative_error is None or row.kl is None:
             return "its logits are not all finite numbers"
-        if self._scheme is not None:
-            return _over_budget(row, self._scheme)
+        if self._budget is not None:
+            return _over_budget(row, self._budget)
         if self._reference_kl is None:
             if row.relative_error > FLOAT32_BUDGET:
                 return (
@@ -268,14 +268,14 @@ class Certifier:
         return ""
 
 
-def _over_budget(row: Row, scheme: Scheme) -> str:
+def _over_budget(row: Row, budget: Budget) -> str:
     """Why a quantized program is too far from float32; empty if it is not."""
-    if row.kl is not None and row.kl > scheme.max_kl:
-        return f"its KL to float32 is {row.kl:.2e} nats, {scheme.name} is allowed {scheme.max_kl:.2e}"
-    if row.top1_agreement < scheme.min_top1:
+    if row.kl is not None and row.kl > budget.max_kl:
+        return f"its KL to float32 is {row.kl:.2e} nats, {budget.name} is allowed {budget.max_kl:.2e}"
+    if row.top1_agreement < budget.min_top1:
         return (
             f"float32's most likely token is its own at {row.top1_agreement:.1%} of the positions,"
-            f" {scheme.name} needs {scheme.min_top1:.0%}"
+            f" {budget.name} needs {budget.min_top1:.0%}"
         )
     return ""
 

@@ -93,11 +93,19 @@ def compile_model(
             " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections read become int8 too, with a"
             " scale for each token: faster with many tokens, further from the model. int4, int4-g32, int4-g64,"
             " int4-g128 (W4A8): projections in four bits with a scale for each 32 (int4), 64 or 128 of them, rows as"
-            " in w8a8, embedding, LM head and experts as in int8. Norms, routers and KV cache stay in DTYPE"
-            " (docs/quantization.md).",
+            " in w8a8, embedding, LM head and experts as in int8. Norms and routers stay in DTYPE, the KV cache is in"
+            " --kv-dtype (docs/quantization.md).",
         ),
     ] = None,
-    kv_dtype: Annotated[str, typer.Option("--kv-dtype", metavar="DT", help="Of the KV cache.")] = "auto",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-dtype",
+            metavar="int8|auto",
+            help="Of the KV cache. int8: K and V of each head and token with a scale, about half the bytes of bfloat16"
+            " (docs/quantization.md); auto: DTYPE.",
+        ),
+    ] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")
     ] = None,
@@ -164,8 +172,10 @@ def compile_model(
         print_json(summary.to_json())
         return
     megabytes = summary.artifact_bytes / 1e6
+    kv_dtype = summary.config.kv_dtype
+    kv = f", KV cache in {kv_dtype}" if kv_dtype != summary.config.dtype else ""
     dtype = " ".join(filter(None, (summary.config.dtype, summary.config.quantize)))
-    say(f"{out}: {summary.config.target}, {dtype}, {megabytes:.1f} MB, {summary.seconds:.1f} s")
+    say(f"{out}: {summary.config.target}, {dtype}{kv}, {megabytes:.1f} MB, {summary.seconds:.1f} s")
     if debug.level():
         for record in summary.passes:
             print(f"  {record.name:24} {record.rewrites:5} rewrites  {record.seconds:7.3f} s", file=sys.stderr)
@@ -207,14 +217,16 @@ def inspect(out: Out, as_json: Json = False) -> None:
         reach = f"{group['kind']} {group['window']}" if group["window"] else group["kind"]
         count = group["num_kv_heads"]
         each = " on each rank" if len(facts["programs"]) > 1 else ""
-        heads = f"{count} head{'s' if count > 1 else ''} of {group['head_dim']}{each}, {group['dtype']}"
+        scaled = " with a float32 scale" if group["dtype"] == "int8" else ""
+        heads = f"{count} head{'s' if count > 1 else ''} of {group['head_dim']}{each}, {group['dtype']}{scaled}"
         count = len(group["layers"])
         layers = f"{count} layer{'s' if count > 1 else ''} ({_ranges(group['layers'])})"
         say(f"  {reach:14}{layers}, {heads}, {group['bytes_per_token']} bytes a token")
     say("kernels")
+    width = max((len(kernel["name"]) for kernel in facts["kernels"]), default=0)
     for kernel in facts["kernels"]:
         rest = "  ".join(f"{key}={value}" for key, value in kernel.items() if key not in ("name", "target"))
-        say(f"  {kernel['name']:28} {kernel['target']:12} {rest}")
+        say(f"  {kernel['name']:{width}} {kernel['target']:12} {rest}")
 
 
 def _quantized(model: Mapping[str, Any], dtype: str) -> str:

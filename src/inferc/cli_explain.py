@@ -38,6 +38,9 @@ def explain(
     quantize: Annotated[
         str | None, typer.Option("--quantize", metavar="SCHEME", help="As `inferc compile` has it.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", metavar="int8|auto", help="As `inferc compile` has it.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")
     ] = None,
@@ -62,13 +65,20 @@ def explain(
     check_counts(batch, context, input_len)
     about: dict[str, Any]
     if (Path(source) / MANIFEST).is_file():
-        given = {"--target": target, "--dtype": dtype, "--quantize": quantize, "--max-model-len": max_model_len}
-        set_again = [name for name, value in given.items() if value is not None]
+        given = {"--target": target, "--dtype": dtype, "--quantize": quantize, "--kv-dtype": kv_dtype}
+        set_again = [name for name, value in {**given, "--max-model-len": max_model_len}.items() if value is not None]
         if set_again:
             raise ConfigError(f"{source} is compiled already; {set_again[0]} is for a model: leave it out")
         costs, about = _of_artifact(source)
     else:
-        costs, about = _of_model(source, target or "cpu", dtype or "auto", quantize, max_model_len)
+        options = {
+            "target": target or "cpu",
+            "dtype": dtype or "auto",
+            "quantize": quantize,
+            "kv_dtype": kv_dtype or "auto",
+            "max_model_len": "auto" if max_model_len is None else max_model_len,
+        }
+        costs, about = _of_model(source, options)
     workload = Workload.make(batch, context, input_len, costs.facts.max_model_len)
     found = {**about, **report(costs, find_device(device), workload)}
     if as_json:
@@ -79,13 +89,9 @@ def explain(
     return fail(f"{refused['pass']} refuses the model: {refused['reason']}", 1) if refused else 0
 
 
-def _of_model(
-    source: str, target: str, dtype: str, quantize: str | None, max_model_len: int | None
-) -> tuple[CostLog, dict[str, Any]]:
+def _of_model(source: str, options: dict[str, Any]) -> tuple[CostLog, dict[str, Any]]:
     from inferc.config import CompileConfig, from_dict
 
-    length = "auto" if max_model_len is None else max_model_len
-    options = {"target": target, "dtype": dtype, "quantize": quantize, "max_model_len": length}
     config = from_dict(CompileConfig, options)
     with progress("load torch") as report:
         from inferc.explain_model import explain_model

@@ -134,7 +134,9 @@ class _Build:
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
         self.interrupts, self.generation = interrupts, generation
         self.writer = ArtifactWriter(folder, config.allow_drift)
-        self.lower_config = LowerConfig(Target.parse(config.target), config.block_size, passes, config.quantize)
+        self.lower_config = LowerConfig(
+            Target.parse(config.target), config.block_size, passes, config.quantize, config.kv_dtype
+        )
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target
         self.tokenizer, self.ranks, self.too_large = tokenizer, ranks, too_large

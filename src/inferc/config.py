@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Auto = Literal["auto"]
 TargetName = Literal["cpu", "reference"]
 DType = Literal["bfloat16", "float32"]
+KVDType = Literal["bfloat16", "float32", "int8"]
 Quantize = Literal["int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 Certify = Literal["full", "layers", "none"]
 Isa = Literal["avx2", "avx512", "amx"]
@@ -34,7 +35,7 @@ NOT_BUILT = {
     "target": re.compile(r"cuda(:.*)?|onnx|tensorrt(:.*)?"),
     "dtype": re.compile(r"float16"),
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
-    "kv_dtype": re.compile(r"float16|int8|fp8"),
+    "kv_dtype": re.compile(r"float16|fp8"),
 }
 DEFAULT_BLOCK_SIZE = 16
 SIZE_UNITS = {
@@ -67,7 +68,7 @@ class CompileConfig:
     target: TargetName = "cpu"
     dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
     quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
-    kv_dtype: DType | Auto = "auto"  # auto: dtype
+    kv_dtype: KVDType | Auto = "auto"  # auto: dtype
     max_model_len: int | Auto = "auto"  # auto: what the model was trained for
     block_size: int | Auto = "auto"
     certify: Certify | Auto = "auto"  # auto: full where the float32 model fits in memory, else layers
@@ -99,8 +100,10 @@ class CompileConfig:
             )
         dtype: Any = model_dtype if self.dtype == "auto" else self.dtype
         kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
-        if kv_dtype != dtype:
-            raise UnsupportedError(f"kv_dtype {kv_dtype} differs from dtype {dtype}, which is not built; leave it out")
+        if kv_dtype not in (dtype, "int8"):
+            raise UnsupportedError(
+                f"kv_dtype {kv_dtype} differs from dtype {dtype}, which is not built; leave it out or use int8"
+            )
         resolved = ResolvedCompileConfig(
             target=self.target,
             dtype=dtype,
@@ -143,7 +146,7 @@ class ResolvedCompileConfig:
     target: TargetName
     dtype: DType
     quantize: Quantize | None
-    kv_dtype: DType
+    kv_dtype: KVDType
     max_model_len: int
     block_size: int
     certify: Certify

@@ -19,6 +19,7 @@ class CostRecorder:
         self.rows: list[PassCost] = []
         self.groups: tuple[dict[str, Any], ...] = ()
         self.ungrouped = 0
+        self.cached = 0  # bytes a token of the paged cache, 0 before there is one
 
     def __call__(self, _index: int, name: str, rewrites: int, program: Program) -> None:
         nodes = sum(node.op == "call_function" for node in program.graph.nodes)
@@ -27,6 +28,10 @@ class CostRecorder:
         self.groups = groups or self.groups
         if not self.rows:
             self.ungrouped = ungrouped
+        cached = sum(group.bytes_per_token for group in program.kv_groups)
+        if self.cached and cached != self.cached:  # in another dtype, in which every query head's would be too
+            self.ungrouped = self.ungrouped * cached // self.cached
+        self.cached = cached
         before = self.rows[-1].nodes_after if self.rows else nodes
         unchanged = self.rows and not rewrites
         ops = self.rows[-1].ops if unchanged else program_costs(program)

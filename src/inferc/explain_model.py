@@ -79,7 +79,8 @@ def _lowered(
     progress(f"capture {checkpoint.config.num_hidden_layers} layers", 0, 1)
     program = capture(checkpoint, config.dtype, config.max_model_len, check=check)
     target = Target.parse(config.target)
-    pipeline = build_pipeline(LowerConfig(target, config.block_size, quantize=config.quantize))
+    lower_config = LowerConfig(target, config.block_size, quantize=config.quantize, kv_dtype=config.kv_dtype)
+    pipeline = build_pipeline(lower_config)
     recorder = CostRecorder()
     try:
         run_passes(program, pipeline, observe=recorder)

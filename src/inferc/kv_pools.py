@@ -14,6 +14,12 @@ from typing import Any
 from inferc.errors import ConfigError
 
 NEVER = 2**62  # later than any position
+SCALE_BYTES = 4  # of a row in int8: a float32
+
+
+def row_size(head_dim: int, dtype: str) -> int:
+    """Elements that one head of K or of V, or a latent, stores of a token: its own, and in int8 those of its scale."""
+    return head_dim + SCALE_BYTES if dtype == "int8" else head_dim
 
 
 def num_parts(kind: str) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from inferc.cost import Formula, OpCost, Step
+from inferc.ops import cached_head_dim
 from inferc.program import MASK_KINDS, Program, dtype_name, target_name
 
 Terms = dict[str, int]  # a formula in the making
@@ -264,11 +265,11 @@ class Lookup:
             add(into, times(call.elements(call.value("indices")), call.value(self.scale).dtype.itemsize))
 
 
-def _attend(call: Call, num_kv_heads: int, key_dim: int, value_dim: int, itemsize: int) -> None:
-    """K and V of every position that a sequence sees, once; QK and PV for every pair of a query and a key."""
+def _attend(call: Call, key_dim: int, value_dim: int, cached_bytes: int) -> None:
+    """K and V of every position that a sequence sees, `cached_bytes` each, once; QK and PV for every query and key."""
     kind, window = MASK_KINDS[call.arguments["mask"]], int(call.arguments["window"])
     num_heads = int(call.value("q").shape[-2 if call.value("q").dim() == 3 else 1])
-    call.cache = {f"keys:{kind}:{window}": num_kv_heads * (key_dim + value_dim) * itemsize}
+    call.cache = {f"keys:{kind}:{window}": cached_bytes}
     call.flops = {f"pairs:{kind}:{window}": 2 * num_heads * (key_dim + value_dim)}
     call.dtype = call.value("q").dtype
 
@@ -279,32 +280,44 @@ def _attention(call: Call) -> None:
     call.write()
     k, v = call.value("k"), call.value("v")
     heads = int(k.shape[-2 if k.dim() == 3 else 1])
-    _attend(call, heads, int(k.shape[-1]), int(v.shape[-1]), k.dtype.itemsize)
-    if _base(call.arguments["v"])[0] is call.arguments["k"]:  # a latent, which holds V
-        call.cache = {name: count * k.shape[-1] // (k.shape[-1] + v.shape[-1]) for name, count in call.cache.items()}
+    key_dim, value_dim = int(k.shape[-1]), int(v.shape[-1])
+    is_latent = _base(call.arguments["v"])[0] is call.arguments["k"]  # which holds V
+    stored = key_dim if is_latent else key_dim + value_dim
+    _attend(call, key_dim, value_dim, heads * stored * k.dtype.itemsize)
 
 
 def _paged_attention(call: Call) -> None:
     call.read("kv_cache", "block_table")
     call.write()
-    cache = call.value("kv_cache")
-    head_dim = int(cache.shape[-1])
-    _attend(call, int(cache.shape[-2]), head_dim, head_dim, cache.dtype.itemsize)
+    head_dim = cached_head_dim(call.value("kv_cache"))
+    _attend(call, head_dim, head_dim, _cached_bytes(call))
 
 
 def _latent_attention(call: Call) -> None:
     """K is read once for all heads, and holds V."""
     call.read("kv_cache", "block_table")
     call.write()
+    _attend(call, cached_head_dim(call.value("kv_cache")), int(call.arguments["v_dim"]), _cached_bytes(call))
+
+
+def _cached_bytes(call: Call) -> int:
+    """What one layer of the cache holds of a token, scales included."""
     cache = call.value("kv_cache")
-    head_dim, v_dim = int(cache.shape[-1]), int(call.arguments["v_dim"])
-    _attend(call, 1, head_dim, v_dim, cache.dtype.itemsize)
-    call.cache = {name: head_dim * cache.dtype.itemsize for name in call.cache}
+    return math.prod(int(cache.shape[axis]) for axis in (2, 4, 5)) * cache.dtype.itemsize
+
+
+def _write_cache(call: Call, num_tokens: int | torch.SymInt) -> None:
+    """New tokens into one layer, and the arithmetic of rounding them where it is in int8."""
+    cache = call.value("kv_cache")
+    add(call.cache, times(call.sizes.elements((num_tokens,)), _cached_bytes(call)))
+    if cache.dtype == torch.int8:
+        rounded = int(cache.shape[2]) * int(cache.shape[4]) * cached_head_dim(cache)
+        add(call.flops, times(call.sizes.elements((num_tokens, rounded)), PER_ELEMENT["inferc.quantize_rows"]))
 
 
 def _latent_write(call: Call) -> None:
     call.read("kv_cache")
-    add(call.cache, times(call.elements(call.value("k")), call.value("kv_cache").dtype.itemsize))
+    _write_cache(call, call.value("k").shape[0])
 
 
 def _kv_write(call: Call) -> None:
@@ -316,9 +329,7 @@ def _kv_write(call: Call) -> None:
         each = PER_ELEMENT["inferc.rope"] + (PER_ELEMENT["inferc.rms_norm"] if "q_weight" in call.arguments else 0)
         call.flops = times(call.elements(call.value("q")), each)
         add(call.flops, times(call.elements(call.value("k")), each))
-    itemsize = call.value("kv_cache").dtype.itemsize
-    for name in ("k", "v"):
-        add(call.cache, times(call.elements(call.value(name)), itemsize))
+    _write_cache(call, call.value("k").shape[0])
 
 
 def _qkv_rope_kv_write(call: Call) -> None:
@@ -331,10 +342,9 @@ def _qkv_rope_kv_write(call: Call) -> None:
     each = PER_ELEMENT["inferc.rope"]
     if call.arguments["q_weight"] is not None:
         each += PER_ELEMENT["inferc.rms_norm"]
-    new = call.sizes.elements((x.shape[0], *cache.shape[4:]))
     add(call.flops, times(call.elements(q), each))
-    add(call.flops, times(new, each))
-    add(call.cache, times(new, 2 * cache.dtype.itemsize))
+    add(call.flops, times(call.sizes.elements((x.shape[0], cache.shape[4], cached_head_dim(cache))), each))
+    _write_cache(call, x.shape[0])
     call.dtype = x.dtype
 
 

@@ -52,9 +52,14 @@ class KVGroup:
     dtype: torch.dtype
 
     @property
+    def row_size(self) -> int:
+        """Elements that one head of K or of V, or a latent, stores of a token."""
+        return kv_pools.row_size(self.head_dim, dtype_name(self.dtype))
+
+    @property
     def elements_per_token(self) -> int:
         """What one layer stores of a token: K and V of every head, or one latent of which V is a part."""
-        return self.num_parts * self.num_kv_heads * self.head_dim
+        return self.num_parts * self.num_kv_heads * self.row_size
 
     @property
     def num_parts(self) -> int:

@@ -42,7 +42,7 @@ def new_kv_caches(program: Program, num_blocks: int | Sequence[int]) -> list[Ten
     counts = [num_blocks] * len(program.kv_groups) if isinstance(num_blocks, int) else num_blocks
     return [
         torch.zeros(
-            (count, len(group.layers), group.num_parts, program.block_size, group.num_kv_heads, group.head_dim),
+            (count, len(group.layers), group.num_parts, program.block_size, group.num_kv_heads, group.row_size),
             dtype=group.dtype,
         )
         for count, group in zip(counts, program.kv_groups, strict=True)

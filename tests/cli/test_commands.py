@@ -87,6 +87,21 @@ def test_compile_and_inspect_a_quantized_model(tmp_path: Path) -> None:
     assert len(json.loads(generated.stdout)["outputs"][0]["token_ids"]) == 3
 
 
+def test_compile_and_inspect_a_kv_cache_in_int8(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    options = ["--kv-dtype", "int8", "--target", "reference", "--certify", "none"]
+    result = CliRunner().invoke(app, ["compile", str(tiny_llama_folder), "-o", str(tmp_path / "out"), *options])
+    assert result.exit_code == 0 and "out: reference, float32, KV cache in int8, " in result.output
+    facts = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--json"]).stdout)
+    (group,) = facts["kv_groups"]
+    assert (facts["config"]["kv_dtype"], group["dtype"], group["head_dim"]) == ("int8", "int8", 16)
+    assert group["bytes_per_token"] == facts["kv_bytes_per_token"] == 2 * 2 * 2 * (16 + 4)
+    printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
+    assert "2 heads of 16, int8 with a float32 scale, 160 bytes a token\n" in printed
+    prompt = ["--prompt", "def", "--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--json"]
+    generated = CliRunner().invoke(app, ["generate", str(tmp_path / "out"), *prompt])
+    assert len(json.loads(generated.stdout)["outputs"][0]["token_ids"]) == 3
+
+
 def test_inspect(tiny_artifact: Path) -> None:
     found = run_json("inspect", tiny_artifact)
     assert found["format_version"] == 2 and found["targets"] == ["cpu"]

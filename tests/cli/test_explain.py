@@ -102,6 +102,19 @@ def test_the_cache_of_a_70b_from_its_config_alone(tmp_path: Path) -> None:
     assert "captured with 2 and with 3 layers, which the rest of the 80 repeat" in text
 
 
+def test_what_a_kv_cache_in_int8_makes_of_a_70b(tmp_path: Path) -> None:
+    model = folder(tmp_path / "70b", LLAMA_70B)
+    plain, found = (explain_json(model, "--device", "h100", *options) for options in ((), ("--kv-dtype", "int8")))
+    rows = {row["name"]: row for row in found["passes"]}
+    assert rows["quantize_kv_cache"]["rewrites"] == 80
+    per_token = 80 * 2 * 8 * (128 + 4)
+    assert found["kv"]["bytes_per_token"] == per_token
+    assert found["kv"]["gqa_saves"] == pytest.approx(8.0)
+    read = rows["page_kv_cache"]["bytes"] - rows["quantize_kv_cache"]["bytes"]
+    assert read == pytest.approx(4096 * (80 * 2 * 8 * 256 - per_token), rel=0.01)
+    assert found["phases"]["decode"]["kv_bytes"] == pytest.approx(plain["phases"]["decode"]["kv_bytes"] * 132 / 256)
+
+
 def test_what_a_scheme_makes_of_a_70b(tmp_path: Path) -> None:
     model = folder(tmp_path / "70b", LLAMA_70B)
     found = explain_json(model, "--device", "h100", "--quantize", "w8a8")

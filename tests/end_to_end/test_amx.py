@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from cpp_kernels import ISAS, build_emulated
@@ -32,11 +33,17 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("scheme", [None, "int8", pytest.param("w8a8", marks=slow), pytest.param("int4", marks=slow)])
-def test_an_artifact_on_tiles(scheme: Quantize | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "kv_dtype"),
+    [
+        *((None, "auto"), ("int8", "auto"), (None, "int8")),
+        *(pytest.param(scheme, kv_dtype, marks=slow) for scheme in ("w8a8", "int4") for kv_dtype in ("auto", "int8")),
+    ],
+)
+def test_an_artifact_on_tiles(scheme: Quantize | None, kv_dtype: Literal["auto", "int8"], tmp_path: Path) -> None:
     """The certificate's budgets hold; alone, together and in chunks every sequence has the same bits."""
     folder = make_random_model("qwen3", tmp_path / "model", "bfloat16")
-    compile(folder, tmp_path / "out", CompileConfig(quantize=scheme))
+    compile(folder, tmp_path / "out", CompileConfig(quantize=scheme, kv_dtype=kv_dtype))
     prompts = [[5 + (length * 31 + 17 * i * i + i) % 300 for i in range(length)] for length in (1, 19, 40, 77)]
 
     def run(prompts: list[list[int]], **engine: int) -> list[list[tuple[int, float]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,13 +19,23 @@ Bits = list[tuple[int, float]]  # token id and log probability of every new toke
 NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8", "w8a8"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float32": {"dtype": "float32"},
+    "int8": {"quantize": "int8"},
+    "w8a8": {"quantize": "w8a8"},
+    "kv-int8": {"kv_dtype": "int8"},
+    "w8a8-kv-int8": {"quantize": "w8a8", "kv_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3 has norms on q and k beside all that Llama has. Integers multiply rows in bfloat16, or in int8."""
     folder = tmp_path_factory.mktemp("bits")
-    scheme = request.param if request.param in ("int8", "w8a8") else None
-    make_random_model("qwen3", folder / "model", "bfloat16" if scheme else request.param)
-    compile(folder / "model", folder / "artifact", CompileConfig(certify="none", quantize=scheme))
+    options = OPTIONS[request.param]
+    make_random_model("qwen3", folder / "model", options.get("dtype", "bfloat16"))
+    compile(folder / "model", folder / "artifact", CompileConfig(certify="none", **options))
     return folder / "artifact"
 
 

@@ -84,28 +84,37 @@ def test_four_bits_are_near_the_model(family: str, tmp_path: Path) -> None:
     assert 0.01 < errors["int4"] < 0.35, errors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheme", "worse"), [("int8", 0.003), ("w8a8", 0.006), ("int4", 0.06), ("int4-g64", 0.07), ("int4-g128", 0.08)]
-)
-def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Path) -> None:
+def shipped_nll(out: Path, **options: Any) -> float:
+    """Nats a token of eight windows of eval.txt, by the shipped tiny-llama."""
     from tokenizers import Tokenizer
 
     folder = SHIPPED / "tiny-llama"
     text = (SHIPPED / "eval.txt").read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     windows = [ids[start : start + 512] for start in range(0, 4096, 512)]
+    compile(folder, out, CompileConfig(certify="none", **options))
+    logits = run_kernels(out, windows, num_greedy=0)[1]
+    losses = [
+        torch.nn.functional.cross_entropy(each[:-1], torch.tensor(window[1:]), reduction="sum")
+        for each, window in zip(logits, windows, strict=True)
+    ]
+    return float(sum(losses)) / sum(len(window) - 1 for window in windows)
 
-    def nll(out: Path, **options: Any) -> float:
-        compile(folder, out, CompileConfig(certify="none", **options))
-        logits = run_kernels(out, windows, num_greedy=0)[1]
-        losses = [
-            torch.nn.functional.cross_entropy(each[:-1], torch.tensor(window[1:]), reduction="sum")
-            for each, window in zip(logits, windows, strict=True)
-        ]
-        return float(sum(losses)) / sum(len(window) - 1 for window in windows)
 
-    before, after = nll(tmp_path / "plain"), nll(tmp_path / "quantized", quantize=scheme)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "worse"), [("int8", 0.003), ("w8a8", 0.006), ("int4", 0.06), ("int4-g64", 0.07), ("int4-g128", 0.08)]
+)
+def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Path) -> None:
+    before, after = shipped_nll(tmp_path / "plain"), shipped_nll(tmp_path / "quantized", quantize=scheme)
     assert abs(math.exp(after - before) - 1) < worse
     whole, halved = (inspect_artifact(tmp_path / name)["weights_bytes"] for name in ("plain", "quantized"))
     assert halved < (0.36 if scheme.startswith("int4") else 0.52) * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_perplexity_with_a_kv_cache_in_int8(scheme: str | None, tmp_path: Path) -> None:
+    before = shipped_nll(tmp_path / "plain", quantize=scheme)
+    after = shipped_nll(tmp_path / "int8", quantize=scheme, kv_dtype="int8")
+    assert 0 < abs(math.exp(after - before) - 1) < 0.003

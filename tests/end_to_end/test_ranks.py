@@ -39,6 +39,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2},
     "tp2-pp2": {"tp": 2, "pp": 2},
     "ep3": {"ep": 3},
+    "tp2-int8-kv": {"tp": 2, "kv_dtype": "int8"},
+    "pp2-int8-kv": {"pp": 2, "kv_dtype": "int8"},
+    "int8-kv": {"kv_dtype": "int8"},
 }
 slow = pytest.mark.slow
 
@@ -100,6 +103,13 @@ def generated(path: Path) -> list[list[int]]:
 def test_ranks_in_one_process_give_the_models_tokens(name: str, folder: Path, out: Path) -> None:
     """Chunked prefill, and more requests than run at once."""
     assert generated(artifact(folder, out, name)) == reference(folder, prompts(), NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["tp2-int8-kv", "pp2-int8-kv"])
+def test_ranks_with_a_kv_cache_in_int8(name: str, folder: Path, out: Path) -> None:
+    path, whole = artifact(folder, out, name), artifact(folder, out, "int8-kv")
+    assert inspect_artifact(path)["kv_bytes_per_token"] == inspect_artifact(whole)["kv_bytes_per_token"]
+    assert generated(path) == generated(whole)
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2", "ep2", pytest.param("tp2-pp2", marks=slow)])

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import TOKENS, Example, example, random, rows
+from paged import IDS, model, run_paged
 from random_models import SIZES
 
 from inferc.errors import UnsupportedError
@@ -13,48 +14,8 @@ from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
 from inferc.passes.kv_cache import PageKVCache, stored_kv
 from inferc.passes.verify import verify
 from inferc.program import target_name
-from inferc.reference import IN_PLACE, Chunk, new_kv_caches, step_inputs
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-IDS = {"token_ids": torch.tensor([3, 1, 4, 1, 5]), "positions": torch.arange(TOKENS)}
-
-
-def attend(x: Any, layer: int, mask: str, window: int) -> Any:
-    """4 query heads over 2 KV heads of 4, from rows of 16."""
-    q = aten.view.default(x, [-1, 4, 4])
-    k = aten.view.default(aten.slice.Tensor(x, -1, 0, 8), [-1, 2, 4])
-    v = aten.view.default(aten.slice.Tensor(x, -1, 8, 16), [-1, 2, 4])
-    out = inferc.attention.default(q, k, v, None, 0.5, mask, window, 0.0)
-    out.node.meta["at"] = layer
-    return aten.view.default(out, [-1, 16])
-
-
-def model(*kinds: tuple[str, int]) -> Example:
-    def graph(token_ids: Any, positions: Any, embed: Any) -> Any:
-        x = aten.embedding.default(embed, token_ids)
-        for layer, (mask, window) in enumerate(kinds):
-            x = attend(x, layer, mask, window)
-        return x
-
-    made = example(graph, IDS, {"embed": random(7, 16)})
-    for node in made.program.graph.nodes:
-        if "at" in node.meta:
-            node.meta["layer"] = node.meta["at"]
-    return made
-
-
-def run_paged(made: Example, chunk_size: int) -> torch.Tensor:
-    """The rows of the one result, computed in steps of `chunk_size` tokens; other inputs have a row per token."""
-    program, ids = made.program, IDS["token_ids"].tolist()
-    caches = new_kv_caches(program, num_blocks=4)
-    others = {name: value for name, value in made.inputs.items() if name not in IDS}
-    results: list[torch.Tensor] = []
-    weights = made.reader.tensors.__getitem__
-    for start in range(0, TOKENS, chunk_size):
-        chunk = Chunk(ids[start : start + chunk_size], start, [2, 3, 1])
-        inputs = {name: value[start : start + chunk_size] for name, value in others.items()}
-        results += program.run({**step_inputs(program, [chunk], caches), **inputs}, weights, calls=IN_PLACE)
-    return torch.cat(results)
 
 
 def test_attention_writes_then_reads_the_cache() -> None:

@@ -27,9 +27,10 @@ PROMPTS = [[(7 * i + 3 * length + i * i) % 90 for i in range(length)] for length
 NEW_TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Compiled:
-    return Compiled(Shape(layers=5, attention=LAYERS, max_positions=128), abi.detect_isa()[:1])
+@pytest.fixture(scope="module", params=[False, True], ids=("plain", "int8"))
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    shape = Shape(layers=5, attention=LAYERS, max_positions=128, int8_kv=request.param)
+    return Compiled(shape, abi.detect_isa()[:1])
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,11 @@ def generate(engine: Engine) -> list[list[int]]:
 
 def test_groups_hold_what_their_layers_store(compiled: Compiled) -> None:
     groups = [(group.kind, group.layers, group.bytes_per_token) for group in compiled.lowered.kv_groups]
+    row = {dim: dim + 4 if compiled.shape.int8_kv else 4 * dim for dim in (16, 32)}
     assert groups == [
-        ("full", (0,), 2 * 1 * 2 * 16 * 4),
-        ("window", (1, 4), 2 * 2 * 1 * 32 * 4),
-        ("chunk", (2,), 2 * 1 * 4 * 16 * 4),
+        ("full", (0,), 2 * 1 * 2 * row[16]),
+        ("window", (1, 4), 2 * 2 * 1 * row[32]),
+        ("chunk", (2,), 2 * 1 * 4 * row[16]),
     ]
 
 

@@ -65,6 +65,7 @@ class Shape:
     bias: bool = False
     max_positions: int = 2048
     attention: tuple[Heads, ...] = ()
+    int8_kv: bool = False
 
     def heads_of(self, layer: int) -> Heads:
         if not self.attention:
@@ -125,8 +126,8 @@ def toy(shape: Shape) -> tuple[Program, dict[str, Tensor]]:
     for index, kv_group in enumerate(p.kv_groups):
         slots.append(b.input(f"slot_mapping_{index}", (tokens,), torch.int64))
         table_ids.append(b.input(f"block_table_{index}", (seqs, most), torch.int32))
-        shape_of_cache = (blocks, len(kv_group.layers), 2, s.block_size, kv_group.num_kv_heads, kv_group.head_dim)
-        caches.append(b.input(f"kv_cache_{index}", shape_of_cache, s.dtype))
+        shape_of_cache = (blocks, len(kv_group.layers), 2, s.block_size, kv_group.num_kv_heads, kv_group.row_size)
+        caches.append(b.input(f"kv_cache_{index}", shape_of_cache, kv_group.dtype))
     embed = b.weight("embed", s.vocab, s.hidden)
     x = b(aten.embedding.default, embed, token_ids, name="embed.out")
     tables = {}
@@ -207,7 +208,8 @@ def groups_of(shape: Shape) -> tuple[tuple[KVGroup, ...], dict[int, tuple[int, i
     for layer in range(shape.layers):
         heads = shape.heads_of(layer)
         if heads.reads is None:
-            group = KVGroup(kinds[heads.mask], (), heads.kv_heads, heads.dim, heads.window, shape.dtype)
+            dtype = torch.int8 if shape.int8_kv else shape.dtype
+            group = KVGroup(kinds[heads.mask], (), heads.kv_heads, heads.dim, heads.window, dtype)
             members.setdefault(group, []).append(layer)
     place = {layer: (index, at) for index, layers in enumerate(members.values()) for at, layer in enumerate(layers)}
     for layer in range(shape.layers):

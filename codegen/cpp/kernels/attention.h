@@ -2,22 +2,24 @@
 // For one kv head the query rows are (token, head of the group): rows of a small matrix multiplication. Keys go in
 // tiles of 64 at absolute positions; splits of 512 keys are finished on their own and merged ascending. A fully masked
 // tile changes no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps.
+// K and V in int8 are multiplied as the integers they are, widened; a key's score is then multiplied by its scale, and a
+// probability by that of its value.
 // Source: Dao 2023, arXiv:2307.08691 (tiling); Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
 #pragma once
-#include <type_traits>
-
 #include "kv.h"
 
 namespace inferc {
 
-constexpr i64 KEY_TILE = 64, KEY_SPLIT = 512, QUERY_ROWS = 48, MAX_LATENT_DIM = 1024;
+constexpr i64 KEY_TILE = 64, KEY_SPLIT = 512, QUERY_ROWS = 48;
+constexpr int NARROW_ROWS = TALL_ROWS ? 6 : 4;  // at most so many rows widen keys in int8 in registers
 constexpr float MINUS_INF = -__builtin_inff();
 
 enum Mask { CAUSAL, SLIDING, CHUNKED };
 
-// C is the pool's kind: Cache<T>, or Latent<T> where all heads share one K that holds V.
+// C is the pool's kind: a Cache, or a Latent where all heads share one K that holds V; in T or in int8.
 template <class T, class C = Cache<T>>
 struct Attention {
+  using S = typename C::Stored;
   Rows<const T> q;  // [tokens, num_heads * dim]
   Rows<T> out;      // [tokens, num_heads * v_dim]
   C cache;
@@ -33,7 +35,9 @@ struct Attention {
   float* partials;    // for splits that go to several threads, or null
   i64 max_partials;   // floats there
 
-  static constexpr bool latent = !std::is_same_v<C, Cache<T>>;
+  static constexpr bool latent = C::latent;
+  static constexpr bool widens = !std::is_same_v<T, S>;
+  static constexpr bool tiled = AMX && std::is_same_v<T, bf16>;  // q @ K.T is on tiles
   INLINE i64 group() const { return num_heads / cache.heads; }
   // The query heads of one kv head go in parts of at most QUERY_ROWS.
   INLINE i64 parts() const { return (group() + QUERY_ROWS - 1) / QUERY_ROWS; }
@@ -70,22 +74,58 @@ INLINE Piece piece_of(const A& a, i64 seq, i64 index, i64 begin, i64 end) {
   return {seq, head, first, left < a.part_size() ? left : a.part_size(), begin, end};
 }
 
-// scores [rows][64] = q @ K.T of one tile; row_of(r) is q's row r. Fetches the tile's values meanwhile.
-template <class T, class C, class R>
-INLINE void score_tile(const Attention<T, C>& a, const T* const* panels, const T* const* values, i64 rows, R row_of,
-                       float* scores) {
+// The pieces of a tile's 64 keys and of their values, in the pool, and those of the next tile: they are fetched a whole
+// tile ahead, into the second-level cache, which takes more lines at a time than the first.
+template <class S>
+struct Tile {
+  const S *keys[4], *values[4], *next_keys[4], *next_values[4];
+  i64 dim;  // of a piece's rows
+
+  // Sums of q with 16 keys, or probabilities of 16 values, times the scales of what they are multiplied with.
+  INLINE Vec by_scales(Vec x, const S* piece) const {
+    if constexpr (!std::is_same_v<S, i8>) return x;
+    else return mul(x, load(reinterpret_cast<const float*>(piece + 16 * dim)));
+  }
+  // The next tile's scales, which lie behind the rows that are fetched as this one's are read.
+  INLINE void fetch_scales() const {
+    if constexpr (std::is_same_v<S, i8>)
+      for (int p = 0; p < 4; ++p)
+        for (const S* piece : {next_keys[p], next_values[p]})
+          _mm_prefetch(reinterpret_cast<const char*>(piece + 16 * dim), _MM_HINT_T1);
+  }
+};
+
+// 64 latents as panels, as K lies in a Cache: the rows of one tile are each read by all query heads.
+template <class T, class S>
+INLINE void pack_keys(const Tile<S>& tile, T* panels) {
+  constexpr i64 unit = Dot<T>::unit;
+  T wide[MAX_LATENT_DIM];
+  for (i64 token = 0; token < KEY_TILE; ++token) {
+    const S* stored = tile.keys[token / 16] + token % 16 * tile.dim;
+    const T* row = wide;
+    if constexpr (std::is_same_v<T, S>) row = stored;
+    else
+      for (i64 d = 0; d < tile.dim; d += LANES) store(wide + d, load(stored + d));
+    T* to = panels + token / 16 * 16 * tile.dim + token % 16 * unit;
+    for (i64 d = 0; d < tile.dim; d += unit) memcpy(to + d * 16, row + d, sizeof(T) * unit);
+  }
+}
+
+// scores [rows][64] = q @ K.T of panels in T; row_of(r) is q's row r. Fetches `ahead` meanwhile unless it is null.
+template <class T, class R>
+INLINE void score_panels(const T* const* panels, const T* const* ahead, i64 rows, R row_of, i64 dim, float* scores) {
   row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
     const T* left[TILE_ROWS];
     for (i64 m = 0; m < height; ++m) left[m] = row_of(row + m);
     for (int p = 0; p < 4; p += TILE_PANELS)
-      multiply<T, TILE_PANELS>(height, left, panels + p, values + p, a.dim(), scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
+      multiply<T, TILE_PANELS>(height, left, panels + p, ahead ? ahead + p : nullptr, dim,
+                               scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
   });
 }
 
-// The same with q's rows as `pack_rows` left them.
+// The same with q's rows as `pack_rows` left them, on tiles.
 template <class T>
-INLINE void score_tile_packed(const T* packed, i64 dim, const T* const* panels, const T* const* values, i64 rows,
-                              float* scores) {
+INLINE void score_packed(const T* packed, i64 dim, const T* const* panels, const T* const* ahead, i64 rows, float* scores) {
   constexpr i64 K = TILE_K<T>, high = 2 * TILE_HEIGHT;
   alignas(64) T last_tiles[4 * TILE_HEIGHT * K];
   const T* last[4];
@@ -97,18 +137,60 @@ INLINE void score_tile_packed(const T* packed, i64 dim, const T* const* panels, 
     const i64 height = rows - row < high ? rows - row : high;
     const RowTiles a = packed_tiles(packed, row / TILE_HEIGHT, dim, K);
     for (int p = 0; p < 4; p += 2)
-      tile_product<T>(height, a, 2, panels + p, last + p, row == 0 ? values + p : nullptr, dim,
+      tile_product<T>(height, a, 2, panels + p, last + p, ahead && row == 0 ? ahead + p : nullptr, dim,
                       scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
   }
 }
 
-// One row of scores -> probabilities; keys outside [low, high) of the tile are masked. Returns the factor that what
-// was summed before must be multiplied by.
-INLINE float softmax_row(float* scores, i64 low, i64 high, float scale, float softcap, float& top, float& total) {
+// The same, of at most M rows, with a tile in int8, widened in registers, P panels at a time.
+template <class T, int M, int P, class R>
+INLINE void score_int8(const Tile<i8>& tile, i64 rows, R row_of, float* scores) {
+  const T* left[M];
+  for (i64 m = 0; m < rows; ++m) left[m] = row_of(m);
+  for (int p = 0; p < 4; p += P)
+    int8_multiply<T, M, P, true>(rows, left, tile.keys + p, tile.next_keys + p, tile.dim, scores + p * LANES, KEY_TILE);
+}
+
+// A tile's keys in int8 as panels in T. Fetches the next tile's meanwhile.
+template <class T>
+INLINE void widen_keys(const Tile<i8>& tile, T* panels) {
+  for (int p = 0; p < 4; ++p)
+    for (i64 at = 0; at < 16 * tile.dim; at += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(tile.next_keys[p] + at), _MM_HINT_T1);
+      widen_line(tile.keys[p] + at, panels + p * 16 * tile.dim + at);
+    }
+}
+
+// scores [rows][64] = q @ K.T of one tile, without the scales. `packed` has q's rows if they go through tiles: then all
+// do, so that no row's bits depend on the others. `wide` is room for the tile's keys as panels in T.
+template <class T, class C, class R>
+INLINE void score_tile(const Attention<T, C>& a, const Tile<typename C::Stored>& tile, i64 rows, R row_of, const T* packed,
+                       T* wide, float* scores) {
+  if constexpr (a.widens && !a.latent && !a.tiled) {
+    if (rows <= 2) return score_int8<T, 2, TILE_PANELS>(tile, rows, row_of, scores);
+    if (rows <= NARROW_ROWS) return score_int8<T, NARROW_ROWS, TALL_ROWS ? 2 : 1>(tile, rows, row_of, scores);
+  }
+  const T *panels[4], *next[4];
+  if constexpr (a.latent) pack_keys(tile, wide);
+  else if constexpr (a.widens) widen_keys(tile, wide);
+  constexpr bool in_place = !a.latent && !a.widens;
+  for (int p = 0; p < 4; ++p) {
+    if constexpr (in_place) panels[p] = tile.keys[p], next[p] = tile.next_keys[p];
+    else panels[p] = wide + p * 16 * tile.dim;
+  }
+  if constexpr (a.tiled) score_packed(packed, tile.dim, panels, in_place ? next : nullptr, rows, scores);
+  else score_panels(panels, in_place ? next : nullptr, rows, row_of, tile.dim, scores);
+}
+
+// One row of scores -> probabilities, times the values' scales; keys outside [low, high) of the tile are masked. Returns
+// the factor that what was summed before must be multiplied by.
+template <class S>
+INLINE float softmax_row(const Tile<S>& tile, float* scores, i64 low, i64 high, float scale, float softcap, float& top,
+                         float& total) {
   Vec s[4], tile_top = set1(MINUS_INF);
 #pragma GCC unroll 4
   for (int p = 0; p < 4; ++p) {
-    s[p] = mul(load(scores + p * LANES), set1(scale));
+    s[p] = mul(tile.by_scales(load(scores + p * LANES), tile.keys[p]), set1(scale));
     if (softcap != 0.0f) s[p] = mul(tanh(div(s[p], set1(softcap))), set1(softcap));
     s[p] = keep(s[p], int(low) - p * LANES, int(high) - p * LANES, set1(MINUS_INF));
     tile_top = max(tile_top, s[p]);
@@ -118,7 +200,7 @@ INLINE float softmax_row(float* scores, i64 low, i64 high, float scale, float so
 #pragma GCC unroll 4
   for (int p = 0; p < 4; ++p) {
     s[p] = keep(exp(sub(s[p], set1(base))), int(low) - p * LANES, int(high) - p * LANES, zero());
-    store(scores + p * LANES, s[p]);
+    store(scores + p * LANES, tile.by_scales(s[p], tile.values[p]));
   }
   float factor = new_top == top ? 1.0f : exp(top - base);
   total = total * factor + sum(add(add(s[0], s[1]), add(s[2], s[3])));
@@ -126,20 +208,19 @@ INLINE float softmax_row(float* scores, i64 low, i64 high, float scale, float so
   return factor;
 }
 
-// acc[m] = acc[m] * factor[m] + sum over keys [first, keys) of probability * value, for P vectors of columns. `ahead` is
-// fetched meanwhile: the next tile's keys, as many bytes as there are values. Values lie `stride` elements apart.
-template <class T, int M, int P>
-__attribute__((noinline)) void weigh_columns(const float* scores, const T* const* values, const T* const* ahead,
-                                             i64 first, i64 keys, i64 stride, i64 dim, i64 column, const float* factor,
-                                             float* acc) {
+// acc[m] = acc[m] * factor[m] + sum over keys [first, keys) of probability * value, for P vectors of columns. The next
+// tile's values are fetched meanwhile, of each piece the stretch that is these columns' share.
+template <class S, int M, int P>
+__attribute__((noinline)) void weigh_columns(const float* scores, const Tile<S>& tile, i64 first, i64 keys, i64 dim,
+                                             i64 column, const float* factor, float* acc) {
   Vec sums[M][P];
 #pragma GCC unroll 32
   for (int i = 0; i < M * P; ++i)
     sums[i / P][i % P] = mul(load(acc + i / P * dim + column + i % P * LANES), set1(factor[i / P]));
   for (i64 key = first; key < keys; ++key) {
-    const T* row = values[key / 16] + key % 16 * stride + column;
-    const char* next = reinterpret_cast<const char*>(ahead[key / 16] + key % 16 * stride + column);
-    for (i64 at = 0; at < P * LANES * i64(sizeof(T)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+    const S* row = tile.values[key / 16] + key % 16 * tile.dim + column;
+    const char* next = reinterpret_cast<const char*>(tile.next_values[key / 16] + column * 16 + key % 16 * P * LANES);
+    for (i64 at = 0; at < P * LANES * i64(sizeof(S)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
     Vec value[P];
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) value[p] = load(row + p * LANES);
@@ -154,24 +235,24 @@ __attribute__((noinline)) void weigh_columns(const float* scores, const T* const
   for (int i = 0; i < M * P; ++i) store(acc + i / P * dim + column + i % P * LANES, sums[i / P][i % P]);
 }
 
-template <class T, int M>
-INLINE void weigh_rows(const float* scores, const T* const* values, const T* const* ahead, i64 first, i64 keys,
-                       i64 stride, i64 dim, const float* factor, float* acc) {
+template <class S, int M>
+INLINE void weigh_rows(const float* scores, const Tile<S>& tile, i64 first, i64 keys, i64 dim, const float* factor,
+                       float* acc) {
+  constexpr int P = TILE_PANELS > 1 ? TILE_PANELS : M <= 2 ? 2 : 1;
   i64 column = 0;
-  for (; column + TILE_PANELS * LANES <= dim; column += TILE_PANELS * LANES)
-    weigh_columns<T, M, TILE_PANELS>(scores, values, ahead, first, keys, stride, dim, column, factor, acc);
-  if constexpr (TILE_PANELS > 1)
+  for (; column + P * LANES <= dim; column += P * LANES)
+    weigh_columns<S, M, P>(scores, tile, first, keys, dim, column, factor, acc);
+  if constexpr (P > 1)
     for (; column < dim; column += LANES)
-      weigh_columns<T, M, 1>(scores, values, ahead, first, keys, stride, dim, column, factor, acc);
+      weigh_columns<S, M, 1>(scores, tile, first, keys, dim, column, factor, acc);
 }
 
-template <class T>
-INLINE void weigh_tile(const float* scores, const T* const* values, const T* const* ahead, i64 first, i64 keys, i64 rows,
-                       i64 stride, i64 dim, const float* factor, float* acc) {
+template <class S>
+INLINE void weigh_tile(const float* scores, const Tile<S>& tile, i64 first, i64 keys, i64 rows, i64 dim,
+                       const float* factor, float* acc) {
   row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
 #define ROWS(M) \
-  case M:     \
-    return weigh_rows<T, M>(scores + row * KEY_TILE, values, ahead, first, keys, stride, dim, factor + row, acc + row * dim);
+  case M: return weigh_rows<S, M>(scores + row * KEY_TILE, tile, first, keys, dim, factor + row, acc + row * dim);
     if constexpr (TILE_ROWS == 6) {
       switch (height) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
     } else {
@@ -179,17 +260,6 @@ INLINE void weigh_tile(const float* scores, const T* const* values, const T* con
     }
 #undef ROWS
   });
-}
-
-// 64 latents as panels, as K lies in a Cache: the rows of one tile are each read by all query heads.
-template <class T>
-INLINE void pack_keys(const T* const* rows, i64 dim, T* panels) {
-  constexpr i64 unit = Dot<T>::unit;
-  for (i64 token = 0; token < KEY_TILE; ++token) {
-    const T* row = rows[token / 16] + token % 16 * dim;
-    T* to = panels + token / 16 * 16 * dim + token % 16 * unit;
-    for (i64 d = 0; d < dim; d += unit) memcpy(to + d * 16, row + d, sizeof(T) * unit);
-  }
 }
 
 // One split of 512 keys for the rows of a piece: state starts empty.
@@ -202,39 +272,34 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State
   i64 key_end = first_new + piece.end, key_begin = a.first_key(first_new + piece.begin);
   const i32* blocks = a.block_table + piece.seq * a.max_blocks;
   alignas(64) float scores[QUERY_ROWS * KEY_TILE], factor[QUERY_ROWS];
-  alignas(64) T packed[a.latent ? KEY_TILE * MAX_LATENT_DIM : 1];
-  constexpr bool tiled = AMX && std::is_same_v<T, bf16>;
-  alignas(64) T left[tiled ? QUERY_ROWS * (a.latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
-  if constexpr (tiled) pack_rows(row_of, 0, rows, 0, a.dim(), TILE_K<T>, left);
+  alignas(64) T wide[a.latent ? KEY_TILE * MAX_LATENT_DIM : a.widens ? KEY_TILE * MAX_HEAD_DIM : 1];
+  alignas(64) T packed[a.tiled ? QUERY_ROWS * (a.latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
+  if constexpr (a.tiled) pack_rows(row_of, 0, rows, 0, a.dim(), TILE_K<T>, packed);
   for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF, state.total[r] = 0.0f;
   memset(state.acc, 0, rows * dim * sizeof(float));
   for (i64 key = split * KEY_SPLIT; key < (split + 1) * KEY_SPLIT && key < key_end; key += KEY_TILE) {
     if (key + KEY_TILE <= key_begin) continue;
-    const T *keys[4], *values[4], *next_keys[4];
+    Tile<typename C::Stored> tile;
+    tile.dim = a.dim();
     for (i64 p = 0; p < 4; ++p) {
       i64 token = key + p * 16 < key_end ? key + p * 16 : key;  // past the end: any panel, masked below
       i64 later = token + KEY_TILE < key_end ? token + KEY_TILE : token;
-      keys[p] = a.cache.keys(blocks[token / size], piece.head, token % size);
-      values[p] = a.cache.values(blocks[token / size], piece.head, token % size);
-      next_keys[p] = a.cache.keys(blocks[later / size], piece.head, later % size);
+      tile.keys[p] = a.cache.keys(blocks[token / size], piece.head, token % size);
+      tile.values[p] = a.cache.values(blocks[token / size], piece.head, token % size);
+      tile.next_keys[p] = a.cache.keys(blocks[later / size], piece.head, later % size);
+      tile.next_values[p] = a.cache.values(blocks[later / size], piece.head, later % size);
     }
-    i64 stride = dim;
-    if constexpr (a.latent) {
-      stride = a.dim();
-      pack_keys(keys, a.dim(), packed);
-      for (i64 p = 0; p < 4; ++p) keys[p] = packed + p * 16 * a.dim();
-    }
-    if constexpr (tiled) score_tile_packed(left, a.dim(), keys, values, rows, scores);
-    else score_tile(a, keys, values, rows, row_of, scores);
+    tile.fetch_scales();
+    score_tile(a, tile, rows, row_of, packed, wide, scores);
     for (i64 r = 0; r < rows; ++r) {
       i64 position = first_new + piece.begin + r / heads;
-      factor[r] = softmax_row(scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale, a.softcap,
-                              state.high[r], state.total[r]);
+      factor[r] = softmax_row(tile, scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale,
+                              a.softcap, state.high[r], state.total[r]);
     }
     // Keys that no row sees may lie in block 0, where anything is: their scores are masked above, and their values are
     // left out here, since 0 * NaN is NaN. A key that some row sees adds 0 * a number to the others, which moves no bit.
     i64 first = key_begin > key ? key_begin - key : 0, seen = key_end - key < KEY_TILE ? key_end - key : KEY_TILE;
-    weigh_tile(scores, values, next_keys, first, seen, rows, stride, dim, factor, state.acc);
+    weigh_tile(scores, tile, first, seen, rows, dim, factor, state.acc);
   }
 }
 

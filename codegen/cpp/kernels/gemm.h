@@ -22,7 +22,8 @@ constexpr i64 BLOCK_K_BYTES = 8192;          // of one output row: a group of pa
 constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widened into L1 for rows of another type
 
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
-// a and b point at the first elements; ahead, unless null, at what to fetch meanwhile: as many bytes as each panel has.
+// a and b point at the first elements; ahead, unless null, at what to fetch meanwhile into the second-level cache: as many
+// bytes as each panel has.
 // Weights need none of that: the processor's own prefetching follows four panels better than instructions do.
 // Not inlined: the few sizes are shared by every matrix product of a program.
 template <class T, int M, int P>
@@ -47,7 +48,7 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
       right[p] = D::right(panels[p] + i * line);
-      if (ahead) _mm_prefetch(reinterpret_cast<const char*>(ahead[p] + i * line), _MM_HINT_T0);
+      if (ahead) _mm_prefetch(reinterpret_cast<const char*>(ahead[p] + i * line), _MM_HINT_T1);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -119,9 +120,10 @@ INLINE void widen(const i8* panel, i64 k, T* out) {
 }
 
 // `tile` over all of k with weights in int8, for so few rows that widening in registers costs less than storing it.
-// Step by step it adds the same as `tile` of the widened weights.
-template <class T, int M, int P>
-__attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, i64 k, float* sums, i64 stride) {
+// Step by step it adds the same as `tile` of the widened weights. Fetches `ahead` meanwhile if FETCHES.
+template <class T, int M, int P, bool FETCHES>
+__attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
+                                         i64 stride) {
   using D = Dot<T>;
   constexpr int unit = D::unit;
   Vec acc[M][P];
@@ -131,6 +133,7 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
       IVec bytes = iload(b[p] + i * 64);
+      if (FETCHES) _mm_prefetch(reinterpret_cast<const char*>(ahead[p] + i * 64), _MM_HINT_T1);
       auto step = [&]<int S>(std::integral_constant<int, S>) {
         if (S * unit >= left) return;
 #pragma GCC unroll 16
@@ -184,7 +187,20 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit
   }
 }
 
-// The same by `int8_tile`, of at most M rows at a time.
+// `int8_tile` of any number of rows up to M.
+template <class T, int M, int P, bool FETCHES>
+INLINE void int8_multiply(i64 rows, const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
+                          i64 stride) {
+  auto run = [&]<int H>(std::integral_constant<int, H>) {
+    if constexpr (H <= M)
+      if (rows == H) int8_tile<T, H, P, FETCHES>(a, b, ahead, k, sums, stride);
+  };
+#define ROWS(H) run(std::integral_constant<int, H>());
+  ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#undef ROWS
+}
+
+// `gemm_block` by `int8_tile`, of at most M rows at a time.
 template <class T, int M, int P, class R, class E>
 INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emit) {
   constexpr i64 width = P * LANES;
@@ -194,13 +210,7 @@ INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emi
   row_tiles(rows, M, [&](i64 row, i64 height) {
     const T* a[M];
     for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m);
-    auto run = [&]<int H>(std::integral_constant<int, H>) {
-      if constexpr (H <= M)
-        if (height == H) int8_tile<T, H, P>(a, panels, w.k, sums, width);
-    };
-#define ROWS(H) run(std::integral_constant<int, H>());
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-#undef ROWS
+    int8_multiply<T, M, P, false>(height, a, panels, nullptr, w.k, sums, width);
     for (i64 m = 0; m < height; ++m)
       for (int p = 0; p < P; ++p) emit(row + m, panel + p, load(sums + m * width + p * LANES));
   });

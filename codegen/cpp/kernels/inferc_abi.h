@@ -107,7 +107,8 @@ int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena);
 int inferc_score(const InfercHost* host, const ScoreArgs* args, void* arena);
 // Copies the K and V of slots source[i] to slots target[i], in order, in every layer of a group.
 int inferc_copy_slots(int32_t group, void* kv_cache, const int64_t* source, const int64_t* target, int64_t count);
-// Between blocks of a pool and the canonical form [count, layers, 2, block_size, num_kv_heads, head_dim].
+// Between blocks of a pool and the canonical form [count, layers, 2, block_size, num_kv_heads, head_dim], in int8 with the
+// four bytes of its scale behind every head_dim.
 int inferc_pack_blocks(int32_t group, const void* kv_cache, const int32_t* blocks, int64_t count, void* canonical);
 int inferc_unpack_blocks(int32_t group, void* kv_cache, const int32_t* blocks, int64_t count, const void* canonical);
 }

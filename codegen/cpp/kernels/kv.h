@@ -1,38 +1,72 @@
 // Rope and the paged K,V pool.
-// A block holds every layer of its group; in a layer first K, then V. K lies in panels like a weight, so that q @ K.T is
-// the same multiplication: [kv_head][block_size / 16][head_dim / unit][16 tokens][unit]. V: [kv_head][block_size][head_dim].
+// A block holds every layer of its group; in a layer first K, then V, each of a head's tokens in pieces of 16. A piece of
+// K is a panel like a weight's, [head_dim / unit][16 tokens][unit], so that q @ K.T is the same multiplication; one of V
+// is rows, [16 tokens][head_dim]. What is stored in int8 has its 16 tokens' float32 scales at the end of the piece.
 #pragma once
-#include "rows.h"
+#include <type_traits>
+
+#include "quantize.h"
 
 namespace inferc {
 
+constexpr i64 MAX_HEAD_DIM = 512, MAX_LATENT_DIM = 1024;
+
+// Elements that a token's row takes: its own, and where they are integers its scale.
+template <class S>
+INLINE i64 row_size(i64 dim) {
+  return dim + (std::is_same_v<S, i8> ? i64(sizeof(float)) : 0);
+}
+
+// One token of a piece, in the storage type S.
+template <class S>
+struct Place {
+  S* piece;
+  i64 token, dim;
+
+  INLINE float* scale() const { return reinterpret_cast<float*>(piece + 16 * dim) + token; }
+  INLINE S* row() const { return piece + token * dim; }
+  // Its elements [d, d + unit) of a panel.
+  INLINE S* unit(i64 d) const { return piece + d * 16 + token * Dot<S>::unit; }
+};
+
 // One layer of a group's pool.
-template <class T>
+template <class S>
 struct Cache {
-  T* data;
+  using Stored = S;
+  static constexpr bool latent = false;
+  S* data;
   i64 layers, layer, block_size, heads, dim;
 
-  INLINE i64 part_size() const { return heads * block_size * dim; }
-  INLINE T* part(i64 block, int which) const { return data + ((block * layers + layer) * 2 + which) * part_size(); }
-  // The 16 tokens from `offset` (a multiple of 16) on, as a panel over head_dim.
-  INLINE T* keys(i64 block, i64 head, i64 offset) const { return part(block, 0) + (head * block_size + offset) * dim; }
-  INLINE T* values(i64 block, i64 head, i64 offset) const { return part(block, 1) + (head * block_size + offset) * dim; }
-  INLINE T* key_element(i64 block, i64 head, i64 offset, i64 d) const {
-    constexpr i64 unit = Dot<T>::unit;
-    return keys(block, head, offset / 16 * 16) + d / unit * 16 * unit + offset % 16 * unit + d % unit;
+  INLINE i64 part_size() const { return heads * block_size * row_size<S>(dim); }
+  INLINE S* part(i64 block, int which) const { return data + ((block * layers + layer) * 2 + which) * part_size(); }
+  // The piece of the 16 tokens from `offset` (a multiple of 16) on.
+  INLINE S* keys(i64 block, i64 head, i64 offset) const {
+    return part(block, 0) + (head * block_size + offset) * row_size<S>(dim);
+  }
+  INLINE S* values(i64 block, i64 head, i64 offset) const { return keys(block, head, offset) + part_size(); }
+  INLINE Place<S> key(i64 slot, i64 head) const {
+    return {keys(slot / block_size, head, slot % block_size / 16 * 16), slot % 16, dim};
+  }
+  INLINE Place<S> value(i64 slot, i64 head) const {
+    return {values(slot / block_size, head, slot % block_size / 16 * 16), slot % 16, dim};
   }
 };
 
-// One layer of a pool that holds latents: [block][layer][block_size][dim]. K is the whole of it, V its first v_dim elements.
-template <class T>
+// One layer of a pool that holds latents: [block][layer], then rows in pieces like V. K is the whole of a row, V its
+// first v_dim elements.
+template <class S>
 struct Latent {
+  using Stored = S;
+  static constexpr bool latent = true;
   static constexpr i64 heads = 1;
-  T* data;
+  S* data;
   i64 layers, layer, block_size, dim, v_dim;
 
-  INLINE T* row(i64 block, i64 offset) const { return data + ((block * layers + layer) * block_size + offset) * dim; }
-  INLINE const T* keys(i64 block, i64, i64 offset) const { return row(block, offset); }
-  INLINE const T* values(i64 block, i64, i64 offset) const { return row(block, offset); }
+  INLINE S* keys(i64 block, i64, i64 offset) const {
+    return data + ((block * layers + layer) * block_size + offset) * row_size<S>(dim);
+  }
+  INLINE S* values(i64 block, i64 head, i64 offset) const { return keys(block, head, offset); }
+  INLINE Place<S> at(i64 slot) const { return {keys(slot / block_size, 0, slot % block_size / 16 * 16), slot % 16, dim}; }
 };
 
 // positions [rows] -> cosines then sines, [rows, 2 * half], times `scaling`.
@@ -72,15 +106,29 @@ INLINE void rope_head(const T* x, const float* table, i64 half, Pairs pairs, i64
   if (dim > 2 * half) memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
 }
 
-template <class T>
-INLINE void write_key(const Cache<T>& cache, i64 slot, i64 head, const T* k) {
-  constexpr i64 unit = Dot<T>::unit;
-  T* to = cache.key_element(slot / cache.block_size, head, slot % cache.block_size, 0);
-  for (i64 d = 0; d < cache.dim; d += unit) memcpy(to + d * 16, k + d, sizeof(T) * unit);
+// What is stored of a row: the row itself, or int8 made in `room`, whose scale then goes to its place.
+template <class T, class S>
+INLINE const S* stored(const T* row, const Place<S>& place, S* room) {
+  if constexpr (std::is_same_v<T, S>) {
+    return row;
+  } else {
+    quantize_row<T>(place.dim, [&](i64 i) { return load(row + i, place.dim - i); }, room, place.scale());
+    return room;
+  }
 }
-template <class T>
-INLINE void write_value(const Cache<T>& cache, i64 slot, i64 head, const T* v) {
-  memcpy(cache.values(slot / cache.block_size, head, slot % cache.block_size), v, sizeof(T) * cache.dim);
+template <class T, class S>
+INLINE void write_key(const Cache<S>& cache, i64 slot, i64 head, const T* k) {
+  constexpr i64 unit = Dot<S>::unit;
+  S room[MAX_HEAD_DIM];
+  const Place<S> to = cache.key(slot, head);
+  const S* row = stored(k, to, room);
+  for (i64 d = 0; d < cache.dim; d += unit) memcpy(to.unit(d), row + d, sizeof(S) * unit);
+}
+template <class T, class S>
+INLINE void write_value(const Cache<S>& cache, i64 slot, i64 head, const T* v) {
+  S room[MAX_HEAD_DIM];
+  const Place<S> to = cache.value(slot, head);
+  memcpy(to.row(), stored(v, to, room), sizeof(S) * cache.dim);
 }
 
 // x, out [rows, heads * dim].
@@ -95,8 +143,8 @@ void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, Pairs 
   });
 }
 
-template <class T>
-void kv_write(Team& team, Cache<T> cache, Rows<const T> k, Rows<const T> v, const i64* slots, i64 rows) {
+template <class T, class S>
+void kv_write(Team& team, Cache<S> cache, Rows<const T> k, Rows<const T> v, const i64* slots, i64 rows) {
   team.each(rows * cache.heads, row_grain(cache.dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / cache.heads, head = i % cache.heads;
@@ -106,20 +154,21 @@ void kv_write(Team& team, Cache<T> cache, Rows<const T> k, Rows<const T> v, cons
   });
 }
 
-template <class T>
-void latent_write(Team& team, Latent<T> cache, Rows<const T> k, const i64* slots, i64 rows) {
+template <class T, class S>
+void latent_write(Team& team, Latent<S> cache, Rows<const T> k, const i64* slots, i64 rows) {
   team.each(rows, row_grain(cache.dim), [&](i64 begin, i64 end) {
-    for (i64 row = begin; row < end; ++row)
-      memcpy(cache.row(slots[row] / cache.block_size, slots[row] % cache.block_size), k[row], sizeof(T) * cache.dim);
+    S room[MAX_LATENT_DIM];
+    for (i64 row = begin; row < end; ++row) {
+      const Place<S> to = cache.at(slots[row]);
+      memcpy(to.row(), stored(k[row], to, room), sizeof(S) * cache.dim);
+    }
   });
 }
 
-constexpr i64 MAX_HEAD_DIM = 512;
-
 // rope on q [rows, heads * dim] into out, and on k on its way into the cache.
-template <class T>
+template <class T, class S>
 void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table, i64 half,
-                   Pairs pairs, Cache<T> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+                   Pairs pairs, Cache<S> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   i64 dim = cache.dim, all = heads + cache.heads;
   team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
@@ -138,9 +187,9 @@ void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v
 }
 
 // The same after an RMSNorm of every head of q and of k.
-template <class T>
+template <class T, class S>
 void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, const T* q_weight,
-                        const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<T> cache,
+                        const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache,
                         const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   i64 dim = cache.dim, all = heads + cache.heads;
   team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
@@ -163,9 +212,9 @@ void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const
 
 // x times the weight of all heads of q, k and v, each head finished where it is computed: q into out, k and v into the
 // cache. Heads of q and k are normed first if they have weights.
-template <class T>
+template <class T, class S>
 void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T* bias, const T* q_weight, const T* k_weight,
-                       Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<T> cache, const i64* slots,
+                       Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache, const i64* slots,
                        i64 rows, i64 heads, Rows<T> out) {
   const i64 dim = cache.dim, of_head = dim / 16, all = heads + 2 * cache.heads;
   const i64 blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -195,52 +244,72 @@ void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T* bias, 
   });
 }
 
+template <class S>
+INLINE void copy_row(const Place<S>& from, const Place<S>& to) {
+  memmove(to.row(), from.row(), sizeof(S) * from.dim);
+  if constexpr (std::is_same_v<S, i8>) *to.scale() = *from.scale();
+}
+
 // Slot source[i] to slot target[i], in order, in every layer.
-template <class T>
-void copy_slots(Cache<T> cache, const i64* source, const i64* target, i64 count) {
+template <class S>
+void copy_slots(Cache<S> cache, const i64* source, const i64* target, i64 count) {
   for (i64 i = 0; i < count; ++i)
     for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
       for (i64 head = 0; head < cache.heads; ++head) {
-        i64 from = source[i] / cache.block_size, to = target[i] / cache.block_size;
-        i64 offset = source[i] % cache.block_size, landing = target[i] % cache.block_size;
-        for (i64 d = 0; d < cache.dim; ++d)
-          *cache.key_element(to, head, landing, d) = *cache.key_element(from, head, offset, d);
-        memmove(cache.values(to, head, landing), cache.values(from, head, offset), sizeof(T) * cache.dim);
+        const Place<S> from = cache.key(source[i], head), to = cache.key(target[i], head);
+        for (i64 d = 0; d < cache.dim; d += Dot<S>::unit) memmove(to.unit(d), from.unit(d), sizeof(S) * Dot<S>::unit);
+        if constexpr (std::is_same_v<S, i8>) *to.scale() = *from.scale();
+        copy_row(cache.value(source[i], head), cache.value(target[i], head));
       }
 }
+template <class S>
+void copy_slots(Latent<S> cache, const i64* source, const i64* target, i64 count) {
+  for (i64 i = 0; i < count; ++i)
+    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer) copy_row(cache.at(source[i]), cache.at(target[i]));
+}
 
-// canonical [count, layers, 2, block_size, heads, dim], from the pool's blocks or into them.
-template <class T, bool PACK>
-void move_blocks(Cache<T> cache, const i32* blocks, i64 count, T* canonical) {
+// Between a pool and the canonical form, `count` elements of either.
+template <bool PACK, class S>
+INLINE void move(S* pool, S* canonical, i64 count) {
+  if (PACK) memcpy(canonical, pool, sizeof(S) * count);
+  else memcpy(pool, canonical, sizeof(S) * count);
+}
+template <bool PACK, class S>
+INLINE void move_scale(const Place<S>& place, S* canonical) {
+  if constexpr (std::is_same_v<S, i8>) move<PACK>(reinterpret_cast<S*>(place.scale()), canonical, sizeof(float));
+}
+template <bool PACK, class S>
+INLINE void move_row(const Place<S>& place, S* canonical) {
+  move<PACK>(place.row(), canonical, place.dim);
+  move_scale<PACK>(place, canonical + place.dim);
+}
+
+// canonical [count, layers, 2, block_size, heads, row_size], from the pool's blocks or into them.
+template <class S, bool PACK>
+void move_blocks(Cache<S> cache, const i32* blocks, i64 count, S* canonical) {
+  const i64 size = row_size<S>(cache.dim);
   for (i64 i = 0; i < count; ++i)
     for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
       for (int which = 0; which < 2; ++which)
-        for (i64 offset = 0; offset < cache.block_size; ++offset)
-          for (i64 head = 0; head < cache.heads; ++head)
-            for (i64 d = 0; d < cache.dim; ++d, ++canonical) {
-              T* cell = which ? cache.values(blocks[i], head, offset) + d : cache.key_element(blocks[i], head, offset, d);
-              if (PACK) *canonical = *cell;
-              else *cell = *canonical;
+        for (i64 slot = blocks[i] * cache.block_size; slot < (blocks[i] + 1) * cache.block_size; ++slot)
+          for (i64 head = 0; head < cache.heads; ++head, canonical += size) {
+            if (which) {
+              move_row<PACK>(cache.value(slot, head), canonical);
+              continue;
             }
+            const Place<S> key = cache.key(slot, head);
+            for (i64 d = 0; d < cache.dim; d += Dot<S>::unit) move<PACK>(key.unit(d), canonical + d, Dot<S>::unit);
+            move_scale<PACK>(key, canonical + cache.dim);
+          }
 }
-
-template <class T>
-void copy_slots(Latent<T> cache, const i64* source, const i64* target, i64 count) {
+// canonical [count, layers, 1, block_size, 1, row_size].
+template <class S, bool PACK>
+void move_blocks(Latent<S> cache, const i32* blocks, i64 count, S* canonical) {
+  const i64 size = row_size<S>(cache.dim);
   for (i64 i = 0; i < count; ++i)
     for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
-      memmove(cache.row(target[i] / cache.block_size, target[i] % cache.block_size),
-              cache.row(source[i] / cache.block_size, source[i] % cache.block_size), sizeof(T) * cache.dim);
-}
-
-// canonical [count, layers, 1, block_size, 1, dim].
-template <class T, bool PACK>
-void move_blocks(Latent<T> cache, const i32* blocks, i64 count, T* canonical) {
-  const i64 size = cache.layers * cache.block_size * cache.dim;
-  for (i64 i = 0; i < count; ++i, canonical += size) {
-    T* block = cache.data + blocks[i] * size;
-    if (PACK) memcpy(canonical, block, size * sizeof(T));
-    else memcpy(block, canonical, size * sizeof(T));
-  }
+      for (i64 slot = blocks[i] * cache.block_size; slot < (blocks[i] + 1) * cache.block_size; ++slot, canonical += size)
+        move_row<PACK>(cache.at(slot), canonical);
 }
 
 }  // namespace inferc

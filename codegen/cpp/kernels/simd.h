@@ -56,6 +56,9 @@ INLINE Vec load(const bf16* p) {
   __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
+INLINE Vec load(const i8* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 INLINE Vec load_half(const u16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 INLINE void store(bf16* p, Vec x) {
@@ -123,6 +126,11 @@ INLINE __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_m
 INLINE Vec load(const bf16* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {widen(_mm_loadu_si128(q)), widen(_mm_loadu_si128(q + 1))};
+}
+INLINE Vec load(const i8* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
 }
 INLINE Vec load_half(const u16* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);

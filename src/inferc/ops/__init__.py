@@ -6,6 +6,7 @@ except in the captured form of `attention`, which sees the tensors as the Huggin
 
 from inferc.ops.attention import (
     attention,
+    cached_head_dim,
     kv_write,
     kv_write_in_place,
     latent_attention,
@@ -51,6 +52,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "attention",
+    "cached_head_dim",
     "embedding_int8",
     "expert_choose",
     "expert_combine",

@@ -2,7 +2,8 @@
 
 The canonical KV cache of one group is one tensor
 `[num_blocks, num_layers_of_group, 2, block_size, num_kv_heads, head_dim]` (index 0 of axis 2 is K, 1 is V), for a group of
-latents `[num_blocks, num_layers_of_group, 1, block_size, 1, head_dim]`;
+latents `[num_blocks, num_layers_of_group, 1, block_size, 1, head_dim]`; in int8 the four bytes of a float32 scale follow
+each row of head_dim, as part of the last axis;
 a backend may store the same bytes in another order and says so in `kv_layout`.
 """
 
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inferc.kv_pools import SCALE_BYTES
 from inferc.ops.norms import rms_norm
+from inferc.ops.quantize import quantize_rows
 from inferc.ops.registry import define, like_first
 from inferc.ops.rope import rope
 
@@ -72,6 +75,27 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
+def cached_head_dim(kv_cache: Tensor) -> int:
+    """The elements of one head of K, or of a latent, in a canonical cache."""
+    return kv_cache.shape[-1] - (SCALE_BYTES if kv_cache.dtype == torch.int8 else 0)
+
+
+def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a cache in `dtype` holds of rows [..., head_dim]."""
+    if dtype != torch.int8:
+        return rows.to(dtype)
+    values, scales = quantize_rows(rows.flatten(0, -2))
+    return torch.cat((values, scales[:, None].view(torch.int8)), -1).view(*rows.shape[:-1], -1)
+
+
+def _loaded(cached: Tensor) -> Tensor:
+    """The rows of a cache, float32 [..., head_dim]."""
+    if cached.dtype != torch.int8:
+        return cached.float()
+    scales = cached[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return cached[..., :-SCALE_BYTES].float() * scales
+
+
 def _kv_write_fake(kv_cache: Tensor, *_args: object) -> Tensor:
     return torch.empty_like(kv_cache)
 
@@ -79,6 +103,8 @@ def _kv_write_fake(kv_cache: Tensor, *_args: object) -> Tensor:
 @define("kv_write(Tensor kv_cache, Tensor k, Tensor v, Tensor slot_mapping, int layer) -> Tensor", _kv_write_fake)
 def kv_write(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
     """Write new K and V into their slots and return the cache: a new value in the graph, in place when run.
+
+    A cache in int8 gets each head's row as `quantize_rows` makes it, and its scale.
 
     kv_cache canonical (see the module); k, v [num_tokens, num_kv_heads, head_dim]; slot_mapping [num_tokens] i64;
     layer counts within the KV group.
@@ -90,8 +116,8 @@ def kv_write_in_place(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tens
     """`kv_write` as a runner does it."""
     block_size = kv_cache.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[block, layer, 0, offset] = k.to(kv_cache.dtype)
-    kv_cache[block, layer, 1, offset] = v.to(kv_cache.dtype)
+    kv_cache[block, layer, 0, offset] = _stored(k, kv_cache.dtype)
+    kv_cache[block, layer, 1, offset] = _stored(v, kv_cache.dtype)
     return kv_cache
 
 
@@ -202,7 +228,7 @@ def latent_write(kv_cache: Tensor, k: Tensor, slot_mapping: Tensor, layer: int) 
 def latent_write_in_place(kv_cache: Tensor, k: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
     """`latent_write` as a runner does it."""
     block_size = kv_cache.shape[3]
-    kv_cache[slot_mapping // block_size, layer, 0, slot_mapping % block_size] = k.to(kv_cache.dtype)
+    kv_cache[slot_mapping // block_size, layer, 0, slot_mapping % block_size] = _stored(k, kv_cache.dtype)
     return kv_cache
 
 
@@ -237,9 +263,9 @@ def paged_attention(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1.
     """
-    parts = [kv_cache[:, layer, part] for part in (0, 1)]
+    k, v = (kv_cache[:, layer, part] for part in (0, 1))
     places = (block_table, query_start_loc, seq_lens)
-    return _attend(q, parts[0], parts[1], *places, sinks, scale, mask, window, softcap)
+    return _attend(q, k, v, cached_head_dim(kv_cache), *places, sinks, scale, mask, window, softcap)
 
 
 def _latent_attention_fake(q: Tensor, kv_cache: Tensor, *args: Any) -> Tensor:
@@ -271,13 +297,14 @@ def latent_attention(
     """
     k = kv_cache[:, layer, 0]
     places = (block_table, query_start_loc, seq_lens)
-    return _attend(q, k, k[..., :v_dim], *places, None, scale, mask, window, softcap)
+    return _attend(q, k, k, v_dim, *places, None, scale, mask, window, softcap)
 
 
 def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
+    v_dim: int,
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -287,15 +314,15 @@ def _attend(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Attention over keys and values [num_blocks, block_size, num_kv_heads, …]."""
+    """Attention over keys and values [num_blocks, block_size, num_kv_heads, …], of which values `v_dim` elements count."""
     block_size, num_kv_heads = keys.shape[1:3]
     groups = q.shape[1] // num_kv_heads
-    out = q.new_empty((*q.shape[:2], values.shape[-1]))
+    out = q.new_empty((*q.shape[:2], v_dim))
     for seq in range(seq_lens.shape[0]):
         start, end, length = int(query_start_loc[seq]), int(query_start_loc[seq + 1]), int(seq_lens[seq])
         blocks = block_table[seq, : -(-length // block_size)].long()
         k, v = (
-            cached[blocks].flatten(0, 1)[:length].float().repeat_interleave(groups, 1).transpose(0, 1)
+            _loaded(cached[blocks]).flatten(0, 1)[:length].repeat_interleave(groups, 1).transpose(0, 1)
             for cached in (keys, values)
         )
         scores = torch.matmul(q[start:end].float().transpose(0, 1), k.transpose(1, 2)) * scale
@@ -305,6 +332,6 @@ def _attend(
         seen = visible(positions[length - (end - start) :], positions, mask, window)
         scores = scores.masked_fill(~seen, float("-inf"))
         # What no query sees may lie in block 0, where anything is: 0 * NaN would be NaN.
-        v = v.masked_fill(~seen.any(0)[:, None], 0.0)
+        v = v[..., :v_dim].masked_fill(~seen.any(0)[:, None], 0.0)
         out[start:end] = _softmax(scores, sinks).matmul(v).transpose(0, 1).to(q.dtype)
     return out

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from inferc.ops.attention import rope_kv_write, rope_kv_write_in_place
+from inferc.ops.attention import cached_head_dim, rope_kv_write, rope_kv_write_in_place
 from inferc.ops.norms import rms_norm
 from inferc.ops.registry import define
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     kv_cache, num_heads = args[8], args[11]
-    return x.new_empty((x.shape[0], num_heads, kv_cache.shape[5])), torch.empty_like(kv_cache)
+    return x.new_empty((x.shape[0], num_heads, cached_head_dim(kv_cache))), torch.empty_like(kv_cache)
 
 
 @define(
@@ -76,8 +76,8 @@ def qkv_rope_kv_write_in_place(
 def _heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, kv_cache: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_kv_heads, head_dim = kv_cache.shape[4:]
-    heads = linear(x, weight, bias).view(x.shape[0], -1, head_dim)
+    num_kv_heads = kv_cache.shape[4]
+    heads = linear(x, weight, bias).view(x.shape[0], -1, cached_head_dim(kv_cache))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
     return q, k, v
 

@@ -31,3 +31,10 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     torch.manual_seed(0)
     kind: torch.dtype = request.param
     return kind
+
+
+@pytest.fixture(params=[False, True], ids=("plain", "int8"))
+def int8(request: pytest.FixtureRequest) -> bool:
+    """Whether K and V are stored in int8, else in the dtype of the rows."""
+    kind: bool = request.param
+    return kind

@@ -43,6 +43,18 @@ const T* as(const void* data) {
   }
 #endif
 
+// The same, and with S as int8 or as T, for what stores K and V.
+#define FOR_CACHE(dtype, int8, ...) \
+  FOR_DTYPE(dtype, {                \
+    if (int8) {                     \
+      using S = i8;                 \
+      __VA_ARGS__                   \
+    } else {                        \
+      using S = T;                  \
+      __VA_ARGS__                   \
+    }                               \
+  })
+
 }  // namespace
 
 EXPORT void* threads_open(int count) { return open_pool(count); }
@@ -225,11 +237,11 @@ EXPORT void test_rope(void* pool, i64 dtype, const void* x, i64 ldx, const i64* 
 }
 
 // fused: rope on q and k on the way; else plain kv_write.
-EXPORT void test_kv_write(void* pool, i64 dtype, i64 fused, const void* q, const void* k, const void* v, i64 ld,
+EXPORT void test_kv_write(void* pool, i64 dtype, i64 int8, i64 fused, const void* q, const void* k, const void* v, i64 ld,
                           const float* table, i64 half, void* cache, i64 layers, i64 layer, i64 block_size, i64 kv_heads,
                           i64 dim, const i64* slots, i64 rows, i64 heads, void* out) {
-  FOR_DTYPE(dtype, {
-    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
+  FOR_CACHE(dtype, int8, {
+    Cache<S> c{static_cast<S*>(cache), layers, layer, block_size, kv_heads, dim};
     auto key = rows_of<const T>(k, ld), value = rows_of<const T>(v, ld);
     on(pool, [&](Team& t) {
       if (fused)
@@ -240,12 +252,12 @@ EXPORT void test_kv_write(void* pool, i64 dtype, i64 fused, const void* q, const
   })
 }
 
-EXPORT void test_norm_rope_kv_write(void* pool, i64 dtype, const void* q, const void* k, const void* v, i64 ld,
+EXPORT void test_norm_rope_kv_write(void* pool, i64 dtype, i64 int8, const void* q, const void* k, const void* v, i64 ld,
                                     const void* q_weight, const void* k_weight, float eps, float offset, i64 early,
                                     const float* table, i64 half, void* cache, i64 layers, i64 layer, i64 block_size,
                                     i64 kv_heads, i64 dim, const i64* slots, i64 rows, i64 heads, void* out) {
-  FOR_DTYPE(dtype, {
-    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
+  FOR_CACHE(dtype, int8, {
+    Cache<S> c{static_cast<S*>(cache), layers, layer, block_size, kv_heads, dim};
     Norm norm{eps, offset, early != 0};
     on(pool, [&](Team& t) {
       norm_rope_kv_write<T>(t, rows_of<const T>(q, ld), rows_of<const T>(k, ld), rows_of<const T>(v, ld), as<T>(q_weight),
@@ -255,12 +267,12 @@ EXPORT void test_norm_rope_kv_write(void* pool, i64 dtype, const void* q, const 
   })
 }
 
-EXPORT void test_qkv_rope_kv_write(void* pool, i64 dtype, const void* x, const void* w, i64 k, const void* bias,
+EXPORT void test_qkv_rope_kv_write(void* pool, i64 dtype, i64 int8, const void* x, const void* w, i64 k, const void* bias,
                                    const void* q_weight, const void* k_weight, float eps, float offset, i64 early,
                                    const float* table, i64 half, void* cache, i64 layers, i64 layer, i64 block_size,
                                    i64 kv_heads, i64 dim, const i64* slots, i64 rows, i64 heads, void* out) {
-  FOR_DTYPE(dtype, {
-    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
+  FOR_CACHE(dtype, int8, {
+    Cache<S> c{static_cast<S*>(cache), layers, layer, block_size, kv_heads, dim};
     Panels<T> panels{as<T>(w), (heads + 2 * kv_heads) * dim, k};
     Norm norm{eps, offset, early != 0};
     on(pool, [&](Team& t) {
@@ -271,34 +283,34 @@ EXPORT void test_qkv_rope_kv_write(void* pool, i64 dtype, const void* x, const v
   })
 }
 
-EXPORT void test_move_blocks(i64 dtype, i64 pack, void* cache, i64 layers, i64 block_size, i64 kv_heads, i64 dim,
+EXPORT void test_move_blocks(i64 dtype, i64 int8, i64 pack, void* cache, i64 layers, i64 block_size, i64 kv_heads, i64 dim,
                              const i32* blocks, i64 count, void* canonical) {
-  FOR_DTYPE(dtype, {
-    Cache<T> c{static_cast<T*>(cache), layers, 0, block_size, kv_heads, dim};
-    if (pack) move_blocks<T, true>(c, blocks, count, static_cast<T*>(canonical));
-    else move_blocks<T, false>(c, blocks, count, static_cast<T*>(canonical));
+  FOR_CACHE(dtype, int8, {
+    Cache<S> c{static_cast<S*>(cache), layers, 0, block_size, kv_heads, dim};
+    if (pack) move_blocks<S, true>(c, blocks, count, static_cast<S*>(canonical));
+    else move_blocks<S, false>(c, blocks, count, static_cast<S*>(canonical));
   })
 }
 
-EXPORT void test_attention(void* pool, i64 dtype, const void* q, void* out, void* cache, i64 layers, i64 layer, i64 block_size,
-                           i64 kv_heads, i64 dim, const i32* table, i64 max_blocks, const i32* starts, const i32* lengths,
-                           const void* sinks, i64 seqs, i64 heads, float scale, float softcap, i64 mask, i64 window,
-                           float* partials, i64 max_partials) {
-  FOR_DTYPE(dtype, {
-    Cache<T> c{static_cast<T*>(cache), layers, layer, block_size, kv_heads, dim};
-    Attention<T> a{rows_of<const T>(q, heads * dim), rows_of<T>(out, heads * dim), c, table, max_blocks, starts, lengths,
-                   as<T>(sinks), seqs, heads, scale, softcap, Mask(mask), window, partials, max_partials};
+EXPORT void test_attention(void* pool, i64 dtype, i64 int8, const void* q, void* out, void* cache, i64 layers, i64 layer,
+                           i64 block_size, i64 kv_heads, i64 dim, const i32* table, i64 max_blocks, const i32* starts,
+                           const i32* lengths, const void* sinks, i64 seqs, i64 heads, float scale, float softcap, i64 mask,
+                           i64 window, float* partials, i64 max_partials) {
+  FOR_CACHE(dtype, int8, {
+    Cache<S> c{static_cast<S*>(cache), layers, layer, block_size, kv_heads, dim};
+    Attention<T, Cache<S>> a{rows_of<const T>(q, heads * dim), rows_of<T>(out, heads * dim), c, table, max_blocks, starts,
+                             lengths, as<T>(sinks), seqs, heads, scale, softcap, Mask(mask), window, partials, max_partials};
     on(pool, [&](Team& t) { paged_attention(t, a); });
   })
 }
 
-EXPORT void test_latent(void* pool, i64 dtype, i64 write, const void* x, void* out, void* cache, i64 layers, i64 layer,
-                        i64 block_size, i64 dim, i64 v_dim, const i64* slots, i64 rows, const i32* table, i64 max_blocks,
-                        const i32* starts, const i32* lengths, i64 seqs, i64 heads, float scale, i64 mask, i64 window,
-                        float* partials, i64 max_partials) {
-  FOR_DTYPE(dtype, {
-    Latent<T> c{static_cast<T*>(cache), layers, layer, block_size, dim, v_dim};
-    Attention<T, Latent<T>> a{rows_of<const T>(x, heads * dim), rows_of<T>(out, heads * v_dim), c, table, max_blocks,
+EXPORT void test_latent(void* pool, i64 dtype, i64 int8, i64 write, const void* x, void* out, void* cache, i64 layers,
+                        i64 layer, i64 block_size, i64 dim, i64 v_dim, const i64* slots, i64 rows, const i32* table,
+                        i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads, float scale, i64 mask,
+                        i64 window, float* partials, i64 max_partials) {
+  FOR_CACHE(dtype, int8, {
+    Latent<S> c{static_cast<S*>(cache), layers, layer, block_size, dim, v_dim};
+    Attention<T, Latent<S>> a{rows_of<const T>(x, heads * dim), rows_of<T>(out, heads * v_dim), c, table, max_blocks,
                               starts, lengths, nullptr, seqs, heads, scale, 0.0f, Mask(mask), window, partials, max_partials};
     on(pool, [&](Team& t) {
       if (write) latent_write<T>(t, c, rows_of<const T>(x, dim), slots, rows);
@@ -307,12 +319,12 @@ EXPORT void test_latent(void* pool, i64 dtype, i64 write, const void* x, void* o
   })
 }
 
-EXPORT void test_move_latents(i64 dtype, i64 pack, void* cache, i64 layers, i64 block_size, i64 dim, const i32* blocks,
-                              i64 count, void* canonical) {
-  FOR_DTYPE(dtype, {
-    Latent<T> c{static_cast<T*>(cache), layers, 0, block_size, dim, 0};
-    if (pack) move_blocks<T, true>(c, blocks, count, static_cast<T*>(canonical));
-    else move_blocks<T, false>(c, blocks, count, static_cast<T*>(canonical));
+EXPORT void test_move_latents(i64 dtype, i64 int8, i64 pack, void* cache, i64 layers, i64 block_size, i64 dim,
+                              const i32* blocks, i64 count, void* canonical) {
+  FOR_CACHE(dtype, int8, {
+    Latent<S> c{static_cast<S*>(cache), layers, 0, block_size, dim, 0};
+    if (pack) move_blocks<S, true>(c, blocks, count, static_cast<S*>(canonical));
+    else move_blocks<S, false>(c, blocks, count, static_cast<S*>(canonical));
   })
 }
 

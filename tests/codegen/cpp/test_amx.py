@@ -23,6 +23,7 @@ from inferc import weights as weight_lib
 from inferc.codegen.cpp import build as cpp_build
 from inferc.config import EngineConfig
 from inferc.ops import quantize as reference
+from inferc.reference import new_kv_caches
 from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.step import StepPlan
 
@@ -151,9 +152,9 @@ def test_four_bits_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels, gro
 # ------------------------------------------------------------------------------------------ a whole step
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Compiled:
-    made = Compiled(Shape(BF16, tied=True, qk_norm=True, bias=True, experts=4), ())
+@pytest.fixture(scope="module", params=[False, True], ids=("plain", "int8-kv"))
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    made = Compiled(Shape(BF16, tied=True, qk_norm=True, bias=True, experts=4, int8_kv=request.param), ())
     made.libraries = {"avx512": build_emulated(made.unit.source, made.unit.headers)}
     made.isas = ("avx512",)
     return made
@@ -179,10 +180,9 @@ def logits_of(compiled: Compiled, num_threads: int, *plans: StepPlan) -> list[Te
 def test_a_step_on_tiles(compiled: Compiled) -> None:
     """Against the references; whole, in chunks, token by token and on other threads the same bits."""
     ids = [int(token) for token in np.random.default_rng(3).integers(0, 90, 61)]
-    plan, shape = make_plan([(0, ids, 0)], all_rows=True), compiled.shape
+    plan = make_plan([(0, ids, 0)], all_rows=True)
     (whole,) = logits_of(compiled, 2, plan)
-    sizes = (64, shape.layers, 2, shape.block_size, shape.kv_heads, shape.dim)
-    _, expected = compiled.reference(plan, torch.zeros(sizes, dtype=BF16))
+    _, expected = compiled.reference(plan, new_kv_caches(compiled.lowered, 64)[0])
     assert (whole - expected).abs().median() < 0.02 * expected.abs().max()
     for chunk, threads in ((1, 1), (7, 2), (33, 3)):
         plans = [make_plan([(1, ids[at : at + chunk], at)], all_rows=True) for at in range(0, len(ids), chunk)]
@@ -191,7 +191,7 @@ def test_a_step_on_tiles(compiled: Compiled) -> None:
 
 # ------------------------------------------------------------------------------------------ what is compiled
 
-HEADERS = ("simd.h", "amx.h", "team.h", "gemm.h", "amx_gemm.h", "int4.h", "rows.h", "kv.h", "attention.h")
+HEADERS = ("simd.h", "amx.h", "team.h", "gemm.h", "amx_gemm.h", "int4.h", "rows.h", "quantize.h", "kv.h", "attention.h")
 SOURCE = """
 #include "attention.h"
 #include "int4.h"
@@ -201,6 +201,7 @@ template void linear_int8(Team&, Rows<const bf16>, i64, Panels<i8>, const float*
 template void linear_w8a8(Team&, Rows<const i8>, Rows<const float>, i64, Panels<i8>, const float*, const bf16*, Written<bf16>);
 template void linear_w4a8(Team&, Rows<const i8>, Rows<const float>, i64, Int4Panels, const bf16*, Written<bf16>);
 template void paged_attention(Team&, const Attention<bf16>&);
+template void paged_attention(Team&, const Attention<bf16, Cache<i8>>&);
 }
 """
 
@@ -246,7 +247,7 @@ def test_what_the_inner_loop_is_made_of(kind: str, dot: str) -> None:
     loop = innermost_loop(functions[name], dot)
     assert loop[dot] == 4 and loop["tileloadd"] == 4
     assert loop["tilestored"] == 0 and not any(re.match("v|mov", what) for what in loop)
-    others = {what: count for what, count in loop.items() if what not in (dot, "tileloadd", "prefetcht0")}
+    others = {what: count for what, count in loop.items() if what not in (dot, "tileloadd", "prefetcht1")}
     assert sum(others.values()) <= 10, others  # six additions, a comparison and a branch for each of two conditions
 
 

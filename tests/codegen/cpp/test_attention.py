@@ -10,7 +10,8 @@ import torch
 from cpp_kernels import DTYPES, Kernels, assert_near, packed
 from torch import Tensor
 
-from inferc.kv_pools import CacheGroup
+from inferc.kv_pools import CacheGroup, row_size
+from inferc.program import dtype_name
 
 ops = torch.ops.inferc
 MASKS = ("causal", "sliding", "chunked")
@@ -34,14 +35,16 @@ class Case:
 class Pool:
     """A K,V pool in the CPU's layout, NaN where nothing was written, and the same content canonically."""
 
-    def __init__(self, kernels: Kernels, case: Case, dtype: torch.dtype, layers: int = 2) -> None:
-        self.kernels, self.case, self.dtype, self.layers = kernels, case, dtype, layers
+    def __init__(self, kernels: Kernels, case: Case, dtype: torch.dtype, int8: bool, layers: int = 2) -> None:
+        self.kernels, self.case, self.dtype, self.int8, self.layers = kernels, case, dtype, int8, layers
         longest = max(cached + new for cached, new in case.seqs)
         self.max_blocks = -(-longest // case.block_size) + 1
         num_blocks = 1 + len(case.seqs) * self.max_blocks
-        shape = (num_blocks, layers, 2, case.block_size, case.kv_heads, case.dim)
-        self.data = torch.full(shape, float("nan"), dtype=dtype)
-        self.canonical = torch.zeros(shape, dtype=dtype)
+        stored = torch.int8 if int8 else dtype
+        of_head = row_size(case.dim, dtype_name(stored))
+        self.data = torch.empty((num_blocks, layers, 2, case.block_size, case.kv_heads, of_head), dtype=stored)
+        self.data.view(torch.uint8).fill_(0xFF)  # NaN in float32, which scales are, and in bfloat16
+        self.canonical = torch.zeros_like(self.data)
         # Blocks in no order, as after many sequences have come and gone.
         order = torch.randperm(num_blocks - 1)[: len(case.seqs) * self.max_blocks] + 1
         self.table = order.view(len(case.seqs), -1).to(torch.int32)
@@ -56,8 +59,19 @@ class Pool:
         args = (self.layers, layer, case.block_size, case.kv_heads, case.dim, slots, rows, case.heads, None)
         stride = case.kv_heads * case.dim
         call = (False, None, k, v, stride, None, 0, self.data)
-        self.kernels.run("test_kv_write", self.dtype, *call, *args)
+        self.kernels.run("test_kv_write", self.dtype, self.int8, *call, *args)
         self.canonical = ops.kv_write(self.canonical, k, v, slots, layer)
+
+    def packed(self, blocks: Tensor) -> Tensor:
+        """The blocks in their canonical form."""
+        out = torch.empty_like(self.data[blocks.long()])
+        self.move(True, blocks, out)
+        return out
+
+    def move(self, pack: bool, blocks: Tensor, canonical: Tensor) -> None:
+        shape = (self.layers, self.case.block_size, self.case.kv_heads, self.case.dim)
+        args = (pack, self.data, *shape, blocks, len(blocks), canonical)
+        self.kernels("test_move_blocks", DTYPES.index(self.dtype), self.int8, *args)
 
     def attend(
         self, q: Tensor, starts: Tensor, lengths: Tensor, layer: int, sinks: Tensor | None, splits: bool
@@ -67,15 +81,17 @@ class Pool:
         shape = (self.layers, layer, case.block_size, case.kv_heads, case.dim, self.table, self.max_blocks)
         how = (case.dim**-0.5, case.softcap, MASKS.index(case.mask), case.window)
         self.kernels(
-            *("test_attention", self.kernels.threads, DTYPES.index(self.dtype), q, out, self.data, *shape),
+            *("test_attention", self.kernels.threads, DTYPES.index(self.dtype), self.int8, q, out, self.data, *shape),
             *(starts, lengths, sinks, lengths.shape[0], case.heads, *how, partials, partials.numel()),
         )
         return out
 
 
-def run_case(kernels: Kernels, case: Case, dtype: torch.dtype, splits: bool = False) -> tuple[Tensor, Tensor]:
+def run_case(
+    kernels: Kernels, case: Case, dtype: torch.dtype, int8: bool, splits: bool = False
+) -> tuple[Tensor, Tensor]:
     """(kernel's output, reference's)"""
-    pool = Pool(kernels, case, dtype)
+    pool = Pool(kernels, case, dtype, int8)
     for seq, (cached, new) in enumerate(case.seqs):
         k, v = (torch.randn(cached + new, case.kv_heads, case.dim).to(dtype) for _ in range(2))
         pool.write(k, v, pool.slots(seq, 0, cached + new), 1)
@@ -98,29 +114,49 @@ CASES = (
     Case(((0, 90), (700, 5)), mask="chunked", window=50),
     Case(((10, 30), (130, 1)), softcap=5.0, sinks=True),
     Case(((3, 4),), heads=48, kv_heads=1, dim=128),
+    Case(((0, 40), (200, 1)), heads=20, kv_heads=2, dim=112),
 )
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_paged_attention(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
-    assert_near(*run_case(kernels, case, dtype), factor=2.0)
+def test_paged_attention(kernels: Kernels, dtype: torch.dtype, int8: bool, case: Case) -> None:
+    assert_near(*run_case(kernels, case, dtype, int8), factor=2.0)
 
 
-def test_decode_split_over_threads_gives_the_same_bits(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_decode_split_over_threads_gives_the_same_bits(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
     for mask, window in (("causal", 0), ("sliding", 600)):
         case = Case(((1500, 1),), heads=4, kv_heads=2, mask=mask, window=window, sinks=True)
         torch.manual_seed(1)
-        whole, expected = run_case(kernels, case, dtype)
+        whole, expected = run_case(kernels, case, dtype, int8)
         torch.manual_seed(1)
-        split, _ = run_case(kernels, case, dtype, splits=True)
+        split, _ = run_case(kernels, case, dtype, int8, splits=True)
         assert torch.equal(whole, split)
         assert_near(split, expected, factor=2.0)
 
 
+@pytest.mark.parametrize("heads", [2, 6, 14, 20], ids=lambda heads: f"{heads}h")
+def test_integers_attend_as_the_numbers_they_are(kernels: Kernels, dtype: torch.dtype, heads: int) -> None:
+    """Where all scales are 1 the additions are those over K and V in the dtype of the queries: widened in registers for
+    few rows, in memory for many, or for tiles.
+    """
+    case = Case(((0, 66), (600, 1), (70, 2)), heads=heads, dim=48)
+    plain, integers = Pool(kernels, case, dtype, int8=False), Pool(kernels, case, dtype, int8=True)
+    integers.table = plain.table
+    for seq, (cached, new) in enumerate(case.seqs):
+        k, v = (torch.randint(-127, 128, (cached + new, case.kv_heads, case.dim)) for _ in range(2))
+        k[..., 5], v[..., -1] = 127, -127
+        for pool in (plain, integers):
+            pool.write(k.to(dtype), v.to(dtype), pool.slots(seq, 0, cached + new), 1)
+    starts, lengths = torch.tensor([0, 66, 67, 69]).int(), torch.tensor([66, 601, 72]).int()
+    q = (torch.randn(69, heads, case.dim) / 64).to(dtype)
+    found, expected = (pool.attend(q, starts, lengths, 1, None, False) for pool in (integers, plain))
+    assert torch.equal(found, expected) and expected.abs().max() > 1
+
+
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_row_does_not_depend_on_batch_or_chunks(kernels: Kernels, dtype: torch.dtype, mask: str) -> None:
+def test_a_row_does_not_depend_on_batch_or_chunks(kernels: Kernels, dtype: torch.dtype, int8: bool, mask: str) -> None:
     case = Case(((0, 700), (0, 90)), mask=mask, window=0 if mask == "causal" else 300, softcap=7.0)
-    pool = Pool(kernels, case, dtype)
+    pool = Pool(kernels, case, dtype, int8)
     for seq, (_, new) in enumerate(case.seqs):
         k, v = (torch.randn(new, case.kv_heads, case.dim).to(dtype) for _ in range(2))
         pool.write(k, v, pool.slots(seq, 0, new), 0)
@@ -135,15 +171,15 @@ def test_a_row_does_not_depend_on_batch_or_chunks(kernels: Kernels, dtype: torch
 
 @pytest.mark.parametrize(("mask", "window"), [("sliding", 1), ("sliding", 50), ("sliding", 300), ("chunked", 70)])
 def test_blocks_that_were_given_back_change_no_bit(
-    kernels: Kernels, dtype: torch.dtype, mask: str, window: int
+    kernels: Kernels, dtype: torch.dtype, int8: bool, mask: str, window: int
 ) -> None:
     """Entries of blocks that no query sees are 0, and block 0 holds NaN: in K, in V, in the middle of a tile of keys."""
     case = Case(((0, 700),), mask=mask, window=window, softcap=7.0, sinks=True)
-    pool = Pool(kernels, case, dtype)
+    pool = Pool(kernels, case, dtype, int8)
     k, v = (torch.randn(700, case.kv_heads, case.dim).to(dtype) for _ in range(2))
     pool.write(k, v, pool.slots(0, 0, 700), 0)
-    assert pool.data[0].isnan().all()
-    pool.canonical[0] = float("nan")
+    for data in (pool.data, pool.canonical):
+        data[0].view(torch.uint8).fill_(0xFF)
     q, sinks = torch.randn(700, case.heads, case.dim).to(dtype), torch.randn(case.heads).to(dtype)
     kept = pool.table.clone()
     group = CacheGroup("window" if mask == "sliding" else "chunk", window, 8)
@@ -166,55 +202,64 @@ def test_blocks_that_were_given_back_change_no_bit(
         assert_near(whole, expected, factor=2.0)
 
 
-def test_fused_write_equals_rope_then_write(kernels: Kernels, dtype: torch.dtype) -> None:
+def rotated(kernels: Kernels, x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """The table of angles for positions from 0 on, and the heads x [rows, heads, dim] turned by it."""
+    rows, heads, dim = x.shape
+    table, out = torch.empty(rows, 2 * half), torch.empty_like(x)
+    angles = (torch.arange(rows), 10000.0 ** (-torch.arange(half).float() / half), 1.0, half, 0)
+    kernels.run("test_rope", x.dtype, x, heads * dim, *angles, rows, heads, dim, table, out)
+    return table, out
+
+
+def test_fused_write_equals_rope_then_write(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
     case = replace(CASES[1], seqs=((0, 21),))
-    fused, plain = Pool(kernels, case, dtype), Pool(kernels, case, dtype)
+    fused, plain = Pool(kernels, case, dtype, int8), Pool(kernels, case, dtype, int8)
     plain.table = fused.table
-    widths = (case.heads * case.dim, case.kv_heads * case.dim, case.kv_heads * case.dim)
-    qkv = torch.randn(21, sum(widths)).to(dtype)
-    q, k, v = qkv.split(widths, -1)
+    q, k, v = (torch.randn(21, heads, case.dim).to(dtype) for heads in (case.heads, case.kv_heads, case.kv_heads))
+    qkv = torch.cat([each.flatten(1) for each in (q, k, v)], -1)
+    parts = qkv.split((q[0].numel(), k[0].numel(), v[0].numel()), -1)
     half, slots = 12, fused.slots(0, 0, 21)
-    table = ops.rope_table(torch.arange(21), 10000.0 ** (-torch.arange(half).float() / half), 1.0)
-    out = torch.full((21, case.heads, case.dim), float("nan"), dtype=dtype)
+    table, turned = rotated(kernels, k, half)
+    out = torch.full_like(q, float("nan"))
     rest = (2, 1, case.block_size, case.kv_heads, case.dim, slots, 21, case.heads, out)
-    kernels.run("test_kv_write", dtype, True, q, k, v, qkv.shape[1], table, half, fused.data, *rest)
-    heads = k.reshape(21, case.kv_heads, case.dim)
-    assert_near(out, ops.rope(q.reshape(21, case.heads, case.dim), table))
-    plain.write(ops.rope(heads, table).contiguous(), v.reshape_as(heads).contiguous(), slots, 1)
-    left, right = fused.data.float(), plain.data.float()
-    assert torch.equal(left.isnan(), right.isnan())
-    assert_near(left.nan_to_num().to(dtype), right.nan_to_num().to(dtype))
+    kernels.run("test_kv_write", dtype, int8, True, *parts, qkv.shape[1], table, half, fused.data, *rest)
+    assert_near(out, ops.rope(q, table))
+    assert_near(turned, ops.rope(k, table))
+    plain.write(turned, v, slots, 1)
+    assert torch.equal(fused.data.view(torch.uint8), plain.data.view(torch.uint8))
 
 
-def test_norms_in_the_write_equal_norms_before_it(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_norms_in_the_write_equal_norms_before_it(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
     case = replace(CASES[1], seqs=((0, 21),))
-    fused, plain = Pool(kernels, case, dtype), Pool(kernels, case, dtype)
+    fused, plain = Pool(kernels, case, dtype, int8), Pool(kernels, case, dtype, int8)
     plain.table = fused.table
     q, k = torch.randn(21, case.heads, case.dim).to(dtype), torch.randn(21, case.kv_heads, case.dim).to(dtype)
     qkv = torch.cat([each.flatten(1) for each in (q, k, k)], -1)
     parts = qkv.split((q[0].numel(), k[0].numel(), k[0].numel()), -1)
     weights = torch.randn(case.dim).to(dtype), torch.randn(case.dim).to(dtype)
     half, slots, norm = 12, fused.slots(0, 0, 21), (1e-5, 1.0, False)
-    table = ops.rope_table(torch.arange(21), 10000.0 ** (-torch.arange(half).float() / half), 1.0)
+    normed = torch.empty_like(k)
+    sizes = (21, case.kv_heads, case.dim)
+    kernels.run("test_rms_norm", dtype, k, k[0].numel(), None, weights[1], *norm, *sizes, normed, None)
+    table, turned = rotated(kernels, normed, half)
     out = torch.full_like(q, float("nan"))
     rest = (2, 1, case.block_size, case.kv_heads, case.dim, slots, 21, case.heads, out)
     call = (*parts, qkv.shape[1], *weights, *norm, table, half, fused.data)
-    kernels.run("test_norm_rope_kv_write", dtype, *call, *rest)
+    kernels.run("test_norm_rope_kv_write", dtype, int8, *call, *rest)
     assert_near(out, ops.rope(ops.rms_norm(q, weights[0], *norm), table), factor=2.0)
-    plain.write(ops.rope(ops.rms_norm(k, weights[1], *norm), table).contiguous(), k.contiguous(), slots, 1)
-    left, right = fused.data.float(), plain.data.float()
-    assert torch.equal(left.isnan(), right.isnan())
-    assert_near(left.nan_to_num().to(dtype), right.nan_to_num().to(dtype), factor=2.0)
+    assert_near(turned, ops.rope(ops.rms_norm(k, weights[1], *norm), table), factor=2.0)
+    plain.write(turned, k, slots, 1)
+    assert torch.equal(fused.data.view(torch.uint8), plain.data.view(torch.uint8))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 13, 200], ids=lambda count: f"T{count}")
 @pytest.mark.parametrize(("dim", "normed", "biased"), [(32, True, False), (64, False, True), (48, False, False)])
 def test_the_projection_in_the_write_moves_no_bit(
-    kernels: Kernels, dtype: torch.dtype, num_tokens: int, dim: int, normed: bool, biased: bool
+    kernels: Kernels, dtype: torch.dtype, int8: bool, num_tokens: int, dim: int, normed: bool, biased: bool
 ) -> None:
     """Against the projection and the fused write as two kernels: one row, tall tiles, more rows than a block."""
     case = replace(CASES[1], dim=dim, seqs=((0, num_tokens),))
-    fused, plain = Pool(kernels, case, dtype), Pool(kernels, case, dtype)
+    fused, plain = Pool(kernels, case, dtype, int8), Pool(kernels, case, dtype, int8)
     plain.table = fused.table
     widths = (case.heads * dim, case.kv_heads * dim, case.kv_heads * dim)
     x, weight = torch.randn(num_tokens, 72).to(dtype), packed((torch.randn(sum(widths), 72) / 8).to(dtype))
@@ -224,35 +269,58 @@ def test_the_projection_in_the_write_moves_no_bit(
     table = ops.rope_table(torch.arange(num_tokens), 10000.0 ** (-torch.arange(half).float() / half), 1.0)
     outs = [torch.full((num_tokens, case.heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
     rest = (2, 1, case.block_size, case.kv_heads, dim, slots, num_tokens, case.heads)
-    kernels.run(
-        *("test_qkv_rope_kv_write", dtype, x, weight, 72, bias, *norms, *norm, table, half, fused.data, *rest, outs[0])
-    )
+    product = (x, weight, 72, bias, *norms, *norm)
+    kernels.run("test_qkv_rope_kv_write", dtype, int8, *product, table, half, fused.data, *rest, outs[0])
     qkv = torch.empty(num_tokens, sum(widths), dtype=dtype)
     kernels.run("test_linear", dtype, x, 72, num_tokens, weight, sum(widths), 72, bias, qkv, sum(widths), False)
     parts = qkv.split(widths, -1)
     if normed:
         call = (*parts, sum(widths), *norms, *norm, table, half, plain.data)
-        kernels.run("test_norm_rope_kv_write", dtype, *call, *rest, outs[1])
+        kernels.run("test_norm_rope_kv_write", dtype, int8, *call, *rest, outs[1])
     else:
-        kernels.run("test_kv_write", dtype, True, *parts, sum(widths), table, half, plain.data, *rest, outs[1])
+        kernels.run("test_kv_write", dtype, int8, True, *parts, sum(widths), table, half, plain.data, *rest, outs[1])
     assert torch.equal(*outs)
-    assert torch.equal(fused.data.isnan(), plain.data.isnan())
-    assert torch.equal(fused.data.nan_to_num(), plain.data.nan_to_num())
-    assert not fused.data.isnan().all()
+    assert torch.equal(fused.data.view(torch.uint8), plain.data.view(torch.uint8))
+    assert (fused.data.view(torch.uint8) != 0xFF).any()
 
 
-def test_blocks_pack_into_the_canonical_form_and_back(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_blocks_pack_into_the_canonical_form_and_back(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
     case = replace(CASES[3], seqs=((0, 64), (0, 40)))
-    pool = Pool(kernels, case, dtype)
+    pool = Pool(kernels, case, dtype, int8)
     for layer in range(2):
         for seq, (_, new) in enumerate(case.seqs):
             k, v = (torch.randn(new, case.kv_heads, case.dim).to(dtype) for _ in range(2))
             pool.write(k, v, pool.slots(seq, 0, new), layer)
-    shape = (2, case.block_size, case.kv_heads, case.dim)
     blocks = pool.table[0, :2].contiguous()
-    packed = torch.empty(2, *shape[:1], 2, *shape[1:], dtype=dtype)
-    kernels("test_move_blocks", DTYPES.index(dtype), True, pool.data, *shape, blocks, 2, packed)
+    packed = pool.packed(blocks)
     assert torch.equal(packed, pool.canonical[blocks.long()])
-    copy = torch.full_like(pool.data, float("nan"))
-    kernels("test_move_blocks", DTYPES.index(dtype), False, copy, *shape, blocks, 2, packed)
-    assert torch.equal(copy[blocks.long()], pool.data[blocks.long()])
+    copy = Pool(kernels, case, dtype, int8)
+    copy.move(False, blocks, packed)
+    assert torch.equal(copy.data[blocks.long()], pool.data[blocks.long()])
+
+
+def test_rows_in_int8_that_are_no_plain_numbers(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Zeros, ties between two integers, numbers without a last bit to spare, an infinity and a NaN: as the reference."""
+    case = Case(((0, 6),), kv_heads=2, dim=32)
+    pool = Pool(kernels, case, dtype, int8=True)
+    k = torch.zeros(6, 2, 32, dtype=dtype)
+    k[1] = torch.arange(-16, 16).to(dtype) + 0.5  # the scale is 16.5 / 127
+    k[2, :, 0], k[2, :, 1:] = 127, (torch.arange(31) - 15.5).to(dtype)  # the scale is 1: all but one are ties
+    k[3] = 1e-39 * torch.arange(32)
+    k[4, 0, 7], k[4, 1, 31] = float("nan"), float("inf")
+    k[5, 0, 3], k[5, 1] = float("-inf"), 3e38
+    pool.write(k, k.flip(0), pool.slots(0, 0, 6), 1)
+    written = torch.stack((k, k.flip(0))).isfinite().all(-1)
+    block = pool.table[0, :1].contiguous()
+    found, expected = (wide(each)[0, 1, :, :6] for each in (pool.packed(block), pool.canonical[block.long()]))
+    assert torch.equal(found[written], expected[written])
+    assert not found[~written].isfinite().any()
+    out = pool.attend(
+        torch.randn(6, 4, 32).to(dtype), torch.tensor([0, 6]).int(), torch.tensor([6]).int(), 1, None, False
+    )
+    assert not out[5].isfinite().any()
+
+
+def wide(canonical: Tensor) -> Tensor:
+    """What integers and scales mean."""
+    return canonical[..., :-4].float() * canonical[..., -4:].contiguous().view(torch.float32)

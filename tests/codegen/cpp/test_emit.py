@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from inferc.codegen.cpp.emit import emit
 from inferc.config import EngineConfig
 from inferc.errors import UnsupportedError
+from inferc.reference import new_kv_caches
 from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.step import StepPlan
 
@@ -23,6 +24,7 @@ SHAPES = {
     "float32": Shape(),
     "bfloat16": Shape(torch.bfloat16, tied=True, qk_norm=True, bias=True, mask="sliding", window=40),
     "bfloat16-moe": Shape(torch.bfloat16, experts=4),
+    "bfloat16-int8-kv": Shape(torch.bfloat16, tied=True, qk_norm=True, mask="chunked", window=40, int8_kv=True),
 }
 
 
@@ -70,8 +72,7 @@ def test_a_step_equals_the_references(compiled: Compiled, isa: str) -> None:
         found = as_torch(logits_of(runner, plan))
     finally:
         runner.close()
-    sizes = (64, shape.layers, 2, shape.block_size, shape.kv_heads, shape.dim)
-    _, expected = compiled.reference(plan, torch.zeros(sizes, dtype=shape.dtype))
+    _, expected = compiled.reference(plan, new_kv_caches(compiled.lowered, 64)[0])
     # A routing choice may tip on a rounding, which moves that row's logits by more than any tolerance.
     if not shape.experts:
         assert_near(found.to(shape.dtype), expected.to(shape.dtype), factor=6.0)

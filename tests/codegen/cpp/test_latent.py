@@ -9,6 +9,9 @@ import torch
 from cpp_kernels import DTYPES, Kernels, assert_near
 from torch import Tensor
 
+from inferc.kv_pools import row_size
+from inferc.program import dtype_name
+
 ops = torch.ops.inferc
 MASKS = ("causal", "sliding", "chunked")
 
@@ -39,13 +42,16 @@ CASES = (
 class Latents:
     """A pool, NaN where nothing was written, and the same content for the reference."""
 
-    def __init__(self, kernels: Kernels, case: Case, dtype: torch.dtype) -> None:
-        self.kernels, self.case, self.dtype = kernels, case, dtype
+    def __init__(self, kernels: Kernels, case: Case, dtype: torch.dtype, int8: bool) -> None:
+        self.kernels, self.case, self.dtype, self.int8 = kernels, case, dtype, int8
         self.max_blocks = -(-max(map(sum, case.seqs)) // case.block_size)
         num_blocks = 1 + len(case.seqs) * self.max_blocks
         self.table = (torch.randperm(num_blocks - 1) + 1).view(len(case.seqs), -1).to(torch.int32)
-        shape = (num_blocks, 2, 1, case.block_size, 1, case.dim)
-        self.pool, self.canonical = torch.full(shape, float("nan"), dtype=dtype), torch.zeros(shape, dtype=dtype)
+        stored = torch.int8 if int8 else dtype
+        of_token = row_size(case.dim, dtype_name(stored))
+        self.pool = torch.empty((num_blocks, 2, 1, case.block_size, 1, of_token), dtype=stored)
+        self.pool.view(torch.uint8).fill_(0xFF)  # NaN in float32, which scales are, and in bfloat16
+        self.canonical = torch.zeros_like(self.pool)
         self.starts = torch.tensor([0, *(new for _, new in case.seqs)]).cumsum(0).to(torch.int32)
         self.lengths = torch.tensor([sum(seq) for seq in case.seqs], dtype=torch.int32)
         for index, seq in enumerate(case.seqs):
@@ -60,7 +66,7 @@ class Latents:
         where = (2, 1, case.block_size, case.dim, case.v_dim, slots, rows, self.table, self.max_blocks)
         seqs = (self.starts, self.lengths, len(case.seqs), case.heads)
         how = (case.dim**-0.5, MASKS.index(case.mask), case.window, partials, room)
-        self.kernels.run("test_latent", self.dtype, write, x, out, self.pool, *where, *seqs, *how)
+        self.kernels.run("test_latent", self.dtype, self.int8, write, x, out, self.pool, *where, *seqs, *how)
 
     def attend(self, q: Tensor, room: int = 1) -> Tensor:
         out = torch.full((*q.shape[:2], self.case.v_dim), float("nan"), dtype=self.dtype)
@@ -78,20 +84,20 @@ class Latents:
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_latent_attention(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
-    latents = Latents(kernels, case, dtype)
+def test_latent_attention(kernels: Kernels, dtype: torch.dtype, int8: bool, case: Case) -> None:
+    latents = Latents(kernels, case, dtype, int8)
     q = latents.queries()
     assert_near(latents.attend(q), latents.expected(q), factor=2.0)
 
 
-def test_decode_split_over_threads_gives_the_same_bits(kernels: Kernels, dtype: torch.dtype) -> None:
-    latents = Latents(kernels, Case(((1300, 1),), heads=50, dim=64, v_dim=48), dtype)
+def test_decode_split_over_threads_gives_the_same_bits(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
+    latents = Latents(kernels, Case(((1300, 1),), heads=50, dim=64, v_dim=48), dtype, int8)
     q = latents.queries()
     assert torch.equal(latents.attend(q, room=200_000), latents.attend(q))
 
 
-def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, dtype: torch.dtype) -> None:
-    latents = Latents(kernels, Case(((40, 20),), heads=20), dtype)
+def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
+    latents = Latents(kernels, Case(((40, 20),), heads=20), dtype, int8)
     q = latents.queries()
     together = latents.attend(q)
     latents.starts = torch.tensor([0, 1], dtype=torch.int32)
@@ -100,13 +106,13 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, dtype: torch.
         assert torch.equal(latents.attend(q[row : row + 1].contiguous())[0], together[row])
 
 
-def test_blocks_move_in_the_canonical_form(kernels: Kernels, dtype: torch.dtype) -> None:
-    latents = Latents(kernels, Case(((0, 33),)), dtype)
+def test_blocks_move_in_the_canonical_form(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
+    latents = Latents(kernels, Case(((0, 33),)), dtype, int8)
     blocks = latents.table[0, :2].contiguous()
-    canonical = torch.zeros(2, 2, 1, 16, 1, 48, dtype=dtype)
+    canonical = torch.zeros_like(latents.pool[:2])
     sizes = (2, 16, 48)
-    kernels("test_move_latents", DTYPES.index(dtype), True, latents.pool, *sizes, blocks, 2, canonical)
+    kernels("test_move_latents", DTYPES.index(dtype), int8, True, latents.pool, *sizes, blocks, 2, canonical)
     assert torch.equal(canonical[:, 1], latents.canonical[blocks.long(), 1])
-    other = torch.full_like(latents.pool, float("nan"))
-    kernels("test_move_latents", DTYPES.index(dtype), False, other, *sizes, blocks, 2, canonical)
-    assert torch.equal(other[blocks.long(), 1], latents.canonical[blocks.long(), 1])
+    other = torch.full_like(latents.pool, -1)
+    kernels("test_move_latents", DTYPES.index(dtype), int8, False, other, *sizes, blocks, 2, canonical)
+    assert torch.equal(other[blocks.long(), 1], latents.pool[blocks.long(), 1])

@@ -12,6 +12,23 @@ from inferc.passes.partition import Ranks, partition
 PROMPTS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 6)]
 
 
+@pytest.mark.parametrize("ranks", [Ranks(tp=2), Ranks(pp=2)], ids=["tp", "pp"])
+def test_ranks_store_their_heads_in_int8(ranks: Ranks) -> None:
+    """Rows are rounded head by head, so ranks round as the whole does but for ties of another order of additions."""
+    model = Model(random_module("llama"))
+    config = replace(CONFIG, kv_dtype="int8")
+    plain = run(partition(model.prepared, CONFIG, Ranks()), model.reader, PROMPTS, 16)
+    whole = run(partition(model.prepared, config, Ranks()), model.reader, PROMPTS, 16)
+    made = partition(model.prepared, config, ranks)
+    for found, expected, unrounded in zip(run(made, model.reader, PROMPTS, 16), whole, plain, strict=True):
+        rounding = (expected - unrounded).pow(2).mean().sqrt()
+        assert 1e-5 < rounding / unrounded.pow(2).mean().sqrt() < 0.05
+        assert (found - expected).pow(2).mean().sqrt() < 0.2 * rounding
+    bytes_per_token = [sum(group.bytes_per_token for group in each.program.kv_groups) for each in made]
+    (alone,) = (each.program.kv_groups for each in partition(model.prepared, config, Ranks()))
+    assert sum(bytes_per_token) == sum(group.bytes_per_token for group in alone)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "w8a8"])
 @pytest.mark.parametrize(
     ("family", "fields", "ranks"),
