@@ -201,10 +201,10 @@ def _kv_layout(program: Program) -> dict[str, Any]:
     int8 = any(group.dtype == torch.int8 for group in program.kv_groups)
     return {
         "block_size": program.block_size,
-        "k": "[layer][kv_head][block_size/16][head_dim/unit][16][unit]",
-        "v": "[layer][kv_head][block_size][head_dim]",
-        "latent": "[layer][block_size][head_dim]",
-        "order": "block, layer, k before v",
+        "k": "[block_size/16][head_dim/unit][16][unit]",
+        "v": "[block_size][head_dim]",
+        "latent": "[block_size][head_dim]",
+        "order": "block, layer, kv head, k before v",
         "units": [KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
         **({"scales": "of int8: [16] float32 behind every 16 tokens of k, v and latent"} if int8 else {}),
     }

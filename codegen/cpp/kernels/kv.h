@@ -1,7 +1,8 @@
 // Rope and the paged K,V pool.
-// A block holds every layer of its group; in a layer first K, then V, each of a head's tokens in pieces of 16. A piece of
-// K is a panel like a weight's, [head_dim / unit][16 tokens][unit], so that q @ K.T is the same multiplication; one of V
-// is rows, [16 tokens][head_dim]. What is stored in int8 has its 16 tokens' float32 scales at the end of the piece.
+// A block holds every layer of its group, in a layer every head, of a head first K, then V, its tokens in pieces of 16:
+// attention reads both, and the longer it reads on in one place, the faster. A piece of K is a panel like a weight's,
+// [head_dim / unit][16 tokens][unit], so that q @ K.T is the same multiplication; one of V is rows, [16 tokens][head_dim].
+// What is stored in int8 has its 16 tokens' float32 scales at the end of the piece.
 #pragma once
 #include <type_traits>
 
@@ -37,11 +38,11 @@ struct Cache {
   S* data;
   i64 layers, layer, block_size, heads, dim;
 
-  INLINE i64 part_size() const { return heads * block_size * row_size<S>(dim); }
-  INLINE S* part(i64 block, int which) const { return data + ((block * layers + layer) * 2 + which) * part_size(); }
+  // Of K or of V of one head.
+  INLINE i64 part_size() const { return block_size * row_size<S>(dim); }
   // The piece of the 16 tokens from `offset` (a multiple of 16) on.
   INLINE S* keys(i64 block, i64 head, i64 offset) const {
-    return part(block, 0) + (head * block_size + offset) * row_size<S>(dim);
+    return data + ((block * layers + layer) * heads + head) * 2 * part_size() + offset * row_size<S>(dim);
   }
   INLINE S* values(i64 block, i64 head, i64 offset) const { return keys(block, head, offset) + part_size(); }
   INLINE Place<S> key(i64 slot, i64 head) const {
