@@ -368,7 +368,7 @@ def _outside(values: NDArray[Any], limit: int) -> bool:
 def _allocate(what: str, size: int, option: str, poison: bool) -> NDArray[np.uint8]:
     """Zeroed pages, huge ones where the kernel has them. Raises ConfigError naming the option to lower."""
     try:
-        memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+        memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
         free = available_memory_bytes() / 1e9
         raise ConfigError(f"{what} takes {size / 1e9:.1f} GB, and {free:.1f} GB are free; lower {option}") from None
