@@ -2,6 +2,8 @@
 // For one kv head the query rows are (token, head of the group): rows of a small matrix multiplication. Keys go in
 // tiles of 64 at absolute positions; splits of 512 keys are finished on their own and merged ascending. A fully masked
 // tile changes no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps.
+// Probabilities are rounded to T before they meet the values, whose products then go as those of a weight do; what they
+// are divided by is the sum of them as they were.
 // K and V in int8 are multiplied as the integers they are, widened; a key's score is then multiplied by its scale, and a
 // probability by that of its value.
 // Source: Dao 2023, arXiv:2307.08691 (tiling); Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
@@ -37,7 +39,7 @@ struct Attention {
 
   static constexpr bool latent = C::latent;
   static constexpr bool widens = !std::is_same_v<T, S>;
-  static constexpr bool tiled = AMX && std::is_same_v<T, bf16>;  // q @ K.T is on tiles
+  static constexpr bool tiled = AMX && std::is_same_v<T, bf16>;  // the products are on tiles
   INLINE i64 group() const { return num_heads / cache.heads; }
   // The query heads of one kv head go in parts of at most QUERY_ROWS.
   INLINE i64 parts() const { return (group() + QUERY_ROWS - 1) / QUERY_ROWS; }
@@ -182,25 +184,29 @@ INLINE void score_tile(const Attention<T, C>& a, const Tile<typename C::Stored>&
   else score_panels(panels, in_place ? next : nullptr, rows, row_of, tile.dim, scores);
 }
 
-// One row of scores -> probabilities, times the values' scales; keys outside [low, high) of the tile are masked. Returns
-// the factor that what was summed before must be multiplied by.
-template <class S>
-INLINE float softmax_row(const Tile<S>& tile, float* scores, i64 low, i64 high, float scale, float softcap, float& top,
-                         float& total) {
+// One row of scores -> probabilities in T, times the values' scales; keys outside [low, high) of the tile are masked.
+// Returns the factor that what was summed before must be multiplied by.
+template <class T, class S>
+INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, float scale, float softcap, float& top,
+                         float& total, T* probabilities) {
+  const bool masked = low > 0 || high < KEY_TILE;
+  auto seen = [&](Vec x, int p, Vec other) {
+    return masked ? keep(x, int(low) - p * LANES, int(high) - p * LANES, other) : x;
+  };
   Vec s[4], tile_top = set1(MINUS_INF);
 #pragma GCC unroll 4
   for (int p = 0; p < 4; ++p) {
     s[p] = mul(tile.by_scales(load(scores + p * LANES), tile.keys[p]), set1(scale));
     if (softcap != 0.0f) s[p] = mul(tanh(div(s[p], set1(softcap))), set1(softcap));
-    s[p] = keep(s[p], int(low) - p * LANES, int(high) - p * LANES, set1(MINUS_INF));
+    s[p] = seen(s[p], p, set1(MINUS_INF));
     tile_top = max(tile_top, s[p]);
   }
   float new_top = fmaxf(top, maximum(tile_top));
   float base = new_top == MINUS_INF ? 0.0f : new_top;
 #pragma GCC unroll 4
   for (int p = 0; p < 4; ++p) {
-    s[p] = keep(exp(sub(s[p], set1(base))), int(low) - p * LANES, int(high) - p * LANES, zero());
-    store(scores + p * LANES, tile.by_scales(s[p], tile.values[p]));
+    s[p] = seen(exp(sub(s[p], set1(base))), p, zero());
+    store(probabilities + p * LANES, seen(tile.by_scales(s[p], tile.values[p]), p, zero()));
   }
   float factor = new_top == top ? 1.0f : exp(top - base);
   total = total * factor + sum(add(add(s[0], s[1]), add(s[2], s[3])));
@@ -208,58 +214,131 @@ INLINE float softmax_row(const Tile<S>& tile, float* scores, i64 low, i64 high, 
   return factor;
 }
 
-// acc[m] = acc[m] * factor[m] + sum over keys [first, keys) of probability * value, for P vectors of columns. The next
-// tile's values are fetched meanwhile, of each piece the stretch that is these columns' share.
-template <class S, int M, int P>
-__attribute__((noinline)) void weigh_columns(const float* scores, const Tile<S>& tile, i64 first, i64 keys, i64 dim,
+// The rows of a tile's values that one step of k takes, from `key` on; zeros for those outside [first, end): they may lie
+// in block 0, where anything is, and 0 * NaN is NaN.
+template <class T, class S>
+struct ValueRows {
+  const S* rows[Dot<T>::unit];
+
+  INLINE ValueRows(const Tile<S>& tile, i64 key, i64 first, i64 end) {
+    static constexpr S nothing[MAX_HEAD_DIM] = {};
+    for (i64 u = 0; u < Dot<T>::unit; ++u) {
+      const i64 at = key + u;
+      rows[u] = at >= first && at < end ? tile.values[at / 16] + at % 16 * tile.dim : nothing;
+    }
+  }
+};
+
+// Fetches of the next tile's values the share of columns [column, column + width) of the keys that go into one step.
+template <class T, class S>
+INLINE void fetch_values(const Tile<S>& tile, i64 key, i64 column, i64 width) {
+  constexpr i64 unit = Dot<T>::unit;
+  const char* next = reinterpret_cast<const char*>(tile.next_values[key / 16] + column * 16 + key % 16 * width);
+  for (i64 at = 0; at < unit * width * i64(sizeof(S)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+}
+
+// A tile's values as panels over its keys, [dim / 16][64 / unit][16][unit] in T.
+template <class T, class S>
+INLINE void pack_values(const Tile<S>& tile, i64 first, i64 end, i64 dim, T* panels) {
+  for (i64 key = 0; key < KEY_TILE; key += Dot<T>::unit) {
+    const ValueRows<T, S> from(tile, key, first, end);
+    fetch_values<T>(tile, key, 0, dim);
+    for (i64 d = 0; d < dim; d += LANES) Dot<T>::put(panels + d * KEY_TILE + key * LANES, Dot<T>::right(from.rows, d));
+  }
+}
+
+// As `weigh_packed`, for so few rows that the values are put together in registers: M rows, P vectors of columns.
+template <class T, class S, int M, int P>
+__attribute__((noinline)) void weigh_columns(const T* probabilities, const Tile<S>& tile, i64 first, i64 end, i64 dim,
                                              i64 column, const float* factor, float* acc) {
+  using D = Dot<T>;
   Vec sums[M][P];
 #pragma GCC unroll 32
   for (int i = 0; i < M * P; ++i)
     sums[i / P][i % P] = mul(load(acc + i / P * dim + column + i % P * LANES), set1(factor[i / P]));
-  for (i64 key = first; key < keys; ++key) {
-    const S* row = tile.values[key / 16] + key % 16 * tile.dim + column;
-    const char* next = reinterpret_cast<const char*>(tile.next_values[key / 16] + column * 16 + key % 16 * P * LANES);
-    for (i64 at = 0; at < P * LANES * i64(sizeof(S)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
-    Vec value[P];
+  for (i64 key = 0; key < KEY_TILE; key += D::unit) {
+    const ValueRows<T, S> from(tile, key, first, end);
+    fetch_values<T>(tile, key, column, P * LANES);
+    typename D::B right[P];
 #pragma GCC unroll 16
-    for (int p = 0; p < P; ++p) value[p] = load(row + p * LANES);
+    for (int p = 0; p < P; ++p) right[p] = D::right(from.rows, column + p * LANES);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      Vec weight = set1(scores[m * KEY_TILE + key]);
+      const typename D::A left = D::left(probabilities + m * KEY_TILE + key);
 #pragma GCC unroll 16
-      for (int p = 0; p < P; ++p) sums[m][p] = fma(weight, value[p], sums[m][p]);
+      for (int p = 0; p < P; ++p) sums[m][p] = D::step(sums[m][p], left, right[p]);
     }
   }
 #pragma GCC unroll 32
   for (int i = 0; i < M * P; ++i) store(acc + i / P * dim + column + i % P * LANES, sums[i / P][i % P]);
 }
 
-template <class S, int M>
-INLINE void weigh_rows(const float* scores, const Tile<S>& tile, i64 first, i64 keys, i64 dim, const float* factor,
-                       float* acc) {
+template <class T, class S, int M>
+INLINE void weigh_few(const T* probabilities, const Tile<S>& tile, i64 first, i64 end, i64 dim, const float* factor,
+                      float* acc) {
   constexpr int P = TILE_PANELS > 1 ? TILE_PANELS : M <= 2 ? 2 : 1;
   i64 column = 0;
   for (; column + P * LANES <= dim; column += P * LANES)
-    weigh_columns<S, M, P>(scores, tile, first, keys, dim, column, factor, acc);
+    weigh_columns<T, S, M, P>(probabilities, tile, first, end, dim, column, factor, acc);
   if constexpr (P > 1)
     for (; column < dim; column += LANES)
-      weigh_columns<S, M, 1>(scores, tile, first, keys, dim, column, factor, acc);
+      weigh_columns<T, S, M, 1>(probabilities, tile, first, end, dim, column, factor, acc);
 }
 
-template <class S>
-INLINE void weigh_tile(const float* scores, const Tile<S>& tile, i64 first, i64 keys, i64 rows, i64 dim,
-                       const float* factor, float* acc) {
-  row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
-#define ROWS(M) \
-  case M: return weigh_rows<S, M>(scores + row * KEY_TILE, tile, first, keys, dim, factor + row, acc + row * dim);
-    if constexpr (TILE_ROWS == 6) {
-      switch (height) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
-    } else {
-      switch (height) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) }
+// The same of packed values.
+template <class T, class C>
+INLINE void weigh_packed(const Attention<T, C>& a, const T* probabilities, const T* values, i64 rows, const float* factor,
+                         float* acc) {
+  const i64 dim = a.v_dim();
+  constexpr i64 panel = KEY_TILE * LANES;
+  for (i64 r = 0; r < rows; ++r) {
+    if (factor[r] == 1.0f) continue;
+    for (i64 d = 0; d < dim; d += LANES) store(acc + r * dim + d, mul(load(acc + r * dim + d), set1(factor[r])));
+  }
+  if constexpr (a.tiled) {
+    constexpr i64 high = 2 * TILE_HEIGHT, line = KEY_TILE * i64(sizeof(T));
+    for (i64 row = 0; row < rows; row += high) {
+      const char* first = reinterpret_cast<const char*>(probabilities + row * KEY_TILE);
+      const RowTiles left{first, first + TILE_HEIGHT * line, line, TILE_LINE};
+      for (i64 d = 0; d < dim; d += 2 * LANES) {
+        const T* panels[2] = {values + d * KEY_TILE, values + d * KEY_TILE + panel};
+        tile_product<T>(rows - row < high ? rows - row : high, left, (dim - d) / LANES, panels, panels, nullptr, KEY_TILE,
+                        acc + row * dim + d, dim, false);
+      }
     }
-#undef ROWS
+    return;
+  }
+  row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
+    const T *left[TILE_ROWS], *panels[TILE_PANELS];
+    for (i64 m = 0; m < height; ++m) left[m] = probabilities + (row + m) * KEY_TILE;
+    i64 d = 0;
+    auto columns = [&]<int P>(std::integral_constant<int, P>) {
+      for (; d + P * LANES <= dim; d += P * LANES) {
+        for (int p = 0; p < P; ++p) panels[p] = values + d * KEY_TILE + p * panel;
+        multiply<T, P>(height, left, panels, nullptr, KEY_TILE, acc + row * dim + d, dim, false);
+      }
+    };
+    columns(std::integral_constant<int, TILE_PANELS>());
+    columns(std::integral_constant<int, 1>());
   });
+}
+
+// acc [rows, dim] = acc * factor [rows] + probabilities [rows][64] @ the tile's values from `first` to `end`, of which
+// `packed` is room for a copy. Few rows read the values once, where they lie; the additions are the same.
+template <class T, class C>
+INLINE void weigh_tile(const Attention<T, C>& a, const T* probabilities, const Tile<typename C::Stored>& tile, i64 first,
+                       i64 end, i64 rows, const float* factor, T* packed, float* acc) {
+  using S = typename C::Stored;
+#define ROWS(M) \
+  case M: return weigh_few<T, S, M>(probabilities, tile, first, end, a.v_dim(), factor, acc);
+  if constexpr (!a.tiled) {
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) }
+    if constexpr (NARROW_ROWS == 6)
+      switch (rows) { ROWS(5) ROWS(6) }
+  }
+#undef ROWS
+  pack_values(tile, first, end, a.v_dim(), packed);
+  weigh_packed(a, probabilities, packed, rows, factor, acc);
 }
 
 // One split of 512 keys for the rows of a piece: state starts empty.
@@ -272,6 +351,7 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State
   i64 key_end = first_new + piece.end, key_begin = a.first_key(first_new + piece.begin);
   const i32* blocks = a.block_table + piece.seq * a.max_blocks;
   alignas(64) float scores[QUERY_ROWS * KEY_TILE], factor[QUERY_ROWS];
+  alignas(64) T probabilities[QUERY_ROWS * KEY_TILE], packed_values[KEY_TILE * MAX_HEAD_DIM];
   alignas(64) T wide[a.latent ? KEY_TILE * MAX_LATENT_DIM : a.widens ? KEY_TILE * MAX_HEAD_DIM : 1];
   alignas(64) T packed[a.tiled ? QUERY_ROWS * (a.latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
   if constexpr (a.tiled) pack_rows(row_of, 0, rows, 0, a.dim(), TILE_K<T>, packed);
@@ -294,12 +374,9 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State
     for (i64 r = 0; r < rows; ++r) {
       i64 position = first_new + piece.begin + r / heads;
       factor[r] = softmax_row(tile, scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale,
-                              a.softcap, state.high[r], state.total[r]);
+                              a.softcap, state.high[r], state.total[r], probabilities + r * KEY_TILE);
     }
-    // Keys that no row sees may lie in block 0, where anything is: their scores are masked above, and their values are
-    // left out here, since 0 * NaN is NaN. A key that some row sees adds 0 * a number to the others, which moves no bit.
-    i64 first = key_begin > key ? key_begin - key : 0, seen = key_end - key < KEY_TILE ? key_end - key : KEY_TILE;
-    weigh_tile(scores, tile, first, seen, rows, dim, factor, state.acc);
+    weigh_tile(a, probabilities, tile, key_begin - key, key_end - key, rows, factor, packed_values, state.acc);
   }
 }
 

@@ -354,6 +354,21 @@ INLINE void pairs_of(IVec line, IVec& first, IVec& second) {
 }
 #endif
 
+// Two rows of bf16, or of int8 as bf16, as the pairs of a line.
+INLINE IVec line_of(const i8* first, const i8* second) {
+  return bits_or(zeros_right_by<16>(bits_of(load(first))), bits_of(load(second)));
+}
+#ifdef __AVX512F__
+INLINE IVec line_of(const bf16* first, const bf16* second) {
+  auto wide = [](const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); };
+  return {_mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16))};
+}
+#else
+INLINE IVec line_of(const bf16* first, const bf16* second) {
+  return bits_or(zeros_right_by<16>(bits_of(load(first))), bits_of(load(second)));
+}
+#endif
+
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
 // A sum starts at what `start` gives, from memory unless `fresh`; offset(row, k) is what that needs to know of the row.
 template <class T>
@@ -375,6 +390,9 @@ struct Dot<float> : FloatSums {
   static INLINE A left(const float* p) { return set1(*p); }
   static INLINE A left_tail(const float* p, i64) { return left(p); }
   static INLINE B right(const float* p) { return load(p); }
+  template <class S>  // from its `unit` rows
+  static INLINE B right(const S* const* rows, i64 at) { return load(rows[0] + at); }
+  static INLINE void put(float* line, B b) { store(line, b); }
   static INLINE Vec step(Vec acc, A a, B b) { return fma(a, b, acc); }
   // The same with k step S of an int8 line, [16][4].
   template <int S>
@@ -396,6 +414,9 @@ struct Dot<bf16> : FloatSums {
   static INLINE A left(const bf16* p) { return _mm512_set1_epi32(int(pair(p))); }
   static INLINE A left_tail(const bf16* p, i64) { return _mm512_set1_epi32(int(p->bits)); }
   static INLINE B right(const bf16* p) { return _mm512_loadu_si512(p); }
+  template <class S>
+  static INLINE B right(const S* const* rows, i64 at) { return line_of(rows[0] + at, rows[1] + at).v; }
+  static INLINE void put(bf16* line, B b) { _mm512_storeu_si512(line, b); }
   static INLINE Vec step(Vec acc, A a, B b) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)b, (__m512bh)a)}; }
   template <int S>
   static INLINE Vec int8_step(Vec acc, A a, IVec line) {
@@ -424,6 +445,12 @@ struct Dot<bf16> : FloatSums {
     const __m256i* q = reinterpret_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
   }
+  template <class S>
+  static INLINE B right(const S* const* rows, i64 at) {
+    const IVec line = line_of(rows[0] + at, rows[1] + at);
+    return {line.l, line.h};
+  }
+  static INLINE void put(bf16* line, B b) { store(static_cast<void*>(line), IVec{b.l, b.h}); }
   static INLINE __m256 half(__m256 acc, const A& a, __m256i b) {
     __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
     __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32(int(0xffff0000u))));
@@ -517,5 +544,6 @@ INLINE void widen_line(const i8* line, bf16* out) {
   store(static_cast<void*>(out), first);
   store(static_cast<void*>(out + 32), second);
 }
+
 
 }  // namespace inferc
