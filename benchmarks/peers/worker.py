@@ -3,8 +3,9 @@
     cd benchmarks; python -m peers.worker ENGINE MODEL --format bfloat16 --threads 2 --cases '{"decode": [1, 128, 64]}'
 
 A case is [requests, input_len, output_len]: all requests are there at the start, their prompts are random ids, and every
-one gives output_len tokens. A run warms up, the next one counts (of one request alone: the median of three). This file
-and the engines run in the peers' environments: they need numpy and the engine, not inferc.
+one gives output_len tokens; with a fourth element, true, a neighbour keeps one of the cores busy meanwhile. A run warms up,
+the next one counts (of one request alone: the median of three). This file and the engines run in the peers' environments:
+they need numpy and the engine, not inferc.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import resource
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +66,19 @@ def measure(engine: Engine, requests: int, input_len: int, output_len: int) -> d
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """Another process computes on the last of the cores allowed, without end."""
+    core = max(os.sched_getaffinity(0))
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin]) as process:
+        try:
+            time.sleep(0.2)
+            yield
+        finally:
+            process.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", help="a module of engines/")
@@ -74,12 +92,15 @@ def main() -> None:
     cases: dict[str, list[int]] = options.cases
     module: Any = importlib.import_module(f"peers.engines.{options.engine}_engine")
     max_requests = max(case[0] for case in cases.values())
-    max_len = max(sum(case[1:]) for case in cases.values())
+    max_len = max(sum(case[1:3]) for case in cases.values())
     start = time.perf_counter()
     engine: Engine = module.load(options.model, options.format, options.threads, max_requests, max_len)
     engine.run(random_prompts(9, 1, 4, engine.vocab_size), 1)
     load_seconds = time.perf_counter() - start
-    result = {name: measure(engine, *case) for name, case in cases.items()}
+    result = {}
+    for name, case in cases.items():
+        with neighbour() if case[3:] == [True] else nullcontext():
+            result[name] = measure(engine, *case[:3])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(json.dumps({"load_seconds": load_seconds, "peak_rss_gb": peak, "cases": result}), flush=True)
     sys.stdout.close()
