@@ -1,9 +1,11 @@
 """Speed of the CPU kernels beside what the memory gives in the same run.
 
-    python benchmarks/kernels_cpu.py [--threads N] [--isa amx|avx512|avx2] [--seconds S] [--only bf16 … | --attention] [--json]
+    python benchmarks/kernels_cpu.py [--threads N] [--isa amx|avx512|avx2] [--seconds S] [--only bf16 …]
+                                    [--experts] [--attention] [--json]
 
 Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
-bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds.
+bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds. A layer of experts is
+measured in turn with the probe: `of_probe` is its bandwidth as a share of what the probe had just before, in the median.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from inferc.codegen.cpp.emit import HEADERS
 from inferc.config import available_cores
 from inferc.runtime.abi import choose_isa
 
-SOURCE = """
+SOURCE = r"""
 #include "attention.h"
 #include "int4.h"
+#include "moe.h"
 using namespace inferc;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT void* bench_open(int count) { return open_pool(count); }
@@ -86,6 +89,46 @@ EXPORT void bench_linear_w4a8(void* pool, const void* x, i64 rows, const void* w
   };
   parallel(pool, region);
 }
+// One layer after the other, each with its own experts: gate_up and then down of all, integers in front of the scales of
+// four bits. `scale` serves all other scales and weights.
+template <class W, class X>
+void bench_experts(void* pool, const void* x, const i32* ids, const float* scale, i64 rows, i64 top_k, i64 layers,
+                   const char* w, i64 experts, i64 hidden, i64 inter, void* out, char* work) {
+  using Matrix = ExpertMatrix<bf16, W>;
+  auto region = [&](Team& t) {
+    const char* at = w;
+    auto next = [&](i64 n, i64 k) {
+      Matrix made{reinterpret_cast<const W*>(at), nullptr, n, k};
+      const i64 count = experts * n * k;
+      if constexpr (std::is_same_v<W, u8>) {
+        made.scale = reinterpret_cast<const u16*>(at + count / 2);
+        made.group = 32;
+        at += count / 2 + count / 16;
+      } else {
+        if constexpr (std::is_same_v<W, i8>) made.scale = scale;
+        at += count * i64(sizeof(W));
+      }
+      return made;
+    };
+    for (i64 layer = 0; layer < layers; ++layer) {
+      const Matrix gate_up = next(2 * inter, hidden), down = next(hidden, inter);
+      moe_experts(t, Experts<bf16, W, X>{{static_cast<const X*>(x), hidden}, {scale, 0}, {ids + layer * rows * top_k, top_k},
+                                         {scale, top_k}, gate_up, down, SILU, 1.0f, 0.0f, false, rows, top_k, experts, hidden,
+                                         inter, {static_cast<bf16*>(out), hidden}, work});
+      t.barrier();
+    }
+  };
+  parallel(pool, region);
+}
+#define BENCH_EXPERTS(NAME, W, X) \
+  EXPORT void bench_experts_##NAME(void* pool, const void* x, const i32* ids, const float* scale, i64 rows, i64 top_k, \
+                                   i64 layers, const char* w, i64 experts, i64 hidden, i64 inter, void* out, char* work) { \
+    bench_experts<W, X>(pool, x, ids, scale, rows, top_k, layers, w, experts, hidden, inter, out, work); \
+  }
+BENCH_EXPERTS(bf16, bf16, bf16)
+BENCH_EXPERTS(int8, i8, bf16)
+BENCH_EXPERTS(w8a8, i8, i8)
+BENCH_EXPERTS(w4a8, u8, i8)
 template <class S>
 void bench_attention(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
                      i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
@@ -104,10 +147,13 @@ EXPORT void bench_attention_int8(void* pool, const void* q, void* out, void* cac
   bench_attention<i8>(pool, q, out, cache, kv_heads, dim, table, max_blocks, starts, lengths, seqs, heads);
 }
 """
-POOL_BYTES = 1 << 29  # rotates through this much
+POOL_BYTES = 1 << 30  # rotates through this much
 SHAPES = ((3072, 1024), (1024, 3072), (4096, 4096))  # n, k
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 + 2 / 32}  # of an element
+EXPERTS = (2048, 768, 64, 8)  # hidden, intermediate, experts, top_k: a layer of Qwen3-MoE's kind
+EXPERT_WEIGHTS = ("bf16", "int8", "w8a8", "w4a8")
+EXPERT_ROWS = (1, 2, 4, 8)
 # (sequences, tokens each brings, context): decode and prefill of heads of 128 on 8 KV heads
 ATTENTION = ((1, 1, 4096), (1, 1, 16384), (8, 1, 2048), (1, 512, 512), (1, 512, 4096))
 CACHED_BYTES = {"bf16": 2 * 128, "int8": 128 + 4}  # of a head of K or of V of a token
@@ -143,6 +189,12 @@ class Bench:
             *(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else ctypes.c_int64(a) for a in args),
         )
 
+    def rate(self, num_bytes: int, name: str, *args: Any) -> float:
+        """Bytes a second of one call."""
+        start = time.perf_counter()
+        self.call(name, *args)
+        return num_bytes / (time.perf_counter() - start)
+
     def read(self) -> dict[str, Any]:
         sink, size = np.zeros(self.threads, np.float32), POOL_BYTES // 4
         seconds = self.best(lambda _: self.call("bench_read", self.memory, size, sink))
@@ -160,6 +212,40 @@ class Bench:
         seconds = self.best(call)
         rates = {"gb_per_s": size / seconds / 1e9, "gflop_per_s": 2 * rows * n * k / seconds / 1e9}
         return {"kernel": f"linear {dtype}", "shape": f"{rows} x {n} x {k}", **rates}
+
+    def experts(self, dtype: str, rows: int) -> dict[str, Any]:
+        """A decode step of `rows` sequences through as many layers as the memory holds."""
+        hidden, inter, experts, top_k = EXPERTS
+        of_one = int(3 * hidden * inter * WEIGHT_BYTES[dtype])
+        layers = POOL_BYTES // (experts * of_one)
+        source = np.random.default_rng(0)
+        # A sequence alone takes the experts in turn, so that none is read again soon; several choose at random.
+        orders = [source.permutation(experts) for _ in range(layers)]
+        steps = []
+        for step in range(16):
+            taken = np.arange(step * top_k, (step + 1) * top_k) % experts
+            chosen = [
+                order[taken][None] if rows == 1 else [source.permutation(experts)[:top_k] for _ in range(rows)]
+                for order in orders
+            ]
+            steps.append(np.array(chosen, np.int32))
+        touched = [sum(len(np.unique(layer)) for layer in step) for step in steps]
+        x, out, work = (np.zeros(size, np.uint8) for size in (rows * hidden * 4, rows * hidden * 4, 16 << 20))
+        scale, sink = np.ones(experts * 3 * hidden, np.float32), np.zeros(self.threads, np.float32)
+        places = POOL_BYTES // (max(touched) * of_one)
+        shares: list[float] = []
+        rates: list[float] = []
+        begin = time.perf_counter()
+        while len(shares) < 5 or time.perf_counter() - begin < self.seconds:
+            ids, num_bytes = steps[len(shares) % 16], touched[len(shares) % 16] * of_one
+            place = self.memory[len(shares) % places * num_bytes :]
+            probe = self.rate(num_bytes, "bench_read", place, num_bytes // 4, sink)
+            args = (x, ids, scale, rows, top_k, layers, self.memory, experts, hidden, inter, out, work)
+            rates.append(self.rate(num_bytes, f"bench_experts_{dtype}", *args))
+            shares.append(rates[-1] / probe)
+        shape = f"{rows} rows, {sum(touched) / 16 / layers:.1f} of {experts}"
+        share = {"of_probe": float(np.median(shares))}
+        return {"kernel": f"experts {dtype}", "shape": shape, "gb_per_s": max(rates) / 1e9, **share}
 
     def attention(self, cached: str, heads: int, seqs: int, new: int, context: int) -> dict[str, Any]:
         kv_heads, dim = 8, 128
@@ -194,6 +280,7 @@ def main() -> None:
     parser.add_argument("--isa", default="auto", choices=("auto", *ISA_FLAGS))
     parser.add_argument("--seconds", type=float, default=0.5, help="per row")
     parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="products by these weights, and nothing else")
+    parser.add_argument("--experts", action="store_true", help="experts of a mixture, and nothing else")
     parser.add_argument("--attention", action="store_true", help="attention, and nothing else")
     parser.add_argument("--heads", type=int, default=16, help="of the queries, over 8 of K and V")
     parser.add_argument("--json", action="store_true")
@@ -201,11 +288,15 @@ def main() -> None:
     isa = choose_isa(args.isa, tuple(ISA_FLAGS))
     bench = Bench(isa, args.threads, args.seconds)
     rows = [bench.read()]
-    if not args.attention:
+    chosen = args.experts or args.attention
+    if args.only or not chosen:
         rows += [
             bench.linear(dtype, count, n, k) for dtype in args.only or WEIGHT_BYTES for n, k in SHAPES for count in ROWS
         ]
-    if not args.only:
+    everything = not (args.only or chosen)
+    if everything or args.experts:
+        rows += [bench.experts(dtype, count) for dtype in EXPERT_WEIGHTS for count in EXPERT_ROWS]
+    if everything or args.attention:
         rows += attention_rows(bench, args.heads)
     rows.append(bench.read())
     if args.json:
@@ -214,8 +305,9 @@ def main() -> None:
     print(f"isa {isa}, {args.threads} threads, best of each")
     for row in rows:
         flops = f"{row['gflop_per_s']:8.1f} GFLOP/s" if "gflop_per_s" in row else ""
-        time_ = f" {row['us']:9.0f} us" if "us" in row else ""
-        print(f"{row['kernel']:16} {row.get('shape', ''):34} {row['gb_per_s']:7.1f} GB/s {flops}{time_}")
+        time_ = f" {row['us']:9.1f} us" if "us" in row else ""
+        share = f"{row['of_probe']:8.2f} of the probe" if "of_probe" in row else ""
+        print(f"{row['kernel']:16} {row.get('shape', ''):34} {row['gb_per_s']:7.1f} GB/s {flops}{time_}{share}")
 
 
 if __name__ == "__main__":

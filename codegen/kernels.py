@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.ops import cached_head_dim
+from inferc.ops.quantize import int4_group
 from inferc.program import dtype_name, name_of, target_name
 
 DEVICES = ("cpu", "cuda", "reference")
@@ -178,14 +179,39 @@ def _latents_fit(node: fx.Node) -> str:
 
 def _experts_fit(node: fx.Node) -> str:
     """moe.h: at most 1024 experts, their inner rows in whole panels."""
-    if _dtype(node, "down") != _dtype(node, "x"):
-        return OTHER_CASE
-    return _int8_experts_fit(node)
+    num_experts, both, _ = _shape(node, "gate_up")
+    return _joined(
+        _at_most("num_experts", num_experts, 1024), _multiple("the experts' intermediate_size", both // 2, 16)
+    )
+
+
+def _float_experts_fit(node: fx.Node) -> str:
+    return _experts_fit(node) if _dtype(node, "down") == _dtype(node, "x") else OTHER_CASE
 
 
 def _int8_experts_fit(node: fx.Node) -> str:
-    num_experts, _, inter = _shape(node, "down")
-    return _joined(_at_most("num_experts", num_experts, 1024), _multiple("the experts' intermediate_size", inter, 16))
+    return OTHER_CASE if _dtype(node, "x") == torch.int8 else _experts_fit(node)
+
+
+def _w8a8_experts_fit(node: fx.Node) -> str:
+    if _dtype(node, "x") != torch.int8:
+        return OTHER_CASE
+    hidden, inter = _shape(node, "down")[1:]
+    return _joined(
+        _experts_fit(node),
+        _at_most("hidden_size", hidden, INT32_HOLDS),
+        _at_most("the experts' intermediate_size", inter, INT32_HOLDS),
+    )
+
+
+def _w4a8_experts_fit(node: fx.Node) -> str:
+    if _dtype(node, "x") != torch.int8:
+        return OTHER_CASE
+    groups = {
+        int4_group(*(argument(node, name).meta["val"] for name in (each, f"{each}_scale")))
+        for each in ("gate_up", "down")
+    }
+    return _joined(_experts_fit(node), *map(_group_of, sorted(groups)))
 
 
 def _ranks_fit(node: fx.Node) -> str:
@@ -193,9 +219,12 @@ def _ranks_fit(node: fx.Node) -> str:
     return _at_most("--ep", argument(node, "size"), 64)
 
 
+INT32_HOLDS = (2**31 - 1) // 127**2
+"""Products of at most 127 x 127 that a sum of Dot<i8> in simd.h may have."""
+
+
 def _int32_holds(node: fx.Node) -> str:
-    """Dot<i8> in simd.h: a sum of products of at most 127 x 127."""
-    return _at_most("in_features", _shape(node, "weight")[1], (2**31 - 1) // 127**2)
+    return _at_most("in_features", _shape(node, "weight")[1], INT32_HOLDS)
 
 
 def _routing_fits(node: fx.Node) -> str:
@@ -229,7 +258,10 @@ def _plain_lookup(node: fx.Node) -> str:
 
 
 def _group_fits(node: fx.Node) -> str:
-    group = argument(node, "group")
+    return _group_of(argument(node, "group"))
+
+
+def _group_of(group: int) -> str:
     return "" if group in (32, 64, 128) else f"weights in groups of {group}: expected 32, 64 or 128"
 
 
@@ -332,7 +364,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.silu_mul", "silu_mul", "gate", (), (), None),
     ("inferc.gelu_mul", "gelu_mul", "gate", (), (), None),
     ("inferc.moe_routing", "moe_routing", "router_logits", (), ("bias",), _routing_fits),
-    ("inferc.moe_experts", "moe_experts", "x", ("gate_up", "down"), _BIASES, _experts_fit),
+    ("inferc.moe_experts", "moe_experts", "x", ("gate_up", "down"), _BIASES, _float_experts_fit),
     ("inferc.lm_head", "lm_head", "weight", ("weight",), ("bias",), None),
     ("inferc.quantize_rows", "quantize_rows", "x", (), (), None),
     ("inferc.rms_norm_quantize", "rms_norm_quantize", "x", (), ("weight",), None),
@@ -361,7 +393,18 @@ _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx
     ("inferc.linear_int8", "linear_int8", ("weight",), ("scale", "bias"), None),
     ("inferc.linear_w8a8", "linear_w8a8", ("weight",), ("scale", "bias"), _int32_holds),
     ("inferc.moe_experts", "moe_experts_int8", ("gate_up", "down"), (*_BIASES, *_SCALES), _int8_experts_fit),
+    ("inferc.moe_experts", "moe_experts_w8a8", ("gate_up", "down"), (*_BIASES, *_SCALES), _w8a8_experts_fit),
 )
+# op, name, weights in four bits, their scales, what is not packed, condition
+_INT4_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str]], ...] = (
+    ("inferc.linear_w4a8", "linear_w4a8", ("weight",), ("scale",), ("bias",), _group_fits),
+    ("inferc.moe_experts", "moe_experts_w4a8", ("gate_up", "down"), _SCALES, _BIASES, _w4a8_experts_fit),
+)
+
+
+def _emits(op: str, name: str) -> str:
+    """All kernels of experts are one call with other types."""
+    return f"inferc.codegen.cpp.calls:{'moe_experts' if op == 'inferc.moe_experts' else name}"
 
 
 def _cpp_kernels() -> tuple[Kernel, ...]:
@@ -396,22 +439,26 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
             op,
             f"cpp.{name}.{dtype_name(dtype)}",
             _CppIntegers((*packed, *plain)[0], dtype, check),
-            f"inferc.codegen.cpp.calls:{'moe_experts' if op == 'inferc.moe_experts' else name}",
+            _emits(op, name),
             {**dict.fromkeys(packed, PANELS[torch.int8]), **dict.fromkeys(plain, None)},
         )
         for op, name, packed, plain, check in _INT8_ROWS
         for dtype in (torch.bfloat16, torch.float32)
     ]
-    int4_layouts = {"weight": PANELS[torch.int8], "scale": PANELS[torch.float32], "bias": None}
     kernels += [
         Kernel(
             "cpp",
-            "inferc.linear_w4a8",
-            f"cpp.linear_w4a8.{dtype_name(dtype)}",
-            _CppIntegers("weight", dtype, _group_fits, torch.uint8),
-            "inferc.codegen.cpp.calls:linear_w4a8",
-            int4_layouts,
+            op,
+            f"cpp.{name}.{dtype_name(dtype)}",
+            _CppIntegers(packed[0], dtype, check, torch.uint8),
+            _emits(op, name),
+            {
+                **dict.fromkeys(packed, PANELS[torch.int8]),
+                **dict.fromkeys(scales, PANELS[torch.float32]),
+                **dict.fromkeys(plain, None),
+            },
         )
+        for op, name, packed, scales, plain, check in _INT4_ROWS
         for dtype in (torch.bfloat16, torch.float32)
     ]
     kernels.append(Kernel("cpp", "aten.cat", "cpp.cat", _cat, "inferc.codegen.cpp.calls:cat"))
@@ -450,6 +497,7 @@ _COLLECTIVES = {
 _REFERENCE_OPS = sorted(
     {row[0] for row in (*_CPP_ROWS, *_CACHE_ROWS)}
     | {row[0] for row in _INT8_ROWS}
+    | {row[0] for row in _INT4_ROWS}
     | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
     | _COLLECTIVES
 )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
+from random_models import make_random_model
 
 from inferc.certify import Certifier
 from inferc.compiler import compile
@@ -13,6 +15,7 @@ from inferc.config import CompileConfig
 from inferc.errors import VerifyError
 from inferc.frontend.load import load
 from inferc.passes.quantize.schemes import KV_INT8, SCHEMES
+from inferc.runtime.artifact import inspect_artifact
 
 PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
 
@@ -51,6 +54,28 @@ def test_a_kv_cache_in_int8(scheme: str | None, tiny_llama_folder: Path, tmp_pat
         last = rows["quantize"]
         assert cached["kl"] < last["kl"] <= KV_INT8.max_kl + SCHEMES[scheme].max_kl
     assert rows["kernels"]["kl"] == pytest.approx(last["kl"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("gpt_oss", "int4"),
+        ("llama4_text", "w8a8"),
+        pytest.param("gpt_oss", "w8a8", marks=pytest.mark.slow),
+        pytest.param("llama4_text", "int4", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_with_biases_and_with_scaled_inputs(family: str, scheme: str, tmp_path: Path) -> None:
+    """The kernels compute what the references do. Routers of random weights tip, so the budget is no matter here."""
+    folder = make_random_model(family, tmp_path / "model", **FAMILIES[family].fields)
+    config = CompileConfig(certify="full", allow_drift=True, quantize=scheme)  # type: ignore[arg-type]
+    compile(folder, tmp_path / "out", config)
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_bytes())
+    rows = {row["name"]: row for row in certificate["rows"]}
+    assert rows["kernels"]["kl"] == pytest.approx(rows["quantize"]["kl"], rel=0.1)
+    assert rows["kernels"]["relative_error"] == pytest.approx(rows["quantize"]["relative_error"], rel=0.1)
+    kind = {"int4": "w4a8", "w8a8": "w8a8"}[scheme]
+    assert f"cpp.moe_experts_{kind}.float32" in {each["name"] for each in inspect_artifact(tmp_path / "out")["kernels"]}
 
 
 @pytest.fixture

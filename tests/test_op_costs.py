@@ -373,6 +373,23 @@ def test_experts_with_int8_weights() -> None:
     assert found.weights == (("experts:8:2:T", 64 * 32 + 32 * 32 + 4 * (64 + 32)),)
 
 
+def test_experts_in_four_bits() -> None:
+    b = Small()
+    ids, chosen = b.activation(2, dtype=torch.int32), b.activation(2, dtype=torch.float32)
+    stored = b.weight("gu", 8, 64, 48, dtype=torch.uint8), b.weight("down", 8, 96, 16, dtype=torch.uint8)
+    scales = b.weight("gu_s", 8, 64, 3, dtype=torch.float16), b.weight("down_s", 8, 96, 1, dtype=torch.float16)
+    rows = b.activation(96, dtype=torch.int8), b.activation(dtype=torch.float32)
+    call = (rows[0], ids, chosen, *stored, None, None, "silu", 1.0, 0.0, False, *scales, rows[1], torch.bfloat16)
+    found = b.cost(inferc.moe_experts.default, *call)
+    assert found == OpCost(
+        "inferc.moe_experts",
+        "int8",
+        weights=(("experts:8:2:T", 64 * 48 + 96 * 16 + 2 * (64 * 3 + 96)),),
+        activations=(("T", 96 + 4 + 8 + 8 + 2 * 96),),
+        flops=(("T", 2 * 2 * 3 * 32 * 96),),
+    )
+
+
 def test_quantizing_where_rows_are_normalised_moves_less() -> None:
     b = Small()
     x, norm = b.activation(64), b.weight("norm", 64)

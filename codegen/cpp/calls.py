@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import fx
 
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values
 from inferc.codegen.kernels import argument
 from inferc.errors import UnsupportedError
 from inferc.ops import cached_head_dim
+from inferc.ops.quantize import int4_group
 from inferc.program import name_of, target_name
 
 GROUPS = {"tp": 0, "ep": 1}  # as in inferc_abi.h
@@ -570,26 +570,43 @@ def moe_routing(node: fx.Node, values: Values) -> Call:
 def moe_experts(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")
+    x_scale = "{{}}" if b.arg("x_scale") is None else b.read("x_scale")[0]
     ids, choices = b.read("expert_ids")
     weights, _ = b.read("expert_weights")
-    out, _ = b.write()
-    experts, hidden, inter = b.arg("down").meta["val"].shape
-    stored = CPP_TYPES[b.arg("down").meta["val"].dtype]
-    types = operand.cpp_type if stored == operand.cpp_type else f"{operand.cpp_type}, {stored}"
+    out, result = b.write()
+    experts, both, _ = b.arg("gate_up").meta["val"].shape
+    hidden, inter = operand.width, both // 2
+    types = f"{result.cpp_type}, {CPP_TYPES[b.arg('down').meta['val'].dtype]}"
+    matrices = (_expert_matrix(b, "gate_up", types, both, hidden), _expert_matrix(b, "down", types, hidden, inter))
     _touch_scratch(b)
+    b.ahead = "Ahead{{}}"  # which experts were chosen is not known before
     fields = (
-        f"{x}, {ids}, {weights}, {b.weight('gate_up')}, {b.weight('down')}, {b.weight('gate_up_bias')}, "
-        f"{b.weight('down_bias')}, {b.arg('activation').upper()}, {cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, "
-        f"{_bool(b.arg('scale_input'))}, {operand.rows}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
+        f"{x}, {x_scale}, {ids}, {weights}, {', '.join(matrices)}, {b.arg('activation').upper()}, "
+        f"{cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, {_bool(b.arg('scale_input'))}, "
+        f"{operand.rows}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
     )
-    scales = "" if stored == operand.cpp_type else f", {b.weight('gate_up_scale')}, {b.weight('down_scale')}"
-    return b.done(f"moe_experts(t, Experts<{types}>{{{{{fields}{scales}}}}});")
+    return b.done(f"moe_experts(t, Experts<{types}, {operand.cpp_type}>{{{{{fields}}}}});")
+
+
+def _expert_matrix(b: Builder, name: str, types: str, n: int, k: int) -> str:
+    fields = f"{b.weight(name)}, {b.weight(f'{name}_bias')}, {n}, {k}"
+    scale = b.arg(f"{name}_scale")
+    if scale is not None:
+        fields += f", {b.weight(f'{name}_scale')}"
+        if scale.meta["val"].dim() == 3:
+            fields += f", {int4_group(b.arg(name).meta['val'], scale.meta['val'])}"
+    return f"ExpertMatrix<{types}>{{{{{fields}}}}}"
 
 
 def moe_work_bytes(node: fx.Node) -> tuple[int, int]:
     """Scratch of one moe_experts node: bytes per row, and besides (see ExpertWork in moe.h)."""
-    x: torch.Tensor = argument(node, "x").meta["val"]
-    experts, hidden, inter = (int(size) for size in argument(node, "down").meta["val"].shape)
+    size = node.meta["val"].dtype.itemsize
+    experts, both, _ = (int(size) for size in argument(node, "gate_up").meta["val"].shape)
+    hidden, inter = int(node.meta["val"].shape[1]), both // 2
     top_k = int(argument(node, "expert_ids").meta["val"].shape[1])
-    scaled = top_k * hidden * x.dtype.itemsize if argument(node, "scale_input") else 0
-    return top_k * inter * x.dtype.itemsize + scaled + hidden * 4 + top_k * 4, (experts + 1) * 4 + 5 * 64
+    of_choice = inter * size + 4
+    if argument(node, "x_scale") is not None:
+        of_choice += inter + 4
+    elif argument(node, "scale_input"):
+        of_choice += hidden * size
+    return top_k * of_choice + hidden * 4, (experts + 1) * 4 + 7 * 64

@@ -113,10 +113,14 @@ class _Run:
         self._replace(node, inferc.embedding_int8.default, args)
 
     def experts(self, node: fx.Node) -> None:
-        """Their rows stay as they are under every scheme: each expert would quantize its own few."""
+        """Their input is quantized once for all of them, here; the op does that with each activation."""
         args = dict(zip([each.name for each in node.target._schema.arguments], arguments(node)))  # type: ignore[union-attr]
+        quantized = self._int4_weight if self.scheme.group else self._weight
         for name in ("gate_up", "down"):
-            args[name], args[f"{name}_scale"] = self._weight(args[name], node)
+            args[name], args[f"{name}_scale"] = quantized(args[name], node)
+        if self.scheme.quantizes_rows:
+            args["dtype"] = args["x"].meta["val"].dtype
+            args["x"], args["x_scale"] = self._rows(args["x"], node)
         self._replace(node, inferc.moe_experts.default, tuple(args.values()))
 
     def _weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -90,11 +90,11 @@ def compile_model(
             "--quantize",
             metavar="SCHEME",
             help="Store weights as integers, rounded to nearest. int8: a scale for each output, half the bytes of"
-            " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections read become int8 too, with a"
-            " scale for each token: faster with many tokens, further from the model. int4, int4-g32, int4-g64,"
-            " int4-g128 (W4A8): projections in four bits with a scale for each 32 (int4), 64 or 128 of them, rows as"
-            " in w8a8, embedding, LM head and experts as in int8. Norms and routers stay in DTYPE, the KV cache is in"
-            " --kv-dtype (docs/quantization.md).",
+            " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections and experts read become int8 too,"
+            " with a scale for each token: faster with many tokens, further from the model. int4, int4-g32, int4-g64,"
+            " int4-g128 (W4A8): projections and experts in four bits with a scale for each 32 (int4), 64 or 128 of"
+            " them, rows as in w8a8, embedding and LM head as in int8. Norms and routers stay in DTYPE, the KV cache is"
+            " in --kv-dtype (docs/quantization.md).",
         ),
     ] = None,
     kv_dtype: Annotated[

@@ -355,12 +355,13 @@ def _moe_experts(call: Call) -> None:
     call.write()
     gate_up, down = call.value("gate_up"), call.value("down")
     num_experts, top_k = int(gate_up.shape[0]), int(call.value("expert_ids").shape[-1])
-    of_one = math.prod(gate_up.shape[1:]) + math.prod(down.shape[1:])
     rows = call.elements(call.value("expert_ids"))
     letter = next(iter(rows))
-    bytes_of_one = of_one * down.dtype.itemsize + sum(4 * int(call.value(name).shape[-1]) for name in scales)
+    stored = [call.value(name) for name in ("gate_up", "down", *scales)]
+    bytes_of_one = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in stored)
     call.weights = {f"experts:{num_experts}:{top_k}:{letter}": bytes_of_one}
-    call.flops = times(rows, 2 * of_one)
+    hidden, inter = int(down.shape[1]), int(gate_up.shape[1]) // 2
+    call.flops = times(rows, 2 * 3 * inter * hidden)
     call.dtype = call.value("x").dtype
 
 

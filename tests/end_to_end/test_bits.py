@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import make_random_model
@@ -26,15 +27,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "w8a8": {"quantize": "w8a8"},
     "kv-int8": {"kv_dtype": "int8"},
     "w8a8-kv-int8": {"quantize": "w8a8", "kv_dtype": "int8"},
+    "int4-experts": {"quantize": "int4"},
+    "w8a8-experts": {"quantize": "w8a8"},
 }
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "w8a8-experts")) for kind in OPTIONS]
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(scope="module", params=KINDS)
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3 has norms on q and k beside all that Llama has. Integers multiply rows in bfloat16, or in int8."""
     folder = tmp_path_factory.mktemp("bits")
-    options = OPTIONS[request.param]
-    make_random_model("qwen3", folder / "model", options.get("dtype", "bfloat16"))
+    options, family = OPTIONS[request.param], "qwen3_moe" if "experts" in request.param else "qwen3"
+    make_random_model(family, folder / "model", options.get("dtype", "bfloat16"), **FAMILIES[family].fields)
     compile(folder / "model", folder / "artifact", CompileConfig(certify="none", **options))
     return folder / "artifact"
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from families import FAMILIES
 from random_models import make_random_model
 from safetensors.torch import load_file, save_file
 
+import inferc
 from inferc.certify import run_kernels
 from inferc.compiler import compile
-from inferc.config import CompileConfig
+from inferc.config import CompileConfig, Quantize
 from inferc.runtime.artifact import inspect_artifact
 
 SHIPPED = Path(__file__).parents[2] / "examples/models"
 PROMPTS = [[(7 + 13 * i * i + length) % 300 for i in range(length)] for length in (5, 23, 70)]
 KEPT = ("norm", "mlp.gate.weight", "bias")
-FAMILIES = ("llama", "qwen3_moe", "gpt_neox")  # packed projections, experts, biases and a parallel residual
+MODELS = ("llama", "qwen3_moe", "gpt_neox")  # packed projections, experts, biases and a parallel residual
 
 
 def dequantized(folder: Path, out: Path) -> Path:
@@ -42,7 +44,7 @@ def logits_of(folder: Path, out: Path, **options: Any) -> torch.Tensor:
     return torch.cat(run_kernels(out, PROMPTS, num_greedy=8)[1])
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A float32 model, and the logits of the one with its dequantized weights."""
     folder = tmp_path_factory.mktemp("quantized")
@@ -52,6 +54,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def ops_of(artifact: Path) -> set[str]:
     return {kernel["op"] for kernel in inspect_artifact(artifact)["kernels"] if kernel["runs"]}
+
+
+def kernels_of(artifact: Path) -> set[str]:
+    return {kernel["name"] for kernel in inspect_artifact(artifact)["kernels"] if kernel["runs"]}
 
 
 def test_int8_is_the_model_with_its_dequantized_weights(model: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
@@ -82,6 +88,28 @@ def test_four_bits_are_near_the_model(family: str, tmp_path: Path) -> None:
         errors[scheme] = float((found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
         assert "inferc.linear_w4a8" in ops_of(tmp_path / scheme)
     assert 0.01 < errors["int4"] < 0.35, errors
+    if family == "qwen3_moe":
+        assert "cpp.moe_experts_w4a8.float32" in kernels_of(tmp_path / "int4")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["w8a8", "int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4-g64", "int4-g128"))],
+)
+def test_a_mixture_is_what_the_oracle_computes(scheme: Quantize, tmp_path: Path) -> None:
+    """The references' arithmetic: what differs are integers that a sum's last bit moves, a thousandth of what they round."""
+    folder = make_random_model("qwen3_moe", tmp_path / "model", **FAMILIES["qwen3_moe"].fields)
+
+    def log_probabilities(target: Literal["cpu", "reference"], quantize: Quantize | None) -> torch.Tensor:
+        out = tmp_path / f"{target}-{quantize}"
+        compile(folder, out, CompileConfig(target=target, certify="none", quantize=quantize))
+        with inferc.LLM(out) as llm:
+            return torch.tensor([value for ids in PROMPTS for value in llm.score(ids).logprobs])
+
+    expected = log_probabilities("reference", scheme)
+    rounding = (expected - log_probabilities("reference", None)).abs()
+    error = (log_probabilities("cpu", scheme) - expected).abs()
+    assert error.median() < 1e-3 * rounding.median() and error.max() < 0.1 * rounding.max()
 
 
 def shipped_nll(out: Path, **options: Any) -> float:

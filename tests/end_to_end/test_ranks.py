@@ -213,6 +213,21 @@ def test_quantized_ranks_are_held_to_their_schemes_budget(scheme: str, folder: P
     assert "routers" in shown
 
 
+@slow
+@pytest.mark.parametrize("scheme", ["w8a8", "int4"])
+def test_quantized_experts_of_ranks_are_held_to_their_schemes_budget(scheme: str, tmp_path: Path) -> None:
+    """Each rank quantizes its own experts, and the rows that reach it."""
+    sizes: dict[str, Any] = {"ep": 2, "quantize": scheme}
+    config = CompileConfig(dtype="float32", certify="full", **sizes)
+    summary = compile(EXAMPLES / "models" / "tiny-moe", tmp_path / "out", config)
+    assert summary.certificate is not None
+    assert summary.certificate["ok"]
+    assert "2 ranks" in summary.certificate["rows"][-1]["ran_by"]
+    kind = {"int4": "w4a8", "w8a8": "w8a8"}[scheme]
+    names = {kernel["name"] for kernel in inspect_artifact(tmp_path / "out")["kernels"] if kernel["runs"]}
+    assert f"cpp.moe_experts_{kind}.float32" in names
+
+
 def test_the_copy_that_is_certified_has_a_layer_for_each_stage(tmp_path: Path) -> None:
     """All layers are equal: one would hold every kind, and could not be cut."""
     folder = make_random_model("llama", tmp_path / "m", num_hidden_layers=4)

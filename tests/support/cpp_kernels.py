@@ -13,7 +13,10 @@ from torch import Tensor
 
 from inferc import weights as weight_lib
 from inferc.codegen.cpp.build import build
+from inferc.codegen.cpp.calls import moe_work_bytes
 from inferc.codegen.cpp.emit import HEADERS
+from inferc.ops.experts import ACTIVATIONS
+from inferc.ops.quantize import int4_group
 from inferc.runtime.abi import detect_isa
 
 UNIT = Path(__file__).parents[1] / "codegen" / "cpp" / "kernels_unit.cpp"
@@ -76,6 +79,47 @@ def _convert(arg: Any) -> Any:
 def packed(weight: Tensor) -> Tensor:
     """A weight in the layout that kernels read."""
     return weight_lib.LAYOUTS[LAYOUTS[weight.dtype]].pack(weight)
+
+
+def moe_experts(kernels: Kernels, **given: Any) -> Tensor:
+    """`inferc.moe_experts` by the kernel, of the op's arguments by name; scratch is as large as compiled code has it."""
+    op = torch.ops.inferc.moe_experts.default
+    values: dict[str, Any] = {each.name: given.get(each.name, each.default_value) for each in op._schema.arguments}
+    x, ids, scale = values["x"], values["expert_ids"], values["gate_up_scale"]
+    (experts, both, _), (rows, hidden), top_k = values["gate_up"].shape, x.shape, ids.shape[1]
+    dtype = values["dtype"] or x.dtype
+    out = torch.full((rows, hidden), float("nan"), dtype=dtype)
+    per_row, besides = moe_work_bytes(_node(op, values, out))
+    work = torch.full((per_row * rows + besides,), 255, dtype=torch.uint8)
+    group = 0 if scale is None or scale.dim() == 2 else int4_group(values["gate_up"], scale)
+    scales = [
+        None if each is None else weight_lib.LAYOUTS["panel16_k1"].pack(each) if group else each
+        for each in (scale, values["down_scale"])
+    ]
+    kernels.run(
+        *("test_moe_experts", dtype, x, values["x_scale"], ids, values["expert_weights"]),
+        *(packed(values["gate_up"]), packed(values["down"]), values["gate_up_bias"], values["down_bias"]),
+        *(*scales, group, ACTIVATIONS.index(values["activation"]), values["alpha"], values["limit"]),
+        *(values["scale_input"], rows, top_k, experts, hidden, both // 2, out, work),
+    )
+    return out
+
+
+def part_of(given: dict[str, Any], first: int, end: int) -> dict[str, Any]:
+    """Rows [first, end) of the tensors among arguments."""
+    return {name: each[first:end] if isinstance(each, Tensor) else each for name, each in given.items()}
+
+
+def _node(op: Any, values: dict[str, Any], out: Tensor) -> torch.fx.Node:
+    """A call of `op` as a program holds it, with the results' types."""
+    graph = torch.fx.Graph()
+    args = {name: graph.placeholder(name) if isinstance(each, Tensor) else each for name, each in values.items()}
+    for name, arg in args.items():
+        if isinstance(arg, torch.fx.Node):
+            arg.meta["val"] = values[name]
+    node = graph.call_function(op, kwargs=args)
+    node.meta["val"] = out
+    return node
 
 
 def assert_near(found: Tensor, expected: Tensor, factor: float = 1.0) -> None:

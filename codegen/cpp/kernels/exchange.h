@@ -29,13 +29,6 @@ struct Placement {
   }
 };
 
-template <class I>
-INLINE I* take(char*& at, i64 count) {
-  I* from = reinterpret_cast<I*>(at);
-  at += (count * i64(sizeof(I)) + 63) / 64 * 64;
-  return from;
-}
-
 // Choices of experts that other ranks hold become -1, those of this rank's its own numbers.
 inline void expert_choose(Team& team, const Step& s, Rows<const i32> ids, i64 rows, i64 top_k, Placement where, i32 group,
                           Rows<i32> out) {

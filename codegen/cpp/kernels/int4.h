@@ -20,7 +20,8 @@ struct Int4Panels {
 
 constexpr i64 FLUSH = 32;           // of k: as many products as 16 bits hold
 constexpr i64 INT4_BLOCK_ROWS = 192;  // that share one pass over a group of panels
-constexpr i64 INT4_BLOCK_K = 512;    // of k at a time; a multiple of every group
+constexpr i64 INT4_BLOCK_K = 512;    // of k at a time that is put as bytes; a multiple of every group
+constexpr i64 INT4_PREFETCH_BYTES = 6144;  // as one or two panels are read at a time
 
 #ifdef __AVX512VNNI__
 constexpr int INT4_ROWS = 6, INT4_TALL_ROWS = 12;
@@ -96,6 +97,14 @@ template <bool WIDE, int M, int P>
 __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* offsets, const u8* const* b,
                                          const u16* const* scales, i64 k, i64 group, float* sums, i64 stride, bool fresh) {
   constexpr i64 line_bytes = WIDE ? 128 : 64;
+  // Copies, which the stores to `sums` cannot change.
+  const i8* rows[M];
+  const i32* below[M];
+  const u8* panels[P];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) rows[m] = a[m], below[m] = offsets[m];
+#pragma GCC unroll 16
+  for (int p = 0; p < P; ++p) panels[p] = b[p];
   Vec total[M][P];
 #pragma GCC unroll 16
   for (int i = 0; i < M * P; ++i)
@@ -103,7 +112,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
   for (i64 g = 0; g * group < k; ++g) {
     Int4::Sum sum[M][P];
 #pragma GCC unroll 16
-    for (int i = 0; i < M * P; ++i) sum[i / P][i % P] = Int4::start(offsets[i / P][g]);
+    for (int i = 0; i < M * P; ++i) sum[i / P][i % P] = Int4::start(below[i / P][g]);
     const i64 end = (g + 1) * group < k ? (g + 1) * group : k;
     for (i64 first = g * group; first < end; first += FLUSH) {
       Int4::Part part[M][P];
@@ -113,18 +122,18 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
         Int4::Line low[P], high[P];
 #pragma GCC unroll 16
         for (int p = 0; p < P; ++p) {
-          const u8* from = b[p] + at / 8 * line_bytes;
+          const u8* from = panels[p] + (at >> 3) * line_bytes;
           low[p] = WIDE ? Int4::line(from) : Int4::low(from);
           high[p] = WIDE ? Int4::line(from + 64) : Int4::high(from);
-          if (!WIDE) _mm_prefetch(reinterpret_cast<const char*>(from + PREFETCH_BYTES), _MM_HINT_T0);
+          if (!WIDE) _mm_prefetch(reinterpret_cast<const char*>(from + INT4_PREFETCH_BYTES), _MM_HINT_T1);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
-          Int4::Left x = Int4::left(there >= 4 ? four(a[m] + at) : four(a[m] + at, there));
+          Int4::Left x = Int4::left(there >= 4 ? four(rows[m] + at) : four(rows[m] + at, there));
 #pragma GCC unroll 16
           for (int p = 0; p < P; ++p) part[m][p] = Int4::step(part[m][p], low[p], x);
           if (there <= 4) continue;
-          x = Int4::left(there >= 8 ? four(a[m] + at + 4) : four(a[m] + at + 4, there - 4));
+          x = Int4::left(there >= 8 ? four(rows[m] + at + 4) : four(rows[m] + at + 4, there - 4));
 #pragma GCC unroll 16
           for (int p = 0; p < P; ++p) part[m][p] = Int4::step(part[m][p], high[p], x);
         }
@@ -166,9 +175,10 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
   constexpr i64 width = P * LANES;
   alignas(64) float sums[INT4_BLOCK_ROWS * width];
   alignas(64) u8 wide[WIDE ? P * INT4_BLOCK_K * 16 : 1];
-  for (i64 k0 = 0; k0 < w.k; k0 += INT4_BLOCK_K) {
-    const bool is_last = k0 + INT4_BLOCK_K >= w.k;
-    const i64 k = is_last ? w.k - k0 : INT4_BLOCK_K;
+  const i64 block = WIDE ? INT4_BLOCK_K : w.k;
+  for (i64 k0 = 0; k0 < w.k; k0 += block) {
+    const bool is_last = k0 + block >= w.k;
+    const i64 k = is_last ? w.k - k0 : block;
     const u8* panels[P];
     const u16* scales[P];
     for (int p = 0; p < P; ++p) {

@@ -1,10 +1,19 @@
 // Mixture of experts: routing, and the gated experts over tokens sorted by expert.
 #pragma once
-#include "rows.h"
+#include "int4.h"
+#include "quantize.h"
 
 namespace inferc {
 
 constexpr i64 MAX_EXPERTS = 1024;
+
+// The next `count` of what lies at `at`, which moves behind them, to a multiple of 64.
+template <class I>
+INLINE I* take(char*& at, i64 count) {
+  I* from = reinterpret_cast<I*>(at);
+  at += (count * i64(sizeof(I)) + 63) / 64 * 64;
+  return from;
+}
 
 enum Score { SOFTMAX, SIGMOID, CHOSEN_SOFTMAX, CHOSEN_SIGMOID };
 enum GroupScore { MAX, TOP2_SUM };
@@ -85,21 +94,59 @@ void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 rows, Rout
 
 enum Activation { SILU, GELU, GELU_TANH, SWIGLU_CLAMPED };
 
-// W: what the weights are stored in, T or int8 with scales.
-template <class T, class W = T>
+// A matrix of every expert, n outputs over k. W: what it is stored in, which is T, int8 with a scale for each output, or
+// u8, four bits with a scale for each output and group of k.
+template <class T, class W>
+struct ExpertMatrix {
+  using Scale = std::conditional_t<std::is_same_v<W, u8>, u16, float>;
+  const W* data;   // [experts, n, k] in panels
+  const T* bias;   // [experts, n] or null
+  i64 n, k;
+  const Scale* scale = nullptr;  // [experts, n], or in panels [experts, n, groups]
+  i64 group = 0;
+
+  INLINE auto of(i64 expert) const {
+    if constexpr (std::is_same_v<W, u8>) {
+      Int4Panels all{data, scale, n, k, group};
+      return Int4Panels{all.panel(expert * all.count()), all.scales(expert * all.count()), n, k, group};
+    } else {
+      Panels<W> all{data, n, k};
+      return Panels<W>{all.panel(expert * all.count()), n, k};
+    }
+  }
+  // One expert's panels [begin, end) by `rows` rows of X, at most BLOCK_ROWS; emit(row, panel, 16 outputs). row_of(i) is
+  // a row's address, scale_of(i) its scale where X is int8. The arithmetic is that of the linear with such operands.
+  template <class X, class R, class S, class E>
+  INLINE void multiply(i64 expert, i64 begin, i64 end, i64 rows, R row_of, S scale_of, E emit) const {
+    auto write = [&](i64 row, i64 panel, Vec sums, const float* by) {
+      emit(row, panel, finished(sums, by, bias, expert * n + panel * 16, n - panel * 16));
+    };
+    if constexpr (std::is_same_v<W, u8>)
+      int4_panels(of(expert), begin, end, rows, row_of,
+                  [&](i64 row, i64 panel, Vec sums) { write(row, panel, mul(sums, set1(scale_of(row))), nullptr); });
+    else
+      gemm_panels<X>(of(expert), begin, end, rows, row_of, [&](i64 row, i64 panel, auto sums) {
+        if constexpr (std::is_same_v<X, i8>) write(row, panel, mul(to_float(sums), set1(scale_of(row))), scale);
+        else write(row, panel, sums, scale);
+      });
+  }
+};
+
+// X: what rows are multiplied as, T or int8 with a scale each. Then each activation becomes such a row too.
+template <class T, class W = T, class X = T>
 struct Experts {
-  Rows<const T> x;  // [rows, hidden]
+  static constexpr bool quantizes = !std::is_same_v<T, X>;
+  Rows<const X> x;            // [rows, hidden]
+  Rows<const float> x_scale;  // [rows, 1], of int8
   Rows<const i32> ids;
-  Rows<const float> weights;  // [rows, top_k]
-  const W *gate_up, *down;    // panels of [experts, 2 * inter, hidden] and [experts, hidden, inter]
-  const T *gate_up_bias, *down_bias;  // [experts, 2 * inter] and [experts, hidden], or null
+  Rows<const float> weights;        // [rows, top_k]
+  ExpertMatrix<T, W> gate_up, down; // 2 * inter over hidden, hidden over inter
   Activation activation;
   float alpha, limit;
   bool scale_input;  // the weight multiplies an expert's input, not its result
   i64 rows, top_k, experts, hidden, inter;
   Rows<T> out;
   char* work;  // moe_work_bytes(…) of scratch
-  const float *gate_up_scale = nullptr, *down_scale = nullptr;  // [experts, 2 * inter] and [experts, hidden], of int8
 
   INLINE Vec active(Vec gate, Vec up) const {
     if (activation == SILU) return mul(silu(gate), up);
@@ -109,39 +156,33 @@ struct Experts {
     up = max(min(up, set1(limit)), set1(-limit));
     return mul(mul(gate, sigmoid(mul(gate, set1(alpha)))), add(up, set1(1.0f)));
   }
-  INLINE Panels<W> gate_up_of(i64 expert) const { return part(gate_up, expert, 2 * inter, hidden); }
-  INLINE Panels<W> down_of(i64 expert) const { return part(down, expert, hidden, inter); }
-  static INLINE Panels<W> part(const W* data, i64 expert, i64 n, i64 k) {
-    Panels<W> one{data, n, k};
-    one.data += expert * (one.panel(one.count()) - one.panel(0));
-    return one;
-  }
+  INLINE bool scales_rows() const { return scale_input && !quantizes; }  // int8 rows are scaled by their scale
 };
 
-// Scratch of moe_experts, in this order: activations [rows * top_k, inter] T, scaled inputs [rows * top_k, hidden] T if
-// there are any, sums [rows, hidden] float32, choices [rows * top_k] i32 sorted by expert, starts [experts + 1] i32. emit.py computes the same.
-template <class T>
+// Scratch of moe_experts, in this order: activations [rows * top_k, inter] T, as int8 and their scales [rows * top_k]
+// float32 if they become that, scaled inputs [rows * top_k, hidden] T if there are any, sums [rows, hidden] float32,
+// choices [rows * top_k] i32 sorted by expert, starts [experts + 1] i32. calls.py computes the same.
+template <class T, class W, class X>
 struct ExpertWork {
-  T *active, *scaled;
-  float* sums;
+  T *active, *scaled = nullptr;
+  i8* quantized = nullptr;
+  float *scales = nullptr, *sums;
   i32 *choices, *starts;
-  template <class W>
-  explicit ExpertWork(const Experts<T, W>& m) {
-    auto padded = [](i64 bytes) { return (bytes + 63) / 64 * 64; };
-    active = reinterpret_cast<T*>(m.work);
-    char* at = m.work + padded(m.rows * m.top_k * m.inter * i64(sizeof(T)));
-    scaled = reinterpret_cast<T*>(at);
-    if (m.scale_input) at += padded(m.rows * m.top_k * m.hidden * i64(sizeof(T)));
-    sums = reinterpret_cast<float*>(at);
-    at += padded(m.rows * m.hidden * 4);
-    choices = reinterpret_cast<i32*>(at);
-    starts = reinterpret_cast<i32*>(at + padded(m.rows * m.top_k * 4));
+  explicit ExpertWork(const Experts<T, W, X>& m) {
+    const i64 all = m.rows * m.top_k;
+    char* at = m.work;
+    active = take<T>(at, all * m.inter);
+    if (m.quantizes) quantized = take<i8>(at, all * m.inter), scales = take<float>(at, all);
+    if (m.scales_rows()) scaled = take<T>(at, all * m.hidden);
+    sums = take<float>(at, m.rows * m.hidden);
+    choices = take<i32>(at, all);
+    starts = take<i32>(at, m.experts + 1);
   }
 };
 
 // Choices of id -1 are another rank's, and nowhere in the result.
-template <class T, class W>
-void sort_by_expert(const Experts<T, W>& m, const ExpertWork<T>& work) {
+template <class T, class W, class X>
+void sort_by_expert(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) {
   memset(work.starts, 0, (m.experts + 1) * 4);
   i32 next[MAX_EXPERTS];
   auto on_choices = [&](auto f) {
@@ -154,82 +195,116 @@ void sort_by_expert(const Experts<T, W>& m, const ExpertWork<T>& work) {
   on_choices([&](i32 expert, i32 choice) { work.choices[next[expert]++] = choice; });
 }
 
-// The activation of the choices [first, last) of one expert, for four panels of columns.
-template <class T, class W>
-void activate(const Experts<T, W>& m, const ExpertWork<T>& work, i64 expert, i64 first, i64 last, i64 panel) {
-  Panels<W> w = m.gate_up_of(expert);
-  i64 end = panel + 4 < m.inter / 16 ? panel + 4 : m.inter / 16;
+// Hands out `panels` of every expert's choices, four or a few times that at a time, BLOCK_ROWS rows at most:
+// f(expert, first choice, last, first panel, end). Neighbouring panels go to one thread: where its stream of weights breaks
+// off, the next begins with a memory latency.
+template <class T, class W, class X, class F>
+INLINE void each_block(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 panels, F f) {
+  const i64 groups = (panels + 3) / 4;
+  auto blocks = [&](i64 e) { return (work.starts[e + 1] - work.starts[e] + BLOCK_ROWS - 1) / BLOCK_ROWS; };
+  i64 items = 0, expert = -1, base = 0, limit = 0;  // items below `limit` are of experts up to `expert`, whose start at base
+  for (i64 e = 0; e < m.experts; ++e) items += blocks(e) * groups;
+  const i64 grain = items / (team.count * 8);
+  team.each(items, grain < 1 ? 1 : grain < 4 ? grain : 4, [&](i64 item, i64 end) {
+    for (; item < end; ++item) {
+      while (item >= limit) base = limit, limit += blocks(++expert) * groups;
+      const i64 first = work.starts[expert] + (item - base) / groups * BLOCK_ROWS, stop = work.starts[expert + 1];
+      const i64 panel = (item - base) % groups * 4;
+      f(expert, first, first + BLOCK_ROWS < stop ? first + BLOCK_ROWS : stop, panel, panel + 4 < panels ? panel + 4 : panels);
+    }
+  });
+}
+
+// The activation of the choices [first, last) of one expert, for at most four panels of columns.
+template <class T, class W, class X>
+void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel, i64 end) {
+  const i64 shift = m.inter / 16;
   alignas(64) float gate[BLOCK_ROWS * 64];
-  auto row_of = [&](i64 row) -> const T* {
-    return m.scale_input ? work.scaled + (first + row) * m.hidden : m.x[work.choices[first + row] / m.top_k];
+  auto row_of = [&](i64 row) -> const X* {
+    if constexpr (std::is_same_v<T, X>)
+      if (m.scale_input) return work.scaled + (first + row) * m.hidden;
+    return m.x[work.choices[first + row] / m.top_k];
   };
-  gemm_panels<T>(w, panel, end, last - first, row_of,
-                 [&](i64 row, i64 p, Vec acc) {
-                   acc = finished(acc, m.gate_up_scale, m.gate_up_bias, expert * 2 * m.inter + p * 16, 16);
-                   store(gate + row * 64 + (p - panel) * 16, rounded<T>(acc));
-                 });
-  i64 shift = m.inter / 16;
-  gemm_panels<T>(w, shift + panel, shift + end, last - first, row_of, [&](i64 row, i64 p, Vec acc) {
-    acc = finished(acc, m.gate_up_scale, m.gate_up_bias, expert * 2 * m.inter + p * 16, 16);
-    Vec value = m.active(load(gate + row * 64 + (p - shift - panel) * 16), rounded<T>(acc));
+  auto scale_of = [&](i64 row) {
+    const i64 choice = work.choices[first + row], token = choice / m.top_k;
+    return *m.x_scale[token] * (m.scale_input ? m.weights[token][choice % m.top_k] : 1.0f);
+  };
+  auto multiply = [&](i64 begin, auto emit) {
+    m.gate_up.template multiply<X>(expert, begin + panel, begin + end, last - first, row_of, scale_of, emit);
+  };
+  multiply(0, [&](i64 row, i64 p, Vec sums) { store(gate + row * 64 + (p - panel) * 16, rounded<T>(sums)); });
+  multiply(shift, [&](i64 row, i64 p, Vec sums) {
+    Vec value = m.active(load(gate + row * 64 + (p - shift - panel) * 16), rounded<T>(sums));
     store(work.active + (first + row) * m.inter + (p - shift) * 16, value);
   });
 }
 
-// Adds the experts' results for four panels of columns: a column belongs to one thread, experts go in rising id.
-template <class T, class W>
-void combine(const Experts<T, W>& m, const ExpertWork<T>& work, i64 panel, i64 end) {
-  i64 column = panel * 16, width = (end * 16 < m.hidden ? end * 16 : m.hidden) - column;
-  for (i64 row = 0; row < m.rows; ++row) memset(work.sums + row * m.hidden + column, 0, width * 4);
-  for (i64 expert = 0; expert < m.experts; ++expert)
-    for (i64 first = work.starts[expert]; first < work.starts[expert + 1]; first += BLOCK_ROWS) {
-      i64 left = work.starts[expert + 1] - first;
-      gemm_panels<T>(
-          m.down_of(expert), panel, end, left < BLOCK_ROWS ? left : BLOCK_ROWS,
-          [&](i64 row) { return work.active + (first + row) * m.inter; },
-          [&](i64 row, i64 p, Vec acc) {
-            i64 choice = work.choices[first + row], token = choice / m.top_k, n = m.hidden - p * 16;
-            float* sum = work.sums + token * m.hidden + p * 16;
-            acc = finished(acc, m.down_scale, m.down_bias, expert * m.hidden + p * 16, n);
-            Vec share = mul(rounded<T>(acc), set1(m.scale_input ? 1.0f : m.weights[token][choice % m.top_k]));
-            store(sum, add(load(sum, n), share), n);
-          });
-    }
-  for (i64 row = 0; row < m.rows; ++row)
-    for (i64 i = 0; i < width; i += LANES)
-      store(m.out[row] + column + i, load(work.sums + row * m.hidden + column + i, width - i), width - i);
+// The share of the choices [first, last) of one expert in their tokens' results: emit(token, panel, share).
+template <class T, class W, class X, class E>
+INLINE void shares(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel,
+                   i64 end, E emit) {
+  auto row_of = [&](i64 row) -> const X* {
+    if constexpr (std::is_same_v<T, X>) return work.active + (first + row) * m.inter;
+    else return work.quantized + (first + row) * m.inter;
+  };
+  auto scale_of = [&](i64 row) { return work.scales[first + row]; };
+  m.down.template multiply<X>(expert, panel, end, last - first, row_of, scale_of, [&](i64 row, i64 p, Vec result) {
+    const i64 choice = work.choices[first + row], token = choice / m.top_k;
+    const float weight = m.scale_input ? 1.0f : m.weights[token][choice % m.top_k];
+    emit(token, p, mul(rounded<T>(result), set1(weight)));
+  });
+}
+
+// A token's shares are added in rising expert, whoever computes them: a column of sums belongs to one thread.
+template <class T, class W, class X>
+void combine(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) {
+  const i64 panels = (m.hidden + 15) / 16;
+  team.each((panels + 3) / 4, 1, [&](i64 group, i64) {
+    const i64 panel = group * 4, end = panel + 4 < panels ? panel + 4 : panels;
+    const i64 column = panel * 16, stop = end * 16 < m.hidden ? end * 16 : m.hidden;
+    for (i64 row = 0; row < m.rows; ++row) memset(work.sums + row * m.hidden + column, 0, (stop - column) * 4);
+    for (i64 expert = 0; expert < m.experts; ++expert)
+      for (i64 first = work.starts[expert], last = work.starts[expert + 1]; first < last; first += BLOCK_ROWS)
+        shares(m, work, expert, first, first + BLOCK_ROWS < last ? first + BLOCK_ROWS : last, panel, end,
+               [&](i64 token, i64 p, Vec share) {
+                 float* sum = work.sums + token * m.hidden + p * 16;
+                 store(sum, add(load(sum, m.hidden - p * 16), share), m.hidden - p * 16);
+               });
+    for (i64 row = 0; row < m.rows; ++row)
+      for (i64 i = column; i < stop; i += LANES) store(m.out[row] + i, load(work.sums + row * m.hidden + i, stop - i), stop - i);
+  });
 }
 
 template <class T, class W>
-void moe_experts(Team& team, const Experts<T, W>& m) {
-  ExpertWork<T> work(m);
+void scale_inputs(Team& team, const Experts<T, W, T>& m, const ExpertWork<T, W, T>& work) {
+  team.each(work.starts[m.experts], row_grain(m.hidden), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      i64 token = work.choices[i] / m.top_k;
+      Vec share = set1(m.weights[token][work.choices[i] % m.top_k]);
+      for (i64 k = 0; k < m.hidden; k += LANES)
+        store(work.scaled + i * m.hidden + k, mul(load(m.x[token] + k, m.hidden - k), share), m.hidden - k);
+    }
+  });
+  team.barrier();
+}
+
+template <class T, class W, class X>
+void moe_experts(Team& team, const Experts<T, W, X>& m) {
+  ExpertWork<T, W, X> work(m);
   if (team.tid == 0) sort_by_expert(m, work);
   team.barrier();
-  if (m.scale_input) {
-    team.each(work.starts[m.experts], row_grain(m.hidden), [&](i64 begin, i64 end) {
-      for (i64 i = begin; i < end; ++i) {
-        i64 token = work.choices[i] / m.top_k;
-        Vec share = set1(m.weights[token][work.choices[i] % m.top_k]);
-        for (i64 k = 0; k < m.hidden; k += LANES)
-          store(work.scaled + i * m.hidden + k, mul(load(m.x[token] + k, m.hidden - k), share), m.hidden - k);
-      }
-    });
-    team.barrier();
-  }
-  i64 groups = (m.inter / 16 + 3) / 4, expert = -1, base = 0, items = 0;
-  auto blocks = [&](i64 e) { return (work.starts[e + 1] - work.starts[e] + BLOCK_ROWS - 1) / BLOCK_ROWS; };
-  for (i64 e = 0; e < m.experts; ++e) items += blocks(e) * groups;
-  i64 limit = 0;  // items below it belong to experts up to `expert`; those of `expert` start at base
-  team.each(items, 1, [&](i64 item, i64) {
-    while (item >= limit) base = limit, limit += blocks(++expert) * groups;
-    i64 first = work.starts[expert] + (item - base) / groups * BLOCK_ROWS, stop = work.starts[expert + 1];
-    activate(m, work, expert, first, first + BLOCK_ROWS < stop ? first + BLOCK_ROWS : stop, (item - base) % groups * 4);
+  if constexpr (std::is_same_v<T, X>)
+    if (m.scale_input) scale_inputs(team, m, work);
+  each_block(team, m, work, m.inter / 16, [&](i64 expert, i64 first, i64 last, i64 panel, i64 end) {
+    activate(m, work, expert, first, last, panel, end);
   });
   team.barrier();
-  i64 panels = (m.hidden + 15) / 16;
-  team.each((panels + 3) / 4, 1, [&](i64 group, i64) {
-    combine(m, work, group * 4, group * 4 + 4 < panels ? group * 4 + 4 : panels);
-  });
+  if (m.quantizes) {
+    const i64 choices = work.starts[m.experts];
+    quantize_rows<T>(team, {work.active, m.inter}, choices, m.inter, {work.quantized, m.inter}, {work.scales, 1});
+    team.barrier();
+  }
+  combine(team, m, work);
 }
 
 }  // namespace inferc

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from inferc.ops.elementwise import silu_mul
-from inferc.ops.quantize import linear_int8
-from inferc.ops.registry import define, like_first
+from inferc.ops.quantize import int4_group, linear_int8, linear_w4a8, linear_w8a8, quantize_rows
+from inferc.ops.registry import define
 
 SCORES = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
 GROUP_SCORES = ("max", "top2_sum")
@@ -76,17 +76,30 @@ def activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: fl
     return (torch.nn.functional.gelu(wide, approximate=approximate) * other).to(gate.dtype)
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
+def _product(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """One expert's, in the arithmetic of the linear with such operands."""
     if scale is None:
-        return torch.nn.functional.linear(x, weight[expert], bias)
-    return linear_int8(x, weight[expert], scale[expert], bias)
+        return torch.nn.functional.linear(x, weight, bias)
+    if x_scale is None:
+        return linear_int8(x, weight, scale, bias)
+    if weight.dtype == torch.uint8:
+        return linear_w4a8(x, x_scale, weight, scale, int4_group(weight, scale), dtype, bias)
+    return linear_w8a8(x, x_scale, weight, scale, dtype, bias)
+
+
+def _moe_experts_fake(x: Tensor, *args: object, dtype: torch.dtype | None = None) -> Tensor:
+    given = (each for each in (dtype, *args) if isinstance(each, torch.dtype))
+    return x.new_empty(x.shape, dtype=next(given, x.dtype))
 
 
 @define(
     "moe_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down,"
     ' Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float alpha=1.0, float limit=0.0,'
-    " bool scale_input=False, Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor",
-    like_first,
+    " bool scale_input=False, Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? x_scale=None,"
+    " ScalarType? dtype=None) -> Tensor",
+    _moe_experts_fake,
 )
 def moe_experts(
     x: Tensor,
@@ -102,6 +115,8 @@ def moe_experts(
     scale_input: bool = False,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Gated experts, summed by routing weight in float32, in rising expert id.
 
@@ -111,17 +126,28 @@ def moe_experts(
     up, or "swiglu_clamped" (gpt-oss): `gate * sigmoid(alpha * gate) * (up + 1)`, both within `limit`.
     With `scale_input` (Llama 4) the weight multiplies an expert's input, rounded, and not its result.
     With gate_up_scale [num_experts, 2 * intermediate_size] and down_scale [num_experts, hidden_size], float32, both
-    weights are int8 and multiplied as in `linear_int8`.
+    weights are int8 and multiplied as in `linear_int8`. With x_scale [num_tokens] x is int8 too and the result in
+    `dtype`: products are those of `linear_w8a8`, or of `linear_w4a8` if the weights are its and the scales end in the
+    groups. Each activation is quantized by `quantize_rows`, and `scale_input` multiplies the row's scale.
     """
+    dtype = dtype or x.dtype
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):
         rows, choice = torch.where(expert_ids == expert)
-        if rows.numel():
-            biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
-            share = expert_weights[rows, choice].float()[:, None]
-            taken = (x[rows].float() * share).to(x.dtype) if scale_input else x[rows]
-            gate, up = _product(taken, gate_up, gate_up_scale, biases[0], expert).chunk(2, -1)
-            hidden = activated(gate, up, activation, alpha, limit)
-            result = _product(hidden, down, down_scale, biases[1], expert)
-            out.index_add_(0, rows, result.float() if scale_input else result.float() * share)
-    return out.to(x.dtype)
+        if not rows.numel():
+            continue
+        scales = [None if each is None else each[expert] for each in (gate_up_scale, down_scale)]
+        biases = [None if each is None else each[expert] for each in (gate_up_bias, down_bias)]
+        share = expert_weights[rows, choice].float()
+        taken, taken_scale = x[rows], None if x_scale is None else x_scale[rows]
+        if scale_input and taken_scale is not None:
+            taken_scale = taken_scale * share
+        elif scale_input:
+            taken = (taken.float() * share[:, None]).to(dtype)
+        gate, up = _product(taken, taken_scale, gate_up[expert], scales[0], biases[0], dtype).chunk(2, -1)
+        hidden, hidden_scale = activated(gate, up, activation, alpha, limit), None
+        if x_scale is not None:
+            hidden, hidden_scale = quantize_rows(hidden)
+        result = _product(hidden, hidden_scale, down[expert], scales[1], biases[1], dtype).float()
+        out.index_add_(0, rows, result if scale_input else result * share[:, None])
+    return out.to(dtype)

@@ -115,6 +115,11 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (values[:, :, 0] | values[:, :, 1] << 4).reshape(rows, -1), scales.squeeze(-1)
 
 
+def int4_group(values: Tensor, scale: Tensor) -> int:
+    """How many neighbours share a scale, of what `quantize_int4` made: values [..., size], scale [..., groups]."""
+    return 2 * int(values.shape[-1]) // int(scale.shape[-1])
+
+
 def unpack_int4(values: Tensor, k: int) -> Tensor:
     """The integers, -8 to 7, of bytes [rows, size]: [rows, k] int8."""
     pairs = values.view(len(values), -1, 1, 4)

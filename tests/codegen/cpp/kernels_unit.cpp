@@ -340,27 +340,37 @@ EXPORT void test_moe_routing(void* pool, i64 dtype, const void* logits, const fl
   })
 }
 
-EXPORT void test_moe_experts(void* pool, i64 dtype, const void* x, const i32* ids, const float* weights,
-                             const void* gate_up, const void* down, const void* gate_up_bias, const void* down_bias,
-                             i64 activation, float alpha, float limit, i64 scale_input, i64 rows, i64 top_k, i64 experts,
-                             i64 hidden, i64 inter, void* out, char* work) {
-  FOR_DTYPE(dtype, {
-    Experts<T> m{rows_of<const T>(x, hidden), rows_of<const i32>(ids, top_k), rows_of<const float>(weights, top_k),
-                 as<T>(gate_up), as<T>(down), as<T>(gate_up_bias), as<T>(down_bias), Activation(activation), alpha, limit,
-                 scale_input != 0, rows, top_k, experts, hidden, inter, rows_of<T>(out, hidden), work};
-    on(pool, [&](Team& t) { moe_experts(t, m); });
-  })
+// Experts whose weights lie in W, on rows of X.
+template <class T, class W, class X>
+void run_experts(void* pool, const void* x, const float* x_scale, const i32* ids, const float* weights, const void* gate_up,
+                 const void* down, const void* gate_up_bias, const void* down_bias, const void* gate_up_scale,
+                 const void* down_scale, i64 group, i64 activation, float alpha, float limit, bool scale_input, i64 rows,
+                 i64 top_k, i64 experts, i64 hidden, i64 inter, void* out, char* work) {
+  using Matrix = ExpertMatrix<T, W>;
+  using Scale = typename Matrix::Scale;
+  Matrix first{as<W>(gate_up), as<T>(gate_up_bias), 2 * inter, hidden, as<Scale>(gate_up_scale), group};
+  Matrix second{as<W>(down), as<T>(down_bias), hidden, inter, as<Scale>(down_scale), group};
+  Experts<T, W, X> m{rows_of<const X>(x, hidden), {x_scale, 1}, rows_of<const i32>(ids, top_k),
+                     rows_of<const float>(weights, top_k), first, second, Activation(activation), alpha, limit, scale_input,
+                     rows, top_k, experts, hidden, inter, rows_of<T>(out, hidden), work};
+  on(pool, [&](Team& t) { moe_experts(t, m); });
 }
 
-EXPORT void test_moe_experts_int8(void* pool, i64 dtype, const void* x, const i32* ids, const float* weights,
-                                  const i8* gate_up, const i8* down, const float* gate_up_scale, const float* down_scale,
-                                  const void* gate_up_bias, const void* down_bias, i64 rows, i64 top_k, i64 experts,
-                                  i64 hidden, i64 inter, void* out, char* work) {
+// Weights in T without scales, in int8 (and x too if x_scale), or in four bits if group.
+EXPORT void test_moe_experts(void* pool, i64 dtype, const void* x, const float* x_scale, const i32* ids, const float* weights,
+                             const void* gate_up, const void* down, const void* gate_up_bias, const void* down_bias,
+                             const void* gate_up_scale, const void* down_scale, i64 group, i64 activation, float alpha,
+                             float limit, i64 scale_input, i64 rows, i64 top_k, i64 experts, i64 hidden, i64 inter, void* out,
+                             char* work) {
+  auto run = [&]<class T, class W, class X>() {
+    run_experts<T, W, X>(pool, x, x_scale, ids, weights, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale,
+                         group, activation, alpha, limit, scale_input != 0, rows, top_k, experts, hidden, inter, out, work);
+  };
   FOR_DTYPE(dtype, {
-    Experts<T, i8> m{rows_of<const T>(x, hidden), rows_of<const i32>(ids, top_k), rows_of<const float>(weights, top_k),
-                     gate_up, down, as<T>(gate_up_bias), as<T>(down_bias), SILU, 1.0f, 0.0f, false, rows, top_k, experts,
-                     hidden, inter, rows_of<T>(out, hidden), work, gate_up_scale, down_scale};
-    on(pool, [&](Team& t) { moe_experts(t, m); });
+    if (group) run.template operator()<T, u8, i8>();
+    else if (x_scale) run.template operator()<T, i8, i8>();
+    else if (gate_up_scale) run.template operator()<T, i8, T>();
+    else run.template operator()<T, T, T>();
   })
 }
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cpp_kernels import EMULATED, ISAS, Kernels, assert_near, build_emulated, packed
+from cpp_kernels import EMULATED, ISAS, Kernels, assert_near, build_emulated, moe_experts, packed, part_of
+from experts import SCHEMES, as_rows, experts_of
 from lowered import Compiled, Shape, as_torch, make_plan
 from numpy.typing import NDArray
 from torch import Tensor
@@ -147,6 +148,32 @@ def test_four_bits_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels, gro
                     "test_linear_w4a8", BF16, x, k, x_scale, rows, stored, scales, n, k, group, None, None, each
                 )
             assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "int8"])
+def test_experts_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels, scheme: str) -> None:
+    """Of integers; with more and with fewer rows to an expert than tiles begin at."""
+    for rows, experts, hidden, inter in ((60, 3, 200, 48), (200, 4, 131, 160)):
+        torch.manual_seed(rows)
+        weights = experts_of(scheme, BF16, experts, hidden, inter, biased=True)
+        ids, shares = ops.moe_routing(torch.randn(rows, experts), None, 2, True)
+        given = {**as_rows(scheme, torch.randn(rows, hidden).to(BF16)), "expert_ids": ids, "expert_weights": shares}
+        for count in (1, 7, 20, rows):
+            some = part_of(given, 0, count)
+            assert torch.equal(*(moe_experts(kernels, **some, **weights) for kernels in (tiles, vectors)))
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_experts_on_tiles_do_not_depend_on_other_rows(tiles: Kernels, scheme: str | None) -> None:
+    """Rows in bfloat16, whose sums tiles round in their own way: near the reference, a row's bits its own."""
+    rows, experts, hidden, inter = 90, 3, 131, 48
+    weights = experts_of(scheme, BF16, experts, hidden, inter)
+    ids, shares = ops.moe_routing(torch.randn(rows, experts), None, 2, True)
+    given = {"x": torch.randn(rows, hidden).to(BF16), "expert_ids": ids, "expert_weights": shares}
+    whole = moe_experts(tiles, **given, **weights)
+    assert_near(whole, ops.moe_experts(**given, **weights), factor=2.0)
+    for first, end in ((0, 1), (4, 9), (30, 62)):
+        assert torch.equal(moe_experts(tiles, **part_of(given, first, end), **weights), whole[first:end])
 
 
 # ------------------------------------------------------------------------------------------ a whole step

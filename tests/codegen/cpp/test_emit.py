@@ -161,6 +161,16 @@ def test_who_waits_fetches_the_weight_that_comes_next() -> None:
     assert len(expected) == 1 + len(products) > 3
 
 
+def test_who_waits_for_experts_fetches_nothing() -> None:
+    """Which ones were chosen is not known yet, and what comes behind them would be gone by then."""
+    source = emit(*with_places(Shape(experts=4))).source
+    lines = [
+        line for line in source.splitlines() if "t.barrier(" in line or re.search(r" linear\w*<| moe_experts\(", line)
+    ]
+    before = [at - 1 for at, line in enumerate(lines) if "moe_experts(" in line]
+    assert before and all("t.barrier(Ahead{});" in lines[at] for at in before)
+
+
 def test_scratch_is_for_the_contexts_that_are_served() -> None:
     """Not for all that the model was made for."""
     program, where, pools = with_places(Shape(max_positions=1 << 17))

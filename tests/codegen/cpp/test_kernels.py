@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_kernels import DTYPES, Kernels, assert_near, packed
+from cpp_kernels import DTYPES, Kernels, assert_near, moe_experts, packed, part_of
 from torch import Tensor
 
 from inferc.ops import rope_pairs
-from inferc.ops.experts import ACTIVATIONS, GROUP_SCORES, SCORES
+from inferc.ops.experts import GROUP_SCORES, SCORES
 
 ops = torch.ops.inferc
 
@@ -228,17 +228,13 @@ def test_moe_experts(kernels: Kernels, dtype: torch.dtype, name: str) -> None:
         down = (torch.randn(experts, hidden, inter) / inter**0.5).to(dtype)
         biases = [torch.randn(experts, size).to(dtype) if biased else None for size in (2 * inter, hidden)]
         ids, weights = ops.moe_routing(torch.randn(rows, experts), None, top_k, True)
-        work = torch.full((rows * (top_k * (inter + hidden + 1) * 4 + hidden * 4) + 8192,), 255).to(torch.uint8)
-        stored = (packed(gate_up), packed(down), *biases)
-        options = (ACTIVATIONS.index(how["activation"]), how["alpha"], how["limit"], how["scale_input"])
-        sizes = (top_k, experts, hidden, inter)
-        out, alone = nan(rows, hidden, dtype=dtype), nan(rows, hidden, dtype=dtype)
-        kernels.run("test_moe_experts", dtype, x, ids, weights, *stored, *options, rows, *sizes, out, work)
+        weights_of = {"gate_up": gate_up, "down": down, "gate_up_bias": biases[0], "down_bias": biases[1], **how}
+
+        given = {"x": x, "expert_ids": ids, "expert_weights": weights}
+        out = moe_experts(kernels, **given, **weights_of)
         assert_near(out, ops.moe_experts(x, ids, weights, gate_up, down, *biases, **how), factor=2.0)
         for row in range(0, rows, 9):
-            one = (x[row], ids[row], weights[row])
-            kernels.run("test_moe_experts", dtype, *one, *stored, *options, 1, *sizes, alone[row], work)
-            assert torch.equal(alone[row], out[row])
+            assert torch.equal(moe_experts(kernels, **part_of(given, row, row + 1), **weights_of)[0], out[row])
 
 
 def test_head_linear(kernels: Kernels, dtype: torch.dtype) -> None:

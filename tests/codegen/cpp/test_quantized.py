@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_kernels import Kernels, assert_near, packed
+from cpp_kernels import Kernels, assert_near, moe_experts, packed, part_of
+from experts import SCHEMES, as_rows, experts_of, quantized
 from torch import Tensor
 
 from inferc import weights as weight_lib
@@ -27,12 +28,6 @@ SHAPES = (
 
 def nan(*sizes: int, dtype: torch.dtype) -> Tensor:
     return torch.full(sizes, float("nan"), dtype=dtype)
-
-
-def quantized(*sizes: int) -> tuple[Tensor, Tensor]:
-    """Random int8 weights with all of their range, and scales of a size that keeps products near 1."""
-    values = torch.randint(-127, 128, sizes, dtype=torch.int8)
-    return values, (torch.rand(sizes[:-1]) + 0.5) / (73 * sizes[-1] ** 0.5)
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
@@ -199,27 +194,65 @@ def test_a_fused_kernel_has_the_bits_of_the_two(kernels: Kernels, dtype: torch.d
     assert torch.equal(fused[0], apart[0]) and torch.equal(fused[1], apart[1]) and torch.equal(fused[2], total)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_moe_experts_int8(kernels: Kernels, dtype: torch.dtype, biased: bool) -> None:
-    for rows, experts, top_k, hidden, inter in ((1, 4, 2, 32, 16), (7, 8, 2, 50, 80), (230, 4, 3, 33, 48)):
-        x = torch.randn(rows, hidden).to(dtype)
-        (gate_up, gate_up_scale), (down, down_scale) = (
-            quantized(experts, 2 * inter, hidden),
-            quantized(experts, hidden, inter),
-        )
-        biases = [torch.randn(experts, size).to(dtype) if biased else None for size in (2 * inter, hidden)]
-        ids, weights = ops.moe_routing(torch.randn(rows, experts), None, top_k, True)
-        work = torch.full((rows * (top_k * (inter + hidden + 1) * 4 + hidden * 4) + 8192,), 255).to(torch.uint8)
-        stored = (packed(gate_up), packed(down), gate_up_scale, down_scale, *biases)
-        sizes = (top_k, experts, hidden, inter)
-        out, alone = nan(rows, hidden, dtype=dtype), nan(rows, hidden, dtype=dtype)
-        kernels.run("test_moe_experts_int8", dtype, x, ids, weights, *stored, rows, *sizes, out, work)
-        scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-        assert_near(out, ops.moe_experts(x, ids, weights, gate_up, down, *biases, **scales), factor=2.0)
-        for row in range(0, rows, 9):
-            one = (x[row], ids[row], weights[row])
-            kernels.run("test_moe_experts_int8", dtype, *one, *stored, 1, *sizes, alone[row], work)
-            assert torch.equal(alone[row], out[row])
+EXPERTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gelu": {"activation": "gelu"},
+    "clamped with biases": {"activation": "swiglu_clamped", "alpha": 1.7, "limit": 1.5, "biased": True},
+    "scaled inputs": {"scale_input": True},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_moe_experts(kernels: Kernels, dtype: torch.dtype, scheme: str, name: str) -> None:
+    for rows, experts, top_k, hidden, inter in (
+        (1, 4, 2, 32, 16),
+        (7, 8, 2, 50, 80),
+        (230, 4, 3, 33, 48),
+        (40, 40, 8, 64, 32),
+        (9, 4, 2, 200, 144),
+    ):
+        weights = experts_of(scheme, dtype, experts, hidden, inter, **EXPERTS[name])
+        ids, shares = ops.moe_routing(torch.randn(rows, experts), None, top_k, True)
+        ids[torch.rand(rows, top_k) < 0.2] = -1  # another rank's
+        given = {**as_rows(scheme, torch.randn(rows, hidden).to(dtype)), "expert_ids": ids, "expert_weights": shares}
+        out = moe_experts(kernels, **given, **weights)
+        expected = ops.moe_experts(**given, **weights)
+        if scheme == "int8":
+            assert_near(out, expected, factor=2.0)
+        else:
+            # An activation that lay between two integers, and now and then its neighbour in bfloat16, may be the other one.
+            assert torch.isfinite(out).all()
+            error = (out.float() - expected.float()).abs() / max(1e-6, float(expected.abs().max()))
+            assert error.max() < 0.02 and error.mean() < (2e-3 if dtype == torch.bfloat16 else 2e-5)
+        for row in range(0, rows, 1 + rows // 5):
+            assert torch.equal(moe_experts(kernels, **part_of(given, row, row + 1), **weights)[0], out[row])
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "int4", "int4-g128"])
+def test_an_expert_has_the_bits_of_two_linears(kernels: Kernels, dtype: torch.dtype, scheme: str) -> None:
+    """Products, activation and what is quantized between them, each by its own kernel."""
+    rows, hidden, inter, group = 13, 150, 96, SCHEMES[scheme]
+    weights = experts_of(scheme, dtype, 2, hidden, inter, biased=True)
+    given = as_rows(scheme, torch.randn(rows, hidden).to(dtype))
+    ids, shares = torch.ones(rows, 1, dtype=torch.int32), torch.rand(rows, 1)
+    found = moe_experts(kernels, **given, expert_ids=ids, expert_weights=shares, **weights)
+
+    def product(x: Tensor, x_scale: Tensor, name: str, n: int) -> Tensor:
+        weight, scale, bias = (weights[each][1] for each in (name, f"{name}_scale", f"{name}_bias"))
+        out, k = nan(rows, n, dtype=dtype), x.shape[1]
+        if group:
+            scale = weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+            args = (x, k, x_scale, rows, packed(weight), scale, n, k, group, bias, None, out)
+            kernels.run("test_linear_w4a8", dtype, *args)
+        else:
+            kernels.run("test_linear_int8", dtype, x, k, x_scale, rows, packed(weight), n, k, scale, bias, None, out)
+        return out
+
+    both = product(given["x"], given["x_scale"], "gate_up", 2 * inter)
+    gate, up = both[:, :inter].contiguous(), both[:, inter:].contiguous()
+    values, scale, _ = quantize(kernels, dtype, 4, gate, up, None, 0.0, 0.0, False)
+    assert torch.equal(found, (product(values, scale, "down", hidden).float() * shares).to(dtype))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

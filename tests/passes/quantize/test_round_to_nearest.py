@@ -120,11 +120,15 @@ def test_a_quantized_program_is_saved_and_loaded() -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("each", [INT8, W8A8], ids=["int8", "w8a8"])
-def test_experts_keep_their_rows(each: Quantize) -> None:
+def made_experts() -> Example:
     def graph(x: Any, ids: Any, share: Any, gate_up: Any, down: Any) -> Any:
         return inferc.moe_experts.default(x, ids, share, gate_up, down)
 
+    inputs = {"x": rows(8), "ids": torch.tensor([[0, 2]] * 5, dtype=torch.int32), "share": rows(2).abs()}
+    return example(graph, inputs, {"gate_up": random(4, 12, 8), "down": random(4, 8, 6)})
+
+
+def test_experts_in_int8() -> None:
     golden = """
         %x: float32[s0, 8] = input
         %ids: int32[s0, 2] = input
@@ -132,12 +136,30 @@ def test_experts_keep_their_rows(each: Quantize) -> None:
         %0: float32[s0, 8] = inferc.moe_experts(%x, %ids, %share, @gate_up.int8, @down.int8, None, None, 'silu', 1.0, 0.0, False, @gate_up.scale, @down.scale)
         return (%0)
     """
+    check(made_experts(), INT8, 1, golden, dequantized(made_experts()))
 
-    def made() -> Example:
-        inputs = {"x": rows(8), "ids": torch.tensor([[0, 2]] * 5, dtype=torch.int32), "share": rows(2).abs()}
-        return example(graph, inputs, {"gate_up": random(4, 12, 8), "down": random(4, 8, 6)})
 
-    check(made(), each, 1, golden, dequantized(made()))
+@pytest.mark.parametrize(("scheme", "kind"), [("w8a8", ""), ("int4", "4")])
+def test_experts_on_quantized_rows(scheme: str, kind: str) -> None:
+    weights = {"": "@gate_up.int8, @down.int8", "4": "@gate_up.int4, @down.int4"}[kind]
+    scales = {"": "@gate_up.scale, @down.scale", "4": "@gate_up.int4_scale, @down.int4_scale"}[kind]
+    golden = f"""
+        %x: float32[s0, 8] = input
+        %ids: int32[s0, 2] = input
+        %share: float32[s0, 2] = input
+        %0: (int8[s0, 8], float32[s0]) = inferc.quantize_rows(%x)
+        %1: int8[s0, 8] = getitem(%0, 0)
+        %2: float32[s0] = getitem(%0, 1)
+        %3: float32[s0, 8] = inferc.moe_experts(%1, %ids, %share, {weights}, None, None, 'silu', 1.0, 0.0, False, {scales}, %2, float32)
+        return (%3)
+    """
+    before, made = made_experts().run()[0], made_experts()
+    made.check(Quantize(SCHEMES[scheme]), 1, golden, tolerance=float(before.abs().max()))
+    error = (made.run()[0] - before).pow(2).mean().sqrt() / before.pow(2).mean().sqrt()
+    assert 1e-4 < error < (0.03 if scheme == "w8a8" else 0.3)
+    groups = {name: weight.shape for name, weight in made.program.weights.items()}
+    if kind:
+        assert groups["gate_up.int4"] == (4, 12, 16) and groups["down.int4_scale"] == (4, 8, 1)
 
 
 def tied(token_ids: Any, embed: Any) -> Any:

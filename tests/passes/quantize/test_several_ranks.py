@@ -29,7 +29,7 @@ def test_ranks_store_their_heads_in_int8(ranks: Ranks) -> None:
     assert sum(bytes_per_token) == sum(group.bytes_per_token for group in alone)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "w8a8"])
+@pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
 @pytest.mark.parametrize(
     ("family", "fields", "ranks"),
     [
@@ -46,7 +46,7 @@ def test_ranks_together_are_the_whole(family: str, fields: dict[str, Any], ranks
     made = partition(model.prepared, config, ranks)
     for found, expected in zip(run(made, model.reader, PROMPTS, 16), plain, strict=True):
         error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
-        assert 1e-4 < error < 0.1
+        assert 1e-4 < error < (0.4 if scheme == "int4" else 0.1)
     assert all("quantization" in each.program.info for each in made)
     unquantized = partition(model.prepared, CONFIG, ranks)
     for each, whole in zip(made, unquantized, strict=True):
