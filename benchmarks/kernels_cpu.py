@@ -1,11 +1,12 @@
 """Speed of the CPU kernels beside what the memory gives in the same run.
 
     python benchmarks/kernels_cpu.py [--threads N] [--isa amx|avx512|avx2] [--seconds S] [--only bf16 …]
-                                    [--experts] [--attention] [--json]
+                                    [--experts] [--sample] [--attention] [--json]
 
 Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
 bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds. A layer of experts is
-measured in turn with the probe: `of_probe` is its bandwidth as a share of what the probe had just before, in the median.
+measured in turn with the probe: `of_probe` is its bandwidth as a share of what the probe had just before, in the median;
+so is sampling, of which `reads` says how many times as long it takes as to read the logits.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ import json
 import mmap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inferc.codegen.cpp.build import ISA_FLAGS, build
-from inferc.codegen.cpp.emit import HEADERS
+from inferc.codegen.cpp.emit import HEADERS, sample_row_bytes
 from inferc.config import available_cores
+from inferc.manifest import align
+from inferc.runtime import abi
 from inferc.runtime.abi import choose_isa
+from inferc.runtime.step import SampleRows
 
 SOURCE = r"""
 #include "attention.h"
 #include "int4.h"
 #include "moe.h"
+#include "sample.h"
 using namespace inferc;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT void* bench_open(int count) { return open_pool(count); }
@@ -129,6 +135,10 @@ BENCH_EXPERTS(bf16, bf16, bf16)
 BENCH_EXPERTS(int8, i8, bf16)
 BENCH_EXPERTS(w8a8, i8, i8)
 BENCH_EXPERTS(w4a8, u8, i8)
+EXPORT void bench_sample(void* pool, const SampleArgs* a, i64 rows, const float* logits, char* scratch, i64 per_thread) {
+  auto region = [&](Team& t) { sample_rows(t, *a, 0, rows, {logits, a->vocab_size}, {scratch, per_thread}); };
+  parallel(pool, region);
+}
 template <class S>
 void bench_attention(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
                      i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
@@ -154,6 +164,16 @@ WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 +
 EXPERTS = (2048, 768, 64, 8)  # hidden, intermediate, experts, top_k: a layer of Qwen3-MoE's kind
 EXPERT_WEIGHTS = ("bf16", "int8", "w8a8", "w4a8")
 EXPERT_ROWS = (1, 2, 4, 8)
+VOCAB = 151936
+SAMPLE_ROWS = (1, 32)
+SAMPLED: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "greedy, 5 logprobs": {"num_logprobs": 5},
+    "temperature": {"temperature": 0.8},
+    "top-k 50": {"temperature": 0.8, "top_k": 50},
+    "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "temperature, 5 logprobs": {"temperature": 0.8, "num_logprobs": 5},
+}
 # (sequences, tokens each brings, context): decode and prefill of heads of 128 on 8 KV heads
 ATTENTION = ((1, 1, 4096), (1, 1, 16384), (8, 1, 2048), (1, 512, 512), (1, 512, 4096))
 CACHED_BYTES = {"bf16": 2 * 128, "int8": 128 + 4}  # of a head of K or of V of a token
@@ -184,10 +204,12 @@ class Bench:
         return min(times)
 
     def call(self, name: str, *args: Any) -> None:
-        getattr(self.library, name)(
-            self.pool,
-            *(ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else ctypes.c_int64(a) for a in args),
-        )
+        def as_c(arg: Any) -> Any:
+            if isinstance(arg, np.ndarray):
+                return ctypes.c_void_p(arg.ctypes.data)
+            return ctypes.c_int64(arg) if isinstance(arg, int) else ctypes.byref(arg)
+
+        getattr(self.library, name)(self.pool, *map(as_c, args))
 
     def rate(self, num_bytes: int, name: str, *args: Any) -> float:
         """Bytes a second of one call."""
@@ -247,6 +269,46 @@ class Bench:
         share = {"of_probe": float(np.median(shares))}
         return {"kernel": f"experts {dtype}", "shape": shape, "gb_per_s": max(rates) / 1e9, **share}
 
+    def sample(self, name: str, count: int) -> dict[str, Any]:
+        """`count` rows of spread logits that were read just before, beside what that took; medians."""
+        logits = (np.random.default_rng(0).standard_normal((count, VOCAB)) * 3).astype(np.float32)
+        greedy = SampleRows.greedy(np.arange(count, dtype=np.int32))
+        changed: dict[str, Any] = {
+            field: np.full(count, value, getattr(greedy, field).dtype) for field, value in SAMPLED[name].items()
+        }
+        rows = replace(greedy, **changed)
+        results: dict[str, Any] = {
+            "failed": np.uint8,
+            "token_ids": np.int32,
+            "last_ids": np.int32,
+            "logprobs": np.float32,
+        }
+        results |= {"ranks": np.int32, "top_ids": np.int32, "top_logprobs": np.float32}
+        arrays = {field: getattr(rows, field) for field in abi.SAMPLE_ROW_FIELDS}
+        arrays |= {field: np.zeros((count, 5), kind) for field, kind in results.items()}
+        args = abi.SampleArgs(ctypes.pointer(abi.StepArgs(num_rows=count)), VOCAB, max_top=5)
+        for field, array in arrays.items():
+            setattr(args, field, array.ctypes.data)
+        size = align(sample_row_bytes(VOCAB))
+        scratch, sink = np.zeros(size * self.threads + 64, np.uint8), np.zeros(self.threads, np.float32)
+        scratch = scratch[-scratch.ctypes.data % 64 :]
+        times: list[tuple[float, float]] = []
+        begin = time.perf_counter()
+        while len(times) < 5 or time.perf_counter() - begin < self.seconds:
+            rows.counters += np.uint64(1)
+            start = time.perf_counter()
+            self.call("bench_read", logits, logits.size, sink)
+            between = time.perf_counter()
+            self.call("bench_sample", args, count, logits, scratch, size)
+            times.append((between - start, time.perf_counter() - between))
+        read, sampled = np.median(times, axis=0)
+        rate = {"gb_per_s": logits.nbytes / sampled / 1e9, "us": sampled * 1e6, "reads": sampled / read}
+        return {
+            "kernel": "sample",
+            "shape": f"{count} x {VOCAB}, {name}",
+            **{key: float(value) for key, value in rate.items()},
+        }
+
     def attention(self, cached: str, heads: int, seqs: int, new: int, context: int) -> dict[str, Any]:
         kv_heads, dim = 8, 128
         blocks = context // 16
@@ -281,6 +343,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="per row")
     parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="products by these weights, and nothing else")
     parser.add_argument("--experts", action="store_true", help="experts of a mixture, and nothing else")
+    parser.add_argument("--sample", action="store_true", help="from logits to ids, and nothing else")
     parser.add_argument("--attention", action="store_true", help="attention, and nothing else")
     parser.add_argument("--heads", type=int, default=16, help="of the queries, over 8 of K and V")
     parser.add_argument("--json", action="store_true")
@@ -288,7 +351,7 @@ def main() -> None:
     isa = choose_isa(args.isa, tuple(ISA_FLAGS))
     bench = Bench(isa, args.threads, args.seconds)
     rows = [bench.read()]
-    chosen = args.experts or args.attention
+    chosen = args.experts or args.sample or args.attention
     if args.only or not chosen:
         rows += [
             bench.linear(dtype, count, n, k) for dtype in args.only or WEIGHT_BYTES for n, k in SHAPES for count in ROWS
@@ -296,6 +359,8 @@ def main() -> None:
     everything = not (args.only or chosen)
     if everything or args.experts:
         rows += [bench.experts(dtype, count) for dtype in EXPERT_WEIGHTS for count in EXPERT_ROWS]
+    if everything or args.sample:
+        rows += [bench.sample(name, count) for count in SAMPLE_ROWS for name in SAMPLED]
     if everything or args.attention:
         rows += attention_rows(bench, args.heads)
     rows.append(bench.read())
@@ -307,6 +372,7 @@ def main() -> None:
         flops = f"{row['gflop_per_s']:8.1f} GFLOP/s" if "gflop_per_s" in row else ""
         time_ = f" {row['us']:9.1f} us" if "us" in row else ""
         share = f"{row['of_probe']:8.2f} of the probe" if "of_probe" in row else ""
+        share = f", {row['reads']:.1f} reads" if "reads" in row else share
         print(f"{row['kernel']:16} {row.get('shape', ''):34} {row['gb_per_s']:7.1f} GB/s {flops}{time_}{share}")
 
 

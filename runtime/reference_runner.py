@@ -104,7 +104,7 @@ def sample_row(rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bo
     if temperature == 0.0:
         return int(x.argmax())
     p = np.exp((x - x.max()) / np.float32(temperature)).astype(np.float64)
-    kept = _kept(p, int(rows.top_k[row]), float(rows.top_p[row]), float(rows.min_p[row]))
+    kept = _kept(x, p, int(rows.top_k[row]), float(rows.top_p[row]), float(rows.min_p[row]))
     seen = np.cumsum(np.where(kept, p, 0.0))
     goal = uniform(int(rows.seeds[row]), int(rows.counters[row])) * seen[-1]
     return min(int(np.searchsorted(seen, goal, side="right")), int(np.flatnonzero(kept)[-1]))
@@ -130,11 +130,11 @@ def _processed(rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bo
     return x
 
 
-def _kept(p: F64, top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
+def _kept(x: F32, p: F64, top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
     """Which tokens may be drawn: top-k (equal ones at its edge included), then top-p of their mass, then min-p."""
     kept = p > 0
     if 0 < top_k < len(p):
-        kept &= p >= np.partition(p, -top_k)[-top_k]
+        kept &= x >= np.partition(x, -top_k)[-top_k]
     if top_p < 1.0:
         order = np.lexsort((np.arange(len(p)), -p))
         order = order[kept[order]]

@@ -170,8 +170,14 @@ def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
         "scratch": align(scratch["const"]),
         "scratch_per_token": scratch["T"],
         "scratch_per_row": scratch["S"],
-        "per_thread": align(max(_vocab_size(program) * 4 + 64, _partial_bytes(program))),
+        "per_thread": align(max(sample_row_bytes(_vocab_size(program)), _partial_bytes(program))),
     }
+
+
+def sample_row_bytes(vocab_size: int) -> int:
+    """Scratch of a row of logits while its token is chosen: RowWork in sample.h."""
+    parts = -(-vocab_size // 1024)
+    return parts * (1024 * (4 + 4) + 16 * 4 + 8 + 4 + 4) + 8 * 64
 
 
 def _partial_bytes(program: Program) -> int:

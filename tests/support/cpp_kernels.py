@@ -52,7 +52,7 @@ class Kernels:
         self.library.threads_open.restype = ctypes.c_void_p
         self.library.test_uniform.restype = ctypes.c_double
         self.library.test_barriers.restype = self.library.test_each.restype = ctypes.c_int64
-        self.num_threads = num_threads
+        self.isa, self.num_threads = isa, num_threads
         self.threads = ctypes.c_void_p(self.library.threads_open(num_threads))
 
     def close(self) -> None:

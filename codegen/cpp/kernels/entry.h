@@ -59,7 +59,7 @@ __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host,
   INFERC_CHECK(args->max_top >= 0 && args->max_top <= INFERC_MAX_TOP_LOGPROBS);
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
   inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {
-    inferc::sample_rows(team, *args, first, rows, logits, step.own_scratch(team));
+    inferc::sample_rows(team, *args, first, rows, logits, step.scratch_of_threads());
   });
   return 0;
 }
@@ -70,7 +70,7 @@ __attribute__((visibility("default"))) int inferc_score(const InfercHost* host, 
   INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
   inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {
-    inferc::score_rows(team, *args, first, rows, logits);
+    inferc::score_rows(team, *args, first, rows, logits, step.scratch_of_threads());
   });
   return 0;
 }

@@ -7,14 +7,6 @@ namespace inferc {
 
 constexpr i64 MAX_EXPERTS = 1024;
 
-// The next `count` of what lies at `at`, which moves behind them, to a multiple of 64.
-template <class I>
-INLINE I* take(char*& at, i64 count) {
-  I* from = reinterpret_cast<I*>(at);
-  at += (count * i64(sizeof(I)) + 63) / 64 * 64;
-  return from;
-}
-
 enum Score { SOFTMAX, SIGMOID, CHOSEN_SOFTMAX, CHOSEN_SIGMOID };
 enum GroupScore { MAX, TOP2_SUM };
 

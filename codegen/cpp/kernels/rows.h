@@ -6,6 +6,14 @@
 
 namespace inferc {
 
+// The next `count` of what lies at `at`, which moves behind them, to a multiple of 64.
+template <class I>
+INLINE I* take(char*& at, i64 count) {
+  I* from = reinterpret_cast<I*>(at);
+  at += (count * i64(sizeof(I)) + 63) / 64 * 64;
+  return from;
+}
+
 // Rows per ticket so that a piece is worth taking (a few thousand elements).
 INLINE i64 row_grain(i64 width) { return width >= 4096 ? 1 : 4096 / width; }
 

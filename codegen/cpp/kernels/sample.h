@@ -1,10 +1,14 @@
-// From logits to token ids: processors, filters, the draw, log-probabilities. One row is one thread's work and depends
-// on nothing but its own logits, parameters and state.
+// From logits to token ids: processors, filters, the draw, log-probabilities. A row depends on nothing but its own
+// logits, parameters and state. It is cut into parts, and what is found of each is put together in rising order: neither
+// who works on a part nor how many do changes a bit.
 #pragma once
 #include "inferc_abi.h"
 #include "rows.h"
 
 namespace inferc {
+
+constexpr i64 PART = 1024;
+constexpr int PIVOTS = 7;  // of `threshold`, in one pass
 
 // Philox 4x32-10: four random words that are a pure function of key and counter.
 // Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3.
@@ -25,197 +29,482 @@ inline double uniform(u64 seed, u64 counter) {
   return double((u64(words[0]) << 32 | words[1]) >> 11) * 0x1p-53;
 }
 
-// Index of the largest, the lower one of equals. NaN never wins.
-inline i64 argmax(const float* x, i64 n) {
-  Vec top = set1(-__builtin_inff());
-  for (i64 i = 0; i < n / LANES * LANES; i += LANES) top = max(load(x + i), top);
-  float best = maximum(top);
-  for (i64 i = n / LANES * LANES; i < n; ++i) best = x[i] > best ? x[i] : best;
-  for (i64 i = 0; i < n; ++i)
-    if (x[i] == best) return i;
+// ------------------------------------------------------------------------------------------ a row and who works on it
+
+// All threads of a team, each on neighbouring parts, or one thread alone.
+struct Crew {
+  Team* team;  // null: one thread
+  INLINE bool leads() const { return !team || team->tid == 0; }
+  INLINE int count() const { return team ? team->count : 1; }
+  INLINE i64 begin(i64 parts, int thread) const { return parts * thread / count(); }
+  INLINE void meet() const {
+    if (team) team->barrier();
+  }
+  // f(first part, end) of this thread: the same ones every time, so that its cache has them.
+  template <class F>
+  INLINE void share(i64 parts, F f) const {
+    const int thread = team ? team->tid : 0;
+    f(begin(parts, thread), begin(parts, thread + 1));
+  }
+};
+
+// Scratch of a row of `vocab` logits; codegen/cpp/emit.py has its size.
+struct RowWork {
+  float *x, *list;  // logits as they were processed; numbers of which one is a threshold
+  float* tops;      // [parts][16]: the largest at each of 16 places
+  double* mass;     // [parts]
+  i32 *ties, *listed;  // [parts]
+  float* least;     // what the leader found
+  double* above;
+  RowWork(char* at, i64 vocab) {
+    const i64 parts = (vocab + PART - 1) / PART;
+    x = take<float>(at, vocab), list = take<float>(at, parts * PART + LANES);
+    tops = take<float>(at, parts * LANES), mass = take<double>(at, parts);
+    ties = take<i32>(at, parts), listed = take<i32>(at, parts);
+    least = take<float>(at, 1), above = take<double>(at, 1);
+  }
+};
+
+// A row of n numbers in parts.
+struct Parted {
+  const float* x;
+  i64 n;
+  INLINE i64 parts() const { return (n + PART - 1) / PART; }
+  INLINE i64 end(i64 part) const { return (part + 1) * PART < n ? (part + 1) * PART : n; }
+  // The next 16, -inf behind the last.
+  INLINE Vec at(i64 i) const {
+    if (i + LANES <= n) return load(x + i);
+    const Vec none = set1(-__builtin_inff());
+    return i < n ? keep(load(x + i, n - i), 0, int(n - i), none) : none;
+  }
+  // Which of the 16 from i on there are.
+  INLINE u32 there(i64 i) const { return i + LANES <= n ? 0xffffu : (1u << (n - i)) - 1; }
+  // f(i) for every 16 of a part.
+  template <class F>
+  INLINE void each(i64 part, F f) const {
+    for (i64 i = part * PART, stop = end(part); i < stop; i += LANES) f(i);
+  }
+};
+
+// f(row, crew, scratch) for every row. A thread takes one after the other, or all work on one where they would not find
+// rows for half of them. scratch[thread] is of one thread.
+template <class F>
+INLINE void each_row(Team& team, i64 rows, Rows<char> scratch, F f) {
+  const i64 left = rows % team.count, alone = 2 * left <= team.count ? rows - left : rows;
+  team.each(alone, 1, [&](i64 row, i64) { f(row, Crew{nullptr}, scratch[team.tid]); });
+  for (i64 row = alone; row < rows; ++row) {
+    team.barrier();  // thread 0 has used its scratch for another row
+    f(row, Crew{&team}, scratch[0]);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ the largest, and thresholds
+
+// The largest at each of 16 places of every part. NaN never wins.
+INLINE void find_tops(const Crew& crew, const Parted& row, const RowWork& work) {
+  crew.share(row.parts(), [&](i64 part, i64 stop) {
+    for (; part < stop; ++part) {
+      Vec top[4];
+      for (Vec& each : top) each = set1(-__builtin_inff());
+      i64 i = part * PART;
+      for (; i + 4 * LANES <= row.end(part); i += 4 * LANES) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) top[k] = max(load(row.x + i + k * LANES), top[k]);
+      }
+      for (; i < row.end(part); i += LANES) top[0] = max(row.at(i), top[0]);
+      store(work.tops + part * LANES, max(max(top[0], top[1]), max(top[2], top[3])));
+    }
+  });
+  crew.meet();
+}
+
+INLINE float largest(const RowWork& work, i64 parts) {
+  Vec top = load(work.tops);
+  for (i64 part = 1; part < parts; ++part) top = max(load(work.tops + part * LANES), top);
+  return maximum(top);
+}
+
+// Whether a part may hold a number that is at least `value`.
+INLINE bool reaches(const RowWork& work, i64 part, float value) {
+  return lanes_at_least(load(work.tops + part * LANES), set1(value)) != 0;
+}
+
+// Where the first number is that equals `value`; 0 if there is none.
+inline i64 first_of(const Parted& row, const RowWork& work, float value) {
+  for (i64 part = 0; part < row.parts(); ++part) {
+    if (!reaches(work, part, value)) continue;
+    for (i64 i = part * PART; i < row.end(part); i += LANES)
+      if (const u32 lanes = lanes_at_least(row.at(i), set1(value)) & row.there(i)) return i + __builtin_ctz(lanes);
+  }
   return 0;
 }
 
-// log(sum(exp(x))): lanes in blocks of 1024, blocks in double.
-inline double log_sum_exp(const float* x, i64 n, float top) {
-  double total = 0.0;
-  for (i64 block = 0; block < n; block += 1024) {
-    Vec part = zero();
-    i64 end = block + 1024 < n ? block + 1024 : n;
-    for (i64 i = block; i < end; i += LANES)
-      part = add(part, keep(exp(sub(load(x + i, end - i), set1(top))), 0, int(end - i < LANES ? end - i : LANES), zero()));
-    total += sum(part);
+// Integers in the order of the floats, and back.
+INLINE i32 order_of(float x) {
+  i32 bits;
+  memcpy(&bits, &x, 4);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+INLINE float of_order(i32 order) {
+  const i32 bits = order ^ ((order >> 31) & 0x7fffffff);
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Cuts [low, high] in eight, evenly by size, or by the order of floats where that is asked or sizes leave no room.
+INLINE void set_pivots(float low, float high, bool by_order, float (&pivots)[PIVOTS]) {
+  for (int j = 0; j < PIVOTS && !by_order; ++j) {
+    pivots[j] = low + (high - low) * (float(j + 1) / (PIVOTS + 1));
+    by_order = !(pivots[j] > low && pivots[j] <= high);
   }
-  return double(top) + log(total);
+  const i64 first = order_of(low), range = order_of(high) - first;
+  for (int j = 0; j < PIVOTS && by_order; ++j)
+    pivots[j] = of_order(i32(first + (range * (j + 1) + PIVOTS) / (PIVOTS + 1)));
 }
 
-INLINE u32 order_key(float p) {  // of numbers >= 0
-  u32 bits;
-  memcpy(&bits, &p, 4);
-  return bits;
-}
-
-// The largest threshold such that {p >= threshold} has at least `target` weight: each element weighs 1 or its p.
-// `above` gets the weight strictly above it. Three rounds of histograms over the bits, no sort. 0 if out of reach.
+// The largest number of the first `count` of a list such that those not below it weigh at least `target`: each weighs 1,
+// or itself if MASS. `above` gets what those above it weigh. The smallest one if all together weigh less. The list has
+// room for 16 more, no NaN, and is used up: each pass keeps of it what lies between two of several pivots.
 template <bool MASS>
-u32 threshold(const float* p, i64 n, u32 floor, double target, double& above) {
-  static constexpr int SHIFT[3] = {21, 10, 0}, BITS[3] = {11, 11, 10};
-  u32 prefix = 0;
+float threshold(float* list, i64 count, double target, double& above) {
+  using Sum = std::conditional_t<MASS, Wide, Vec>;
+  const Vec none = set1(-__builtin_inff()), one = set1(1.0f);
   above = 0.0;
-  for (int level = 0; level < 3; ++level) {
-    double weight[2048] = {};
-    int upper = SHIFT[level] + BITS[level];
-    for (i64 i = 0; i < n; ++i) {
-      u32 key = order_key(p[i]);
-      if (key < floor || key == 0 || (level && key >> upper != prefix)) continue;
-      weight[key >> SHIFT[level] & ((1u << BITS[level]) - 1)] += MASS ? double(p[i]) : 1.0;
+  for (bool by_order = MASS;; by_order = !by_order) {
+    store(list + count, none);
+    Vec bottom = set1(__builtin_inff()), top = none;
+    for (i64 i = 0; i < count; i += LANES) {
+      const Vec v = load(list + i);
+      top = max(v, top);
+      bottom = min(keep(v, 0, count - i < LANES ? int(count - i) : LANES, bottom), bottom);
     }
-    int bucket = (1 << BITS[level]) - 1;
-    while (bucket > 0 && above + weight[bucket] < target) above += weight[bucket--];
-    prefix = prefix << BITS[level] | u32(bucket);
+    const float low = -maximum(sub(zero(), bottom)), high = maximum(top);
+    if (!(low < high)) return low;  // all that is left are equal
+    float pivots[PIVOTS];
+    set_pivots(low, high, by_order, pivots);
+    Sum sums[PIVOTS] = {};
+    for (i64 i = 0; i < count; i += LANES) {
+      const Vec v = load(list + i);
+#pragma GCC unroll 8
+      for (int j = 0; j < PIVOTS; ++j) sums[j] = add(sums[j], at_least(v, set1(pivots[j]), MASS ? v : one));
+    }
+    double upper = 0.0;
+    int j = PIVOTS;
+    for (; j > 0; --j) {
+      const double weight = sum(sums[j - 1]);
+      if (above + weight >= target) break;
+      upper = weight;
+    }
+    above += upper;
+    const Vec from = set1(j ? pivots[j - 1] : low), to = set1(pivots[j < PIVOTS ? j : 0]);
+    i64 left = 0;
+    for (i64 i = 0; i < count; i += LANES) {
+      const Vec v = load(list + i);
+      const u32 there = count - i < LANES ? (1u << (count - i)) - 1 : 0xffffu;
+      const u32 beyond = j < PIVOTS ? lanes_at_least(v, to) : 0;
+      left += store_packed(list + left, v, lanes_at_least(v, from) & ~beyond & there);
+    }
+    count = left;
   }
-  return prefix < floor ? floor : prefix;
 }
 
-// Which tokens may be drawn: those with p above `key`, and the first ones at `key` until `room` weight is used.
-struct Nucleus {
-  u32 key = 1;
-  double room = __builtin_inf();
+// Puts what is at least `from` in the parts [part, stop) one behind the other, with room for as many as there are, and 16.
+INLINE i64 collect(const Parted& row, const RowWork& work, i64 part, i64 stop, float from, float* list) {
+  i64 count = 0;
+  for (; part < stop; ++part) {
+    if (!reaches(work, part, from)) continue;
+    row.each(part, [&](i64 i) {
+      const Vec x = row.at(i);
+      count += store_packed(list + count, x, lanes_at_least(x, set1(from)) & row.there(i));
+    });
+  }
+  return count;
+}
+
+// The k-th largest of a row, by one thread; `above`: how many are larger. A k-th largest of any maxima is a lower bound.
+inline float kth_largest(const Parted& row, const RowWork& work, i64 k, double& above) {
+  const i64 parts = row.parts();
+  float bound = -__builtin_inff();
+  if (k < parts * LANES) {
+    memcpy(work.list, work.tops, parts * LANES * sizeof(float));
+    bound = threshold<false>(work.list, parts * LANES, double(k), above);
+  }
+  const i64 count = collect(row, work, 0, parts, bound, work.list);
+  return threshold<false>(work.list, count, double(k), above);
+}
+
+// ------------------------------------------------------------------------------------------ what may be drawn
+
+// Numbers p, of which the largest is 1, in proportion to the probabilities; those of logits below `least` are 0.
+struct Odds {
+  Parted row;
+  float top, scale, least;
+  INLINE Vec of(Vec x) const { return exp(mul(sub(x, set1(top)), set1(scale))); }
+  INLINE Vec at(i64 i) const {
+    const Vec x = row.at(i);
+    return at_least(x, set1(least), of(x));
+  }
+  // All logits that give a p of `low` or more are at least this, and some with a little less.
+  INLINE float from(float low) const {
+    const float x = low >= __FLT_MIN__ ? top + (logf(low) - 0.001f) / scale : least;
+    return x > least ? x : least;
+  }
 };
 
-inline i64 draw(const float* p, i64 n, Nucleus nucleus, double u) {
-  double total = 0.0, room = nucleus.room;
-  i64 last = argmax(p, n);  // should rounding leave nobody
-  for (int pass = 0; pass < 2; ++pass) {
-    double goal = u * total, seen = 0.0;
-    room = nucleus.room;
-    for (i64 i = 0; i < n; ++i) {
-      u32 key = order_key(p[i]);
-      if (key < nucleus.key) continue;
-      if (key == nucleus.key) {
-        if (room <= 0.0) continue;
-        room -= p[i];
-      }
-      seen += p[i];
-      last = i;
-      if (pass && seen > goal) return i;
-    }
-    total = seen;
-  }
-  return last;
+// Tokens with p above `above`, and of those with that p the first `ties`.
+struct Cut {
+  float above = 0.0f;
+  i64 ties = 0;
+};
+
+// What all tokens of a part weigh. Four p are added in float before they are in double.
+INLINE double weight_of(const Odds& odds, i64 part) {
+  Wide mass = {};
+  for (i64 i = part * PART; i < odds.row.end(part); i += 4 * LANES)
+    mass = add(mass, add(add(odds.at(i), odds.at(i + LANES)), add(odds.at(i + 2 * LANES), odds.at(i + 3 * LANES))));
+  return sum(mass);
 }
+
+// What tokens above the cut weigh, and how many lie at it, part by part.
+INLINE void weigh(const Crew& crew, const Odds& odds, Cut cut, const RowWork& work) {
+  const Vec at = set1(cut.above), from = set1(odds.from(cut.above));
+  const bool all = cut.above == 0.0f && odds.least == -__builtin_inff();
+  crew.share(odds.row.parts(), [&](i64 part, i64 stop) {
+    for (; part < stop; ++part) {
+      work.ties[part] = 0;
+      work.mass[part] = all ? weight_of(odds, part) : 0.0;
+      if (all || !reaches(work, part, first(from))) continue;
+      Wide mass = {};
+      i64 ties = 0;
+      odds.row.each(part, [&](i64 i) {
+        if (!lanes_at_least(odds.row.at(i), from)) return;
+        const Vec p = odds.at(i);
+        mass = add(mass, less(at, p, p, zero()));
+        if (cut.ties) ties += __builtin_popcount(lanes_at_least(p, at) & lanes_at_least(at, p));
+      });
+      work.mass[part] = sum(mass);
+      work.ties[part] = i32(ties);
+    }
+  });
+  crew.meet();
+}
+
+INLINE double total_mass(const RowWork& work, i64 parts) {
+  double total = 0.0;
+  for (i64 part = 0; part < parts; ++part) total += work.mass[part];
+  return total;
+}
+
+// Where top-p cuts, of what top-k left, which weighs `mass`. Too small to matter is what would not reach the rest of the
+// mass if all were twice its size.
+INLINE Cut nucleus(const Crew& crew, const Odds& odds, double mass, float top_p, const RowWork& work) {
+  const Parted& row = odds.row;
+  const double target = mass * double(top_p);
+  const float low = float((mass - target) / double(row.n) * 0.5);
+  crew.share(row.parts(), [&](i64 part, i64 stop) {
+    if (part == stop) return;
+    float* list = work.list + part * PART;
+    const i64 count = collect(row, work, part, stop, odds.from(low), list);
+    for (i64 i = 0; i < count; i += LANES) store(list + i, odds.of(load(list + i)));
+    work.listed[part] = i32(count);
+  });
+  crew.meet();
+  if (crew.leads()) {
+    i64 count = 0;
+    for (int thread = 0; thread < crew.count(); ++thread) {
+      const i64 first = crew.begin(row.parts(), thread);
+      if (first == crew.begin(row.parts(), thread + 1)) continue;
+      memmove(work.list + count, work.list + first * PART, work.listed[first] * sizeof(float));
+      count += work.listed[first];
+    }
+    *work.least = threshold<true>(work.list, count, target, *work.above);
+  }
+  crew.meet();
+  if (!(*work.least > 0.0f)) return {};
+  const double room = (target - *work.above) / double(*work.least), most = double(row.n);
+  return {*work.least, room > 1.0 ? i64(ceil(room < most ? room : most)) : 1};  // at least one
+}
+
+// The token where the running sum of what may be drawn passes u times all of it. By one thread.
+inline i64 draw(const Odds& odds, Cut cut, double u, const RowWork& work) {
+  const Parted& row = odds.row;
+  const i64 parts = row.parts();
+  double total = 0.0;
+  i64 ties = cut.ties, last = -1;
+  for (i64 part = 0; part < parts; ++part) {
+    const i64 taken = work.ties[part] < ties ? work.ties[part] : ties;
+    work.ties[part] = i32(taken);
+    work.mass[part] += double(taken) * double(cut.above);
+    total += work.mass[part], ties -= taken;
+    if (work.mass[part] > 0.0) last = part;
+  }
+  if (last < 0) return first_of(row, work, odds.top);  // a min-p above 1
+  const double goal = u * total;
+  double seen = 0.0;
+  i64 part = 0;
+  for (; part < last && seen + work.mass[part] <= goal; ++part) seen += work.mass[part];
+  alignas(64) float p[PART];
+  row.each(part, [&](i64 i) { store(p + (i - part * PART), odds.at(i)); });
+  i64 chosen = -1;
+  ties = work.ties[part];
+  for (i64 i = part * PART; i < row.end(part) && !(chosen >= 0 && seen > goal); ++i) {
+    const float each = p[i - part * PART];
+    if (!(each > cut.above) && !(each == cut.above && ties-- > 0)) continue;
+    seen += double(each);
+    chosen = i;  // and stays so should rounding leave nobody
+  }
+  return chosen;
+}
+
+// ------------------------------------------------------------------------------------------ one row
 
 INLINE bool has_list(const i32* starts, i64 row) { return starts && starts[row] < starts[row + 1]; }
 
-// Penalties, bias and masks: x becomes what the choice is made from. False if nothing had to be done.
-inline bool process(const SampleArgs& a, i64 row, const float* logits, float* x) {
-  i64 n = a.vocab_size;
-  float repetition = a.repetition_penalty[row], presence = a.presence_penalty[row], frequency = a.frequency_penalty[row];
+// Penalties, bias and masks: x becomes what the choice is made from. False if there is nothing to do.
+inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float* logits, float* x) {
+  const i64 n = a.vocab_size;
+  const float repetition = a.repetition_penalty[row], presence = a.presence_penalty[row];
+  const float frequency = a.frequency_penalty[row];
   const u32* counts = a.counts ? a.counts[a.seq_slots[row]] : nullptr;
-  bool penalties = counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
-  bool allowed = has_list(a.allowed_starts, row), biased = has_list(a.bias_starts, row);
-  bool banned = has_list(a.banned_starts, row);
+  const bool penalties = counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
+  const bool allowed = has_list(a.allowed_starts, row), biased = has_list(a.bias_starts, row);
+  const bool banned = has_list(a.banned_starts, row);
   if (!penalties && !allowed && !biased && !banned) return false;
-  memcpy(x, logits, n * sizeof(float));
-  for (i64 i = 0; penalties && i < n; ++i) {
-    if (!counts[i]) continue;
-    u32 times = counts[i] & 0x7fffffffu;
+  auto punish = [&](i64 i) {
+    if (!counts[i]) return;
+    const u32 times = counts[i] & 0x7fffffffu;
     x[i] = x[i] > 0.0f ? x[i] / repetition : x[i] * repetition;
     if (times) x[i] -= frequency * float(times) + presence;
+  };
+  crew.share((n + PART - 1) / PART, [&](i64 part, i64 stop) {
+    const i64 end = stop * PART < n ? stop * PART : n;
+    i64 i = part * PART;
+    if (i >= end) return;
+    memcpy(x + i, logits + i, (end - i) * sizeof(float));
+    for (; penalties && i < end; i += LANES)  // nearly all tokens never occurred
+      if (i + LANES > end || any(iload(counts + i)))
+        for (i64 j = i; j < i + LANES && j < end; ++j) punish(j);
+  });
+  crew.meet();
+  if (crew.leads()) {
+    for (i64 j = biased ? a.bias_starts[row] : 0; biased && j < a.bias_starts[row + 1]; ++j) x[a.bias_ids[j]] += a.bias_values[j];
+    if (allowed) {
+      i64 at = 0;  // ids are rising
+      for (i64 j = a.allowed_starts[row]; j < a.allowed_starts[row + 1]; at = a.allowed_ids[j++] + 1)
+        for (i64 i = at; i < a.allowed_ids[j]; ++i) x[i] = -__builtin_inff();
+      for (i64 i = at; i < n; ++i) x[i] = -__builtin_inff();
+    }
+    for (i64 j = banned ? a.banned_starts[row] : 0; banned && j < a.banned_starts[row + 1]; ++j) x[a.banned_ids[j]] = -__builtin_inff();
   }
-  for (i64 j = biased ? a.bias_starts[row] : 0; biased && j < a.bias_starts[row + 1]; ++j) x[a.bias_ids[j]] += a.bias_values[j];
-  if (allowed) {
-    i64 begin = a.allowed_starts[row], end = a.allowed_starts[row + 1];
-    i64 at = 0;  // ids are rising
-    for (i64 j = begin; j < end; at = a.allowed_ids[j++] + 1)
-      for (i64 i = at; i < a.allowed_ids[j]; ++i) x[i] = -__builtin_inff();
-    for (i64 i = at; i < n; ++i) x[i] = -__builtin_inff();
-  }
-  for (i64 j = banned ? a.banned_starts[row] : 0; banned && j < a.banned_starts[row + 1]; ++j) x[a.banned_ids[j]] = -__builtin_inff();
+  crew.meet();
   return true;
 }
 
-// Draws from softmax(x / temperature) after top-k, top-p (of what top-k left) and min-p. x may be p.
-inline i64 choose(const SampleArgs& a, i64 row, const float* x, float top, float* p) {
-  i64 n = a.vocab_size;
-  float temperature = a.temperature[row];
-  for (i64 i = 0; i < n; i += LANES)
-    store(p + i, exp(div(sub(load(x + i, n - i), set1(top)), set1(temperature))), n - i);
-  Nucleus nucleus;
-  double above = 0.0;
-  if (a.top_k[row] > 0 && a.top_k[row] < n) nucleus.key = threshold<false>(p, n, 1, a.top_k[row], above);
+// Draws from softmax(x / temperature) after top-k, top-p (of what top-k left) and min-p. The leader's result counts.
+inline i64 choose(const Crew& crew, const SampleArgs& a, i64 row, const Parted& x, float top, const RowWork& work) {
+  const float scale = 1.0f / a.temperature[row];
+  Odds odds{x, top, scale < __FLT_MAX__ ? scale : __FLT_MAX__, -__builtin_inff()};
+  if (a.top_k[row] > 0 && a.top_k[row] < x.n) {
+    if (crew.leads()) *work.least = kth_largest(x, work, a.top_k[row], *work.above);
+    crew.meet();
+    odds.least = *work.least;
+  }
+  Cut cut;
+  const float least = a.min_p[row];
   if (a.top_p[row] < 1.0f) {
-    double mass = 0.0;
-    for (i64 i = 0; i < n; ++i) mass += order_key(p[i]) >= nucleus.key ? double(p[i]) : 0.0;
-    double target = mass * double(a.top_p[row]);
-    if (!(target > 0.0)) target = 1e-300;  // the most likely one
-    nucleus.key = threshold<true>(p, n, nucleus.key, target, above);
-    nucleus.room = target > above ? target - above : 1e-300;  // at least one
+    weigh(crew, odds, cut, work);
+    cut = nucleus(crew, odds, total_mass(work, x.parts()), a.top_p[row], work);
   }
-  u32 least = a.min_p[row] > 0.0f ? order_key(a.min_p[row]) : 0;  // the largest p is 1; -0 is off too
-  if (least > nucleus.key) nucleus = Nucleus{least, __builtin_inf()};
-  if (nucleus.key == 0) nucleus.key = 1;
-  return draw(p, n, nucleus, uniform(a.seeds[row], a.counters[row]));
+  if (least > cut.above) cut = {of_order(order_of(least) - 1), 0};
+  weigh(crew, odds, cut, work);
+  return crew.leads() ? draw(odds, cut, uniform(a.seeds[row], a.counters[row]), work) : 0;
 }
 
-// The chosen token's log-probability and rank, and the most likely tokens, all from the raw logits.
-inline void report(const SampleArgs& a, i64 row, const float* logits, i64 chosen) {
-  i64 n = a.vocab_size, wanted = a.num_logprobs[row] < a.max_top ? a.num_logprobs[row] : a.max_top;
-  double norm = log_sum_exp(logits, n, logits[argmax(logits, n)]);
-  a.logprobs[row] = float(logits[chosen] - norm);
-  i32 rank = 1;
-  for (i64 i = 0; i < n; ++i) rank += logits[i] > logits[chosen];
-  a.ranks[row] = rank;
-  i32* ids = a.top_ids + row * a.max_top;
+// log(sum(exp(x))) of a row whose tops are found. The leader's result counts.
+INLINE double log_sum_exp(const Crew& crew, const Parted& row, float top, const RowWork& work) {
+  weigh(crew, Odds{row, top, 1.0f, -__builtin_inff()}, Cut{}, work);
+  return crew.leads() ? double(top) + log(total_mass(work, row.parts())) : 0.0;
+}
+
+// The `wanted` largest of a row, falling, equal ones by rising id. By one thread.
+inline void most_likely(const Parted& row, const RowWork& work, i64 wanted, i32* ids, float* values) {
+  double above = 0.0;
+  const float least = kth_largest(row, work, wanted, above);
+  i64 ties = wanted - i64(above), found = 0;
+  for (i64 part = 0; part < row.parts() && found < wanted; ++part) {
+    if (!reaches(work, part, least)) continue;
+    row.each(part, [&](i64 i) {
+      const Vec x = row.at(i);
+      for (u32 lanes = lanes_at_least(x, set1(least)) & row.there(i); lanes; lanes &= lanes - 1) {
+        const i64 id = i + __builtin_ctz(lanes);
+        if (row.x[id] == least && ties-- <= 0) continue;
+        i64 at = found++;
+        for (; at > 0 && values[at - 1] < row.x[id]; --at) values[at] = values[at - 1], ids[at] = ids[at - 1];
+        values[at] = row.x[id], ids[at] = i32(id);
+      }
+    });
+  }
+}
+
+// The chosen token's log-probability and rank, and the most likely tokens, all from the raw logits, whose tops are found.
+inline void report(const Crew& crew, const SampleArgs& a, i64 row, const Parted& logits, i64 chosen, const RowWork& work) {
+  const i64 most = a.num_logprobs[row] < a.max_top ? a.num_logprobs[row] : a.max_top;
+  const i64 wanted = most < logits.n ? most : logits.n;
+  const double norm = log_sum_exp(crew, logits, largest(work, logits.parts()), work);
+  if (!crew.leads()) return;
+  const Vec own = set1(logits.x[chosen]);
+  i64 rank = 1;
+  for (i64 part = 0; part < logits.parts(); ++part)
+    if (reaches(work, part, logits.x[chosen]))
+      logits.each(part, [&](i64 i) { rank += __builtin_popcount(lanes_less(own, logits.at(i))); });
+  a.logprobs[row] = float(logits.x[chosen] - norm);
+  a.ranks[row] = i32(rank);
   float* values = a.top_logprobs + row * a.max_top;
-  i64 found = 0;
-  for (i64 i = 0; i < n; ++i) {
-    if (found == wanted && !(logits[i] > values[found - 1])) continue;
-    i64 at = found < wanted ? found++ : found - 1;
-    for (; at > 0 && values[at - 1] < logits[i]; --at) values[at] = values[at - 1], ids[at] = ids[at - 1];
-    values[at] = logits[i];
-    ids[at] = i32(i);
-  }
-  for (i64 i = 0; i < found; ++i) values[i] = float(values[i] - norm);
+  most_likely(logits, work, wanted, a.top_ids + row * a.max_top, values);
+  for (i64 i = 0; i < wanted; ++i) values[i] = float(values[i] - norm);
 }
 
-// Samples one row; work is [vocab_size] float32 scratch. False if the logits hold no finite largest value.
-inline bool sample_row(const SampleArgs& a, i64 row, const float* logits, float* work) {
-  bool changed = process(a, row, logits, work);
-  const float* x = changed ? work : logits;
-  i64 chosen = argmax(x, a.vocab_size);
-  float top = x[chosen];
-  if (!(top > -__builtin_inff() && top < __builtin_inff())) return false;
-  if (a.temperature[row] > 0.0f) chosen = choose(a, row, x, top, work);
-  if (a.num_logprobs[row] > 0) report(a, row, logits, chosen);
-  i32 slot = a.seq_slots[row];
-  a.token_ids[row] = i32(chosen);
-  if (a.counts && a.counts[slot]) ++a.counts[slot][chosen];
-  return true;
+// The leader's result counts: the id, or -1 if the logits hold no finite largest value.
+inline i64 sample_row(const Crew& crew, const SampleArgs& a, i64 row, const float* logits, const RowWork& work) {
+  const bool changed = process(crew, a, row, logits, work.x);
+  const Parted raw{logits, a.vocab_size}, x{changed ? work.x : logits, a.vocab_size};
+  find_tops(crew, x, work);
+  const float top = largest(work, x.parts());
+  if (!(top > -__builtin_inff() && top < __builtin_inff())) return -1;
+  const i64 chosen = a.temperature[row] > 0.0f ? choose(crew, a, row, x, top, work) : crew.leads() ? first_of(x, work, top) : 0;
+  if (a.num_logprobs[row] > 0) {
+    crew.meet();  // the leader has drawn
+    if (changed) find_tops(crew, raw, work);
+    report(crew, a, row, raw, chosen, work);
+  }
+  return chosen;
 }
 
 // Rows [first, first + rows) of the step; logits' row 0 is row `first`. A row that fails leaves the others alone. A
 // slot's rows are neighbours: it goes on with the id of the last one, whichever thread samples the others when.
-inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits, float* work) {
-  team.each(rows, 1, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      i64 row = first + i;
-      a.failed[row] = !sample_row(a, row, logits[i], work);
-      if (a.failed[row]) a.token_ids[row] = 0;
-      bool last = row + 1 == a.step->num_rows || a.seq_slots[row + 1] != a.seq_slots[row];
-      if (last) a.last_ids[a.seq_slots[row]] = a.token_ids[row];
-    }
+inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits, Rows<char> scratch) {
+  each_row(team, rows, scratch, [&](i64 i, const Crew& crew, char* own) {
+    const i64 row = first + i, chosen = sample_row(crew, a, row, logits[i], RowWork(own, a.vocab_size));
+    if (!crew.leads()) return;
+    const i32 slot = a.seq_slots[row];
+    a.failed[row] = chosen < 0;
+    a.token_ids[row] = chosen < 0 ? 0 : i32(chosen);
+    if (chosen >= 0 && a.counts && a.counts[slot]) ++a.counts[slot][chosen];
+    if (row + 1 == a.step->num_rows || a.seq_slots[row + 1] != slot) a.last_ids[slot] = a.token_ids[row];
   });
 }
 
-inline void score_rows(Team& team, const ScoreArgs& a, i64 first, i64 rows, Rows<const float> logits) {
-  team.each(rows, 1, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      i64 best = argmax(logits[i], a.vocab_size);
-      a.argmax[first + i] = i32(best);
-      double norm = log_sum_exp(logits[i], a.vocab_size, logits[i][best]);
-      a.logprobs[first + i] = float(logits[i][a.target_ids[first + i]] - norm);
-    }
+inline void score_rows(Team& team, const ScoreArgs& a, i64 first, i64 rows, Rows<const float> logits, Rows<char> scratch) {
+  each_row(team, rows, scratch, [&](i64 i, const Crew& crew, char* own) {
+    const Parted row{logits[i], a.vocab_size};
+    const RowWork work(own, a.vocab_size);
+    find_tops(crew, row, work);
+    const float top = largest(work, row.parts());
+    const double norm = log_sum_exp(crew, row, top, work);
+    if (!crew.leads()) return;
+    a.argmax[first + i] = i32(first_of(row, work, top));
+    a.logprobs[first + i] = float(row.x[a.target_ids[first + i]] - norm);
   });
 }
 

@@ -89,6 +89,16 @@ INLINE Vec keep(Vec x, int low, int high, Vec other) {
 INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
   return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), x.v)};
 }
+// a >= b ? x : 0, lane by lane; 0 where one is NaN.
+INLINE Vec at_least(Vec a, Vec b, Vec x) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), x.v)}; }
+// Bit i: whether that is so in lane i.
+INLINE u32 lanes_at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+INLINE u32 lanes_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+// The lanes whose bit is set, one behind the other, at p, where there is room for 16; returns how many.
+INLINE i64 store_packed(float* p, Vec x, u32 lanes) {
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps(__mmask16(lanes), x.v));
+  return __builtin_popcount(lanes);
+}
 INLINE __m256 low_half(Vec x) { return _mm512_castps512_ps256(x.v); }
 INLINE __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x.v, 1); }
 
@@ -107,6 +117,7 @@ template <int N>
 INLINE IVec right_by(IVec a) { return {_mm512_srai_epi32(a.v, N)}; }
 template <int N>
 INLINE IVec zeros_right_by(IVec a) { return {_mm512_srli_epi32(a.v, N)}; }
+INLINE bool any(IVec a) { return _mm512_test_epi32_mask(a.v, a.v) != 0; }
 INLINE Vec to_float(IVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 INLINE IVec bits_of(Vec a) { return {_mm512_castps_si512(a.v)}; }
 // Whole numbers in [-127, 127].
@@ -184,6 +195,36 @@ INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
   return {_mm256_blendv_ps(y.l, x.l, _mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ)),
           _mm256_blendv_ps(y.h, x.h, _mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ))};
 }
+INLINE Vec at_least(Vec a, Vec b, Vec x) {
+  return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_GE_OQ), x.l), _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_GE_OQ), x.h)};
+}
+INLINE u32 lanes_of(__m256 l, __m256 h) { return u32(_mm256_movemask_ps(l)) | u32(_mm256_movemask_ps(h)) << 8; }
+INLINE u32 lanes_at_least(Vec a, Vec b) {
+  return lanes_of(_mm256_cmp_ps(a.l, b.l, _CMP_GE_OQ), _mm256_cmp_ps(a.h, b.h, _CMP_GE_OQ));
+}
+INLINE u32 lanes_less(Vec a, Vec b) {
+  return lanes_of(_mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ), _mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ));
+}
+// Of eight lanes, those whose bit is set in front: their numbers, a byte each.
+struct PackOrders {
+  u64 of[256];
+  constexpr PackOrders() : of() {
+    for (int lanes = 0; lanes < 256; ++lanes)
+      for (int lane = 0, count = 0; lane < 8; ++lane)
+        if (lanes >> lane & 1) of[lanes] |= u64(lane) << (8 * count++);
+  }
+};
+inline constexpr PackOrders PACK_ORDERS;
+
+INLINE i64 store_packed(float* p, __m256 x, u32 lanes) {
+  const __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(i64(PACK_ORDERS.of[lanes])));
+  _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x, order));
+  return __builtin_popcount(lanes);
+}
+INLINE i64 store_packed(float* p, Vec x, u32 lanes) {
+  const i64 count = store_packed(p, x.l, lanes & 255);
+  return count + store_packed(p + count, x.h, lanes >> 8);
+}
 INLINE __m256 low_half(Vec x) { return x.l; }
 INLINE __m256 high_half(Vec x) { return x.h; }
 
@@ -208,6 +249,10 @@ template <int N>
 INLINE IVec right_by(IVec a) { return {_mm256_srai_epi32(a.l, N), _mm256_srai_epi32(a.h, N)}; }
 template <int N>
 INLINE IVec zeros_right_by(IVec a) { return {_mm256_srli_epi32(a.l, N), _mm256_srli_epi32(a.h, N)}; }
+INLINE bool any(IVec a) {
+  const __m256i both = _mm256_or_si256(a.l, a.h);
+  return !_mm256_testz_si256(both, both);
+}
 INLINE Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
 INLINE IVec bits_of(Vec a) { return {_mm256_castps_si256(a.l), _mm256_castps_si256(a.h)}; }
 INLINE void store(i8* p, Vec x) {
@@ -233,6 +278,34 @@ INLINE float maximum(Vec x) {
   return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
 INLINE float first(Vec x) { return _mm_cvtss_f32(_mm256_castps256_ps128(low_half(x))); }
+
+// Sixteen sums in double, of the lanes of what is added.
+struct Wide {
+#ifdef __AVX512F__
+  __m512d l, h;
+#else
+  __m256d a, b, c, d;
+#endif
+};
+INLINE Wide add(Wide sums, Vec x) {
+#ifdef __AVX512F__
+  return {_mm512_add_pd(sums.l, _mm512_cvtps_pd(low_half(x))), _mm512_add_pd(sums.h, _mm512_cvtps_pd(high_half(x)))};
+#else
+  auto wide = [](__m128 four) { return _mm256_cvtps_pd(four); };
+  return {_mm256_add_pd(sums.a, wide(_mm256_castps256_ps128(x.l))), _mm256_add_pd(sums.b, wide(_mm256_extractf128_ps(x.l, 1))),
+          _mm256_add_pd(sums.c, wide(_mm256_castps256_ps128(x.h))), _mm256_add_pd(sums.d, wide(_mm256_extractf128_ps(x.h, 1)))};
+#endif
+}
+INLINE double sum(Wide x) {  // by halves, as above
+#ifdef __AVX512F__
+  const __m512d both = _mm512_add_pd(x.l, x.h);
+  const __m256d a = _mm256_add_pd(_mm512_castpd512_pd256(both), _mm512_extractf64x4_pd(both, 1));
+#else
+  const __m256d a = _mm256_add_pd(_mm256_add_pd(x.a, x.c), _mm256_add_pd(x.b, x.d));
+#endif
+  const __m128d b = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(b, _mm_unpackhi_pd(b, b)));
+}
 
 // Tails: the first n lanes; the others read as zero and are not written.
 template <class T>

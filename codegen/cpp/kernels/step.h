@@ -69,10 +69,8 @@ struct Step {
   INLINE Latent<T> latent(int group, i64 layers, i64 layer, i64 block_size, i64 dim, i64 v_dim) const {
     return {static_cast<T*>(a.kv_cache[group]), layers, layer, block_size, dim, v_dim};
   }
-  // Each thread's own part of the threads' scratch, or all of it for work that threads share.
-  INLINE float* own_scratch(const Team& team) const {
-    return reinterpret_cast<float*>(thread_scratch + team.tid * per_thread);
-  }
+  // The threads' scratch: a row for each of them, or all of it for work that they share.
+  INLINE Rows<char> scratch_of_threads() const { return {thread_scratch, per_thread}; }
   INLINE float* shared_scratch() const { return reinterpret_cast<float*>(thread_scratch); }
   INLINE i64 shared_floats(const Team& team) const { return team.count * per_thread / 4; }
 

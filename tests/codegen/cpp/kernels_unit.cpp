@@ -408,8 +408,16 @@ EXPORT void test_philox(u64 key, u64 counter, u32* out) {
   philox(key, counter, words);
   memcpy(out, words, sizeof words);
 }
-EXPORT int test_sample(const SampleArgs* a, i64 row, const float* logits, float* work) {
-  return sample_row(*a, row, logits, work);
+// All rows, with `bytes` of scratch for each thread.
+EXPORT void test_sample(void* pool, const SampleArgs* a, const float* logits, char* scratch, i64 bytes) {
+  on(pool, [&](Team& t) { sample_rows(t, *a, 0, a->step->num_rows, {logits, a->vocab_size}, {scratch, bytes}); });
+}
+EXPORT void test_score(void* pool, const ScoreArgs* a, const float* logits, char* scratch, i64 bytes) {
+  on(pool, [&](Team& t) { score_rows(t, *a, 0, a->step->num_rows, {logits, a->vocab_size}, {scratch, bytes}); });
+}
+// The largest of the list that, with all above it, weighs `target`: see `threshold`.
+EXPORT double test_threshold(float* list, i64 count, double target, i64 by_mass, double* above) {
+  return by_mass ? threshold<true>(list, count, target, *above) : threshold<false>(list, count, target, *above);
 }
 
 // Counts how often each of `total` items is handed out; pieces of one thread rise, and its first is the one of its number.

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from cpp_kernels import Kernels
+from cpp_kernels import EMULATED, ISAS, Kernels
 from numpy.typing import NDArray
 
+from inferc.codegen.cpp.emit import sample_row_bytes
+from inferc.manifest import align
 from inferc.runtime import abi
+from inferc.runtime.reference_runner import sample_row, uniform
 from inferc.runtime.step import F32, SampleRows, TokenLists
 
 VOCAB = 1003
+NUM_TOP = 8
 
 
 def rows_with(**fields: Any) -> SampleRows:
@@ -32,18 +38,40 @@ def rows_with(**fields: Any) -> SampleRows:
     return replace(rows, **changed)
 
 
+def many(rows: SampleRows, count: int) -> SampleRows:
+    """The same parameters for `count` rows, each on a slot of its own, at counters 0, 1, …"""
+    changed: dict[str, Any] = {name: np.repeat(getattr(rows, name), count) for name in abi.SAMPLE_ROW_FIELDS}
+    slots, counters = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.uint64)
+    for name in ("logit_bias", "banned", "allowed"):
+        lists = getattr(rows, name)
+        changed[name] = TokenLists.of([lists.token_ids] * count, [lists.values] * count)
+    return replace(rows, **{**changed, "seq_slots": slots, "counters": counters})
+
+
+@dataclass
+class Sampled:
+    token: NDArray[np.int32]
+    failed: NDArray[np.uint8]
+    logprob: NDArray[np.float32]
+    rank: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+    def bits(self) -> bytes:
+        return b"".join(getattr(self, each.name).tobytes() for each in dataclasses.fields(self))
+
+
 class Sampler:
-    """Samples a row of logits; `counts` are slot 0's."""
+    """Samples rows of logits [rows, vocab] or, each from the same, [vocab]; `counts` are slot 0's."""
 
     def __init__(self, kernels: Kernels, logits: F32, counts: NDArray[np.uint32] | None = None) -> None:
-        self.kernels, self.logits = kernels, np.ascontiguousarray(logits, np.float32)
-        self.counts = counts
-        self.token = np.full(1, -1, np.int32)
-        self.logprob, self.rank = np.zeros(1, np.float32), np.zeros(1, np.int32)
-        self.top_ids, self.top = np.zeros(8, np.int32), np.zeros(8, np.float32)
+        self.kernels, self.logits, self.counts = kernels, np.ascontiguousarray(logits, np.float32), counts
+        self.vocab = self.logits.shape[-1]
 
-    def __call__(self, rows: SampleRows) -> int:
-        args = abi.SampleArgs(None, len(self.logits))
+    def rows(self, rows: SampleRows) -> Sampled:
+        count = len(rows)
+        step = abi.StepArgs(num_rows=count)
+        args = abi.SampleArgs(ctypes.pointer(step), self.vocab)
         keep: list[Any] = []
 
         def put(name: str, array: NDArray[Any]) -> None:
@@ -51,29 +79,49 @@ class Sampler:
             setattr(args, name, array.ctypes.data)
 
         for name in abi.SAMPLE_ROW_FIELDS:
-            put(name, getattr(rows, name))
+            put(name, np.ascontiguousarray(getattr(rows, name)))
         for name, lists in (("bias", rows.logit_bias), ("banned", rows.banned), ("allowed", rows.allowed)):
             if len(lists.starts):
                 put(f"{name}_starts", lists.starts)
                 put(f"{name}_ids", lists.token_ids)
         put("bias_values", rows.logit_bias.values)
         if self.counts is not None:
-            put("counts", np.array([self.counts.ctypes.data], np.uintp))
-        for name, array in (("token_ids", self.token), ("logprobs", self.logprob), ("ranks", self.rank)):
+            put("counts", np.array([self.counts.ctypes.data, *[0] * count], np.uintp))
+        out = Sampled(
+            *(np.full(count, -1, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.float32)),
+            *(np.zeros(count, np.int32), np.zeros((count, NUM_TOP), np.int32), np.zeros((count, NUM_TOP), np.float32)),
+        )
+        results: dict[str, NDArray[Any]] = {"token_ids": out.token, "failed": out.failed, "logprobs": out.logprob}
+        results |= {"ranks": out.rank, "top_ids": out.top_ids, "top_logprobs": out.top}
+        for name, array in results.items():
             put(name, array)
-        for name, array in (("top_ids", self.top_ids), ("top_logprobs", self.top)):
-            put(name, array)
-        args.max_top = 8
-        work = np.full(len(self.logits), np.nan, np.float32)
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (self.logits, work)]
-        if not self.kernels("test_sample", ctypes.byref(args), 0, *pointers):
+        put("last_ids", np.zeros(count + 1, np.int32))
+        args.max_top = NUM_TOP
+        logits = np.ascontiguousarray(np.broadcast_to(self.logits, (count, self.vocab)))
+        scratch, size = scratch_of(self.kernels, self.vocab)
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (logits, scratch)]
+        self.kernels("test_sample", self.kernels.threads, ctypes.byref(args), *pointers, size)
+        return out
+
+    def one(self, rows: SampleRows) -> Sampled:
+        out = self.rows(rows)
+        if out.failed[0]:
             raise ValueError("refused")
-        return int(self.token[0])
+        return out
+
+    def __call__(self, rows: SampleRows) -> int:
+        return int(self.one(rows).token[0])
 
     def reach(self, rows: SampleRows, draws: int = 3000) -> NDArray[np.int64]:
         """How often each token was drawn, over that many counters."""
-        found = [self(replace(rows, counters=np.array([counter], np.uint64))) for counter in range(draws)]
-        return np.bincount(found, minlength=len(self.logits))
+        return np.bincount(self.rows(many(rows, draws)).token, minlength=self.vocab)
+
+
+def scratch_of(kernels: Kernels, vocab: int) -> tuple[NDArray[np.uint8], int]:
+    """As large as compiled code has it, full of NaN; and what of it is one thread's."""
+    size = align(sample_row_bytes(vocab))
+    room = np.full(size * kernels.num_threads + 64, 255, np.uint8)
+    return room[-room.ctypes.data % 64 :], size
 
 
 def some_logits(scale: float = 2.0, size: int = VOCAB) -> F32:
@@ -185,13 +233,12 @@ def test_sampled_tokens_are_counted(kernels: Kernels) -> None:
 def test_logprobs_are_of_the_raw_logits(kernels: Kernels) -> None:
     logits = some_logits()
     order = np.argsort(-logits)
-    sampler = Sampler(kernels, logits)
-    token = sampler(rows_with(num_logprobs=5, banned=[int(order[0]), int(order[1])]))
+    out = Sampler(kernels, logits).one(rows_with(num_logprobs=5, banned=[int(order[0]), int(order[1])]))
     expected = np.log(softmax(logits))
-    assert token == order[2] and sampler.rank[0] == 3
-    assert sampler.top_ids[:5].tolist() == order[:5].tolist()
-    np.testing.assert_allclose(sampler.top[:5], expected[order[:5]], atol=2e-6)
-    np.testing.assert_allclose(sampler.logprob[0], expected[token], atol=2e-6)
+    assert out.token[0] == order[2] and out.rank[0] == 3
+    assert out.top_ids[0, :5].tolist() == order[:5].tolist()
+    np.testing.assert_allclose(out.top[0, :5], expected[order[:5]], atol=2e-6)
+    np.testing.assert_allclose(out.logprob[0], expected[out.token[0]], atol=2e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -211,3 +258,214 @@ def test_limits_at_the_edge_of_float32(kernels: Kernels, fields: dict[str, float
         assert found == {int(logits.argmax())}
     else:
         assert len(found) > 5
+
+
+# ------------------------------------------------------------------------------------------ against numpy
+
+SIZES = (1, 2, 15, 16, 17, 1023, 1024, 1025, 3000, 40011)
+
+
+def kinds_of_logits(size: int) -> Iterator[F32]:
+    """Spread, peaked, with many equal ones, all equal, with masked ones, of huge and of denormal size, and with both zeros."""
+    source = np.random.default_rng(size)
+    normal = source.standard_normal(size).astype(np.float32)
+    yield normal * np.float32(3)
+    yield normal * np.float32(30)
+    yield np.round(normal * np.float32(2))
+    yield np.zeros(size, np.float32)
+    yield np.where(source.random(size) < 0.5, np.float32(-np.inf), normal) if size > 4 else normal
+    yield normal * np.float32(1e37)
+    yield normal * np.float32(1e-40)
+    yield np.where(source.random(size) < 0.5, np.float32(-0.0), np.float32(0.0))
+
+
+FILTERS: tuple[dict[str, Any], ...] = (
+    *({"temperature": value} for value in (1e-38, 1e-3, 1.0, 1e4, 3e38)),
+    *({"temperature": 1.0, "top_k": k} for k in (1, 2, 40, 999, 5000)),
+    *({"temperature": 1.0, "top_p": p} for p in (0.0, 1e-45, 1e-30, 1e-6, 0.1, 0.9, 0.9999999)),
+    *({"temperature": 1.0, "min_p": p} for p in (1e-45, 0.05, 1.0)),
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.3, "top_k": 7, "top_p": 0.3},
+)
+
+
+def kept_by_sorting(logits: F32, p: NDArray[np.float64], fields: dict[str, Any]) -> NDArray[np.bool_]:
+    """Which tokens top-k, then top-p of what that leaves, and min-p let through."""
+    kept = p > 0
+    k, top_p = fields.get("top_k", 0), float(np.float32(fields.get("top_p", 1.0)))
+    if 0 < k < len(p):
+        kept &= logits >= np.sort(logits)[-k]
+    if top_p < 1.0:
+        order = [each for each in np.argsort(-p, kind="stable") if kept[each]]
+        before = np.cumsum(p[order]) - p[order]
+        count = max(1, int((before < top_p * p[order].sum()).sum()))
+        kept = np.isin(np.arange(len(p)), order[:count])
+    return kept & (p >= np.float32(fields.get("min_p", 0.0)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_filter_draws_what_numpy_does(kernels: Kernels, size: int) -> None:
+    """Where the goal lies among the tokens that are kept, to a rounding; and so all but always the oracle's token."""
+    nothing = np.zeros(size, np.bool_), np.zeros(size, np.int32)
+    equal = []
+    for logits in kinds_of_logits(size):
+        sampler = Sampler(kernels, logits)
+        assert sampler(rows_with()) == logits.argmax()
+        for fields in FILTERS:
+            rows = many(rows_with(seeds=size, **fields), 5 if size > 5000 else 16)
+            found = sampler.rows(rows)
+            assert not found.failed.any()
+            with np.errstate(over="ignore", under="ignore"):
+                p = np.exp((logits - logits.max()) / np.float32(fields["temperature"])).astype(np.float64)
+                equal += [sample_row(rows, row, logits, *nothing) == found.token[row] for row in range(len(rows))]
+            ends = np.cumsum(np.where(kept := kept_by_sorting(logits, p, fields), p, 0.0))
+            slack = 1e-5 * ends[-1]
+            for counter, token in enumerate(found.token):
+                goal = uniform(size, counter) * ends[-1]
+                assert kept[token] and ends[token] - p[token] - slack <= goal <= ends[token] + slack, (fields, counter)
+    assert np.mean(equal) > 0.99
+
+
+def test_the_lowest_temperature_takes_the_most_likely(kernels: Kernels) -> None:
+    logits = some_logits()
+    assert set(Sampler(kernels, logits).rows(many(rows_with(temperature=1e-45), 20)).token) == {logits.argmax()}
+
+
+def test_a_draw_is_where_the_running_sum_passes_the_goal(kernels: Kernels) -> None:
+    """All tokens weigh the same, exactly: which one a goal falls on is known, also far behind the first part."""
+    size = 5000
+    out = Sampler(kernels, np.full(size, 2.5, np.float32)).rows(many(rows_with(temperature=0.3, seeds=11), 400))
+    assert out.token.tolist() == [int(uniform(11, counter) * size) for counter in range(400)]
+    kept = Sampler(kernels, np.full(size, 2.5, np.float32)).rows(
+        many(rows_with(temperature=0.3, top_p=0.5, seeds=11), 400)
+    )
+    assert kept.token.tolist() == [int(uniform(11, counter) * size / 2) for counter in range(400)]
+
+
+def test_draws_are_distributed_as_the_softmax(kernels: Kernels) -> None:
+    """Chi-squared over 60 groups of tokens that lie all over the vocabulary, with a fixed seed."""
+    size, draws = 5000, 6000
+    logits = some_logits(1.0, size)
+    shares = softmax(logits / np.float32(0.9))
+    tokens = Sampler(kernels, logits).rows(many(rows_with(temperature=0.9, seeds=5), draws)).token
+    group = np.arange(size) * 7919 % 60
+    expected = np.bincount(group, shares, 60) * draws
+    statistic = float(((np.bincount(group[tokens], minlength=60) - expected) ** 2 / expected).sum())
+    assert 25 < statistic < 100  # of 59 degrees of freedom, one in a thousand lies above 98
+
+
+@pytest.mark.parametrize("size", [1, 17, 1025, 9000])
+def test_any_number_of_threads_and_rows_gives_the_same_bits(kernels: Kernels, size: int) -> None:
+    source = np.random.default_rng(size)
+    logits = np.round(source.standard_normal((9, size)) * 4, 1).astype(np.float32)
+    rows = many(rows_with(temperature=0.8, num_logprobs=NUM_TOP), 9)
+    rows.top_k[:] = [0, 40, 3, 0, 0, 50, 0, 1, 0]
+    rows.top_p[:] = [1, 1, 0.9, 0.5, 0.95, 0.9, 1, 1, 1]
+    rows.min_p[4], rows.temperature[6], rows.temperature[8] = 0.02, 0.0, 0.0
+    whole = Sampler(kernels, logits).rows(rows)
+    for threads in (1, 3, 5):
+        other = Kernels(kernels.isa, threads)
+        try:
+            assert Sampler(other, logits).rows(rows).bits() == whole.bits()
+            for row in (0, 3, 8):
+                arrays = {name: getattr(rows, name)[row : row + 1] for name in abi.SAMPLE_ROW_FIELDS}
+                one = Sampler(other, logits[row]).rows(replace(rows, **{**arrays, "seq_slots": np.zeros(1, np.int32)}))
+                assert one.token[0] == whole.token[row] and one.logprob[0] == whole.logprob[row]
+                assert one.rank[0] == whole.rank[row]
+                assert one.top.tobytes() == whole.top[row].tobytes() and (one.top_ids == whole.top_ids[row]).all()
+        finally:
+            other.close()
+
+
+@pytest.mark.skipif("avx512" not in ISAS, reason="there is one instruction set to run here")
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    logits = np.concatenate([some_logits(3.0, 4000), np.full(1100, 9.0, np.float32)])
+    filters: tuple[dict[str, Any], ...]
+    filters = ({}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 50}, {"temperature": 0.8, "top_p": 0.9})
+    found = []
+    for isa in (*ISAS, EMULATED):
+        made = Kernels(isa)
+        rows = [many(rows_with(num_logprobs=5, seeds=2, **each), 20) for each in filters]
+        found.append([Sampler(made, logits).rows(each).bits() for each in rows])
+        made.close()
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reports_equal_numpys(kernels: Kernels, size: int) -> None:
+    for logits in kinds_of_logits(size):
+        wanted = min(size, NUM_TOP)
+        wide = logits.astype(np.float64) - logits.max()
+        expected = wide - np.log(np.exp(wide).sum())
+        order = np.argsort(-logits, kind="stable")
+        lifted = int(order[np.isfinite(logits[order])][-1])  # by a bias, which reports do not see
+        for bias, token in (({}, int(order[0])), ({lifted: 2e38}, lifted)):
+            out = Sampler(kernels, logits).one(rows_with(num_logprobs=wanted, **({"logit_bias": bias} if bias else {})))
+            assert out.token[0] == token and out.rank[0] == 1 + (logits > logits[token]).sum()
+            assert out.top_ids[0, :wanted].tolist() == order[:wanted].tolist()
+            np.testing.assert_allclose(out.top[0, :wanted], expected[order[:wanted]], rtol=1e-6, atol=2e-6)
+            np.testing.assert_allclose(out.logprob[0], expected[token], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("by_mass", [False, True], ids=["count", "mass"])
+def test_thresholds_equal_those_of_a_sort(kernels: Kernels, by_mass: bool) -> None:
+    kernels.library.test_threshold.restype = ctypes.c_double
+    source = np.random.default_rng(1)
+    for size in (1, 2, 7, 16, 33, 1000):
+        for values in (
+            *(
+                source.random(size),
+                source.integers(0, 4, size),
+                np.full(size, 0.25),
+                2.0 ** -source.integers(0, 148, size),
+            ),
+            *(() if by_mass else (source.standard_normal(size) * 1e38, -(2.0 ** -source.integers(0, 148, size)))),
+        ):
+            numbers = np.asarray(values, np.float32)
+            falling = np.sort(numbers)[::-1]
+            sums = np.cumsum(falling.astype(np.float64)) if by_mass else np.arange(1.0, size + 1)
+            for share in (0.0, 0.1, 0.5, 0.999):
+                target = share * sums[-1] + (1e-300 if by_mass else 0.5)
+                room = np.append(numbers, np.full(16, np.nan, np.float32))
+                above = ctypes.c_double()
+                pointer = ctypes.c_void_p(room.ctypes.data)
+                found = kernels.library.test_threshold(
+                    pointer, ctypes.c_int64(size), ctypes.c_double(target), ctypes.c_int64(by_mass), ctypes.byref(above)
+                )
+                reached = falling[min(int(np.searchsorted(sums, target)), size - 1)]
+                weight = numbers.astype(np.float64) if by_mass else np.ones(size)
+                assert above.value == pytest.approx(weight[numbers > found].sum(), rel=1e-12, abs=1e-300)
+                assert found == reached or abs(above.value - target) < 1e-12 * sums[-1]
+
+
+def test_a_report_of_what_was_banned_may_hold_infinity(kernels: Kernels) -> None:
+    logits = some_logits(size=50)
+    logits[7] = np.inf
+    out = Sampler(kernels, logits).one(rows_with(num_logprobs=3, banned=[7]))
+    assert out.token[0] == np.argsort(-logits)[1] and out.top_ids[0, :3].tolist() == np.argsort(-logits)[:3].tolist()
+
+
+def test_not_a_number_is_never_chosen(kernels: Kernels) -> None:
+    logits = some_logits(size=2000)
+    logits[::3] = np.nan
+    for fields in ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 1900}, {"temperature": 1.0, "top_p": 0.99}):
+        tokens = Sampler(kernels, logits).rows(many(rows_with(**fields), 200)).token
+        assert not np.isnan(logits[tokens]).any() and len(set(tokens.tolist())) > 50
+
+
+@pytest.mark.parametrize("size", [1, 1025, 5000])
+def test_scores_are_log_probabilities(kernels: Kernels, size: int) -> None:
+    count = 5
+    logits = np.round(np.random.default_rng(3).standard_normal((count, size)) * 3, 2).astype(np.float32)
+    targets = np.arange(count, dtype=np.int32) * 31 % size
+    logprobs, best = np.zeros(count, np.float32), np.full(count, -1, np.int32)
+    step = abi.StepArgs(num_rows=count)
+    args = abi.ScoreArgs(ctypes.pointer(step), size)
+    for name, array in (("target_ids", targets), ("logprobs", logprobs), ("argmax", best)):
+        setattr(args, name, array.ctypes.data)
+    scratch, room = scratch_of(kernels, size)
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (logits, scratch)]
+    kernels("test_score", kernels.threads, ctypes.byref(args), *pointers, room)
+    assert best.tolist() == logits.argmax(1).tolist()
+    expected = [np.log(softmax(row)[target]) for row, target in zip(logits, targets, strict=True)]
+    np.testing.assert_allclose(logprobs, expected, atol=2e-6)
