@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside what the memory gives in the same run.
 
-    python benchmarks/kernels_cpu.py [--threads N] [--isa amx|avx512|avx2] [--seconds S] [--only bf16 …]
+    python benchmarks/kernels_cpu.py [--threads N] [--isa ISA] [--seconds S] [--only bf16 …]
                                     [--experts] [--sample] [--attention] [--json]
 
 Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.codegen.cpp.build import ISA_FLAGS, build
+from inferc.codegen.cpp.build import ISAS, build
 from inferc.codegen.cpp.emit import HEADERS, sample_row_bytes
 from inferc.config import available_cores
 from inferc.manifest import align
@@ -339,7 +339,7 @@ def attention_rows(bench: Bench, heads: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--isa", default="auto", choices=("auto", *ISA_FLAGS))
+    parser.add_argument("--isa", default="auto", choices=("auto", *ISAS))
     parser.add_argument("--seconds", type=float, default=0.5, help="per row")
     parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="products by these weights, and nothing else")
     parser.add_argument("--experts", action="store_true", help="experts of a mixture, and nothing else")
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16, help="of the queries, over 8 of K and V")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    isa = choose_isa(args.isa, tuple(ISA_FLAGS))
+    isa = choose_isa(args.isa, ISAS)
     bench = Bench(isa, args.threads, args.seconds)
     rows = [bench.read()]
     chosen = args.experts or args.sample or args.attention

@@ -24,7 +24,14 @@ MAX_TOP_LOGPROBS = 64
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
 TILES = frozenset(("amx_tile", "amx_int8", "amx_bf16"))
-ISA_FEATURES: dict[str, frozenset[str]] = {"amx": _AVX512 | TILES, "avx512": _AVX512, "avx2": _AVX2}
+_NEON = frozenset(("asimd", "asimdhp", "fphp", "asimddp", "atomics"))  # Armv8.2 with dot products of int8
+ISA_FEATURES: dict[str, frozenset[str]] = {
+    "amx": _AVX512 | TILES,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "neon_bf16": _NEON | {"bf16", "i8mm"},
+    "neon": _NEON,
+}
 
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64: asm/prctl.h and asm/fpu/types.h of Linux.
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -133,7 +140,8 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return frozenset()
-    flags = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
+    named = ("flags", "Features")  # on x86-64, on AArch64
+    flags = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith(named)]
     features = frozenset.intersection(*flags) if flags else frozenset()
     return features if not features & TILES or tiles_allowed() else features - TILES
 
@@ -167,7 +175,8 @@ def choose_isa(wanted: str, built: tuple[str, ...], features: frozenset[str] | N
     if wanted == "auto":
         if usable:
             return usable[0]
-        needed = ", ".join(sorted(ISA_FEATURES["avx2"] - have)) or "a library for it"
+        least = ISA_FEATURES[built[-1]] - have if built else ()
+        needed = ", ".join(sorted(least)) or "a library for it"
         raise ConfigError(
             f"this processor cannot run the artifact's {', '.join(built) or 'cpu'} code: it lacks {needed}"
         )

@@ -51,7 +51,7 @@ def test_compile_config_refuses(values: dict[str, Any], message: str) -> None:
     [
         ({"num_threads": 0}, "num_threads is 0, expected at least 1"),
         ({"num_threads": True}, "num_threads is True, expected auto or a whole number"),
-        ({"isa": "neon"}, "isa is 'neon', expected avx2 or avx512 or amx or auto"),
+        ({"isa": "sse"}, "isa is 'sse', expected avx2 or avx512 or amx or neon or neon_bf16 or auto"),
         ({"max_num_seqs": -1}, "max_num_seqs is -1, expected at least 1"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -37,15 +38,19 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,
+    "neon_bf16": ("-march=armv8.2-a+fp16+dotprod+bf16+i8mm",),
+    "neon": ("-march=armv8.2-a+fp16+dotprod",),
 }
-ISAS = tuple(ISA_FLAGS)  # those that an artifact has a library for, best first
+MACHINE_ISAS: dict[str, tuple[str, ...]] = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon_bf16", "neon")}
+ISAS = MACHINE_ISAS.get(platform.machine(), ())  # those that an artifact has a library for, best first
 # No -ffast-math and no contraction: additions happen in the order in which they are written.
 FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-plt", "-Wall", "-Wextra", "-Werror"),
 )
-# g++ 12 takes the undefined lanes inside its own AVX-512 intrinsics for a fault of ours.
-GCC_FLAGS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi")
+# g++ 12 takes the undefined lanes inside its own AVX-512 intrinsics for a fault of ours. What it schedules before it gives
+# out registers (on AArch64, not on x86) is all loads of a product's step first: its sums then go through the stack.
+GCC_FLAGS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi", "-fno-schedule-insns")
 CLANG_FLAGS = ("-Wno-psabi",)
 
 
@@ -59,17 +64,25 @@ class Compiler:
         return CLANG_FLAGS if "clang" in self.version else GCC_FLAGS
 
 
-@lru_cache(maxsize=1)
-def find_compiler() -> Compiler:
-    """The system's C++ compiler: g++, else clang++. Raises ConfigError if there is none."""
-    for name in ("g++", "clang++"):
+@lru_cache
+def find_compiler(*names: str) -> Compiler:
+    """The first C++ compiler of these names, or the system's: g++, else clang++. Raises ConfigError if there is none."""
+    names = names or ("g++", "clang++")
+    for name in names:
         path = shutil.which(name)
         if path:
             version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
             return Compiler(path, version.partition("\n")[0])
-    raise ConfigError(
-        "no C++ compiler: neither g++ nor clang++ is on PATH; install one (Debian, Ubuntu: apt install g++)"
-    )
+    wanted = " or ".join(names)
+    raise ConfigError(f"no C++ compiler: no {wanted} on PATH; install one (Debian, Ubuntu: apt install g++)")
+
+
+def check_machine() -> None:
+    """Raise ConfigError where nothing can be built for this machine: no kernels for its processor, or no compiler."""
+    if not ISAS:
+        known = " and ".join(MACHINE_ISAS)
+        raise ConfigError(f"no kernels for {platform.machine()} processors: the cpu target is for {known}")
+    find_compiler()
 
 
 @lru_cache(maxsize=1)
@@ -100,13 +113,15 @@ def build(
     isas: Sequence[str] = ISAS,
     folder: Path = KERNELS_FOLDER,
     own_headers: Mapping[str, str] = MappingProxyType({}),
+    compiler: Compiler | None = None,
 ) -> dict[str, Path]:
     """Compile `source` once for each instruction set, in parallel; returns the libraries by instruction set.
 
-    headers: the files of `folder` that it includes; own_headers: others, name to text. Raises ConfigError without a compiler, InfercError with the
-    compiler's first error if it refuses the source. Where the cache cannot be written, they last as long as the process.
+    headers: the files of `folder` that it includes; own_headers: others, name to text; compiler: another than the
+    system's, for instruction sets of other machines. Raises ConfigError without a compiler, InfercError with the compiler's
+    first error if it refuses the source. Where the cache cannot be written, they last as long as the process.
     """
-    compiler = find_compiler()
+    compiler = compiler or find_compiler()
     texts = {**{name: (folder / name).read_text() for name in headers}, **own_headers}
     places = _folders()
     with ThreadPoolExecutor() as threads:

@@ -148,7 +148,7 @@ class _Build:
     def run(self) -> dict[str, Any] | None:
         """Write everything; returns the certificate."""
         if self.target.device == "cpu":
-            cpp_build.find_compiler()  # refuse a machine without one before minutes of work
+            cpp_build.check_machine()  # before minutes of work
         self.report("read the tokenizer", 0, 1)
         tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
         for name, data in tokenizer.items():

@@ -28,7 +28,7 @@ DType = Literal["bfloat16", "float32"]
 KVDType = Literal["bfloat16", "float32", "int8"]
 Quantize = Literal["int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 Certify = Literal["full", "layers", "none"]
-Isa = Literal["avx2", "avx512", "amx"]
+Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
 
 # Words of the command line that name something real which this version does not do: refused by name, not as typos.
 NOT_BUILT = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lowered import Compiled, Shape, make_plan
 
+from inferc.codegen.cpp.build import MACHINE_ISAS
 from inferc.config import EngineConfig
 from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedError
 from inferc.runtime import abi
@@ -215,12 +216,29 @@ def test_isa_choice_says_what_is_missing(tmp_path: Path) -> None:
         abi.choose_isa("auto", ("avx512", "avx2"), frozenset())
 
 
+def test_isa_choice_on_aarch64(tmp_path: Path) -> None:
+    cpuinfo, built = tmp_path / "cpuinfo", MACHINE_ISAS["aarch64"]
+    flags = "fp asimd evtstrm aes crc32 atomics fphp asimdhp cpuid asimdrdm asimddp"
+    cpuinfo.write_text(f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {flags}\nCPU part\t: 0xd0c\n")
+    features = abi.cpu_features(cpuinfo)
+    assert abi.detect_isa(features) == ("neon",) and abi.choose_isa("auto", built, features) == "neon"
+    with pytest.raises(ConfigError, match="isa neon_bf16: this processor lacks bf16, i8mm; use --isa neon"):
+        abi.choose_isa("neon_bf16", built, features)
+    with pytest.raises(ConfigError, match="cannot run the artifact's avx512, avx2 code: it lacks avx2, f16c, fma"):
+        abi.choose_isa("auto", ("avx512", "avx2"), features)
+    assert abi.detect_isa(features | {"bf16", "i8mm"}) == built
+    with pytest.raises(
+        ConfigError, match="the artifact's neon_bf16, neon code: it lacks asimddp, asimdhp, atomics, fphp"
+    ):
+        abi.choose_isa("auto", built, frozenset(("fp", "asimd")))
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_tiles_are_used_where_the_kernel_gives_them(
     allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(abi, "tiles_allowed", lambda: allowed)
-    cpuinfo, built = tmp_path / "cpuinfo", tuple(abi.ISA_FEATURES)
+    cpuinfo, built = tmp_path / "cpuinfo", MACHINE_ISAS["x86_64"]
     cpuinfo.write_text(f"flags : {' '.join(abi.ISA_FEATURES['amx'])}\n")
     features = abi.cpu_features(cpuinfo)
     assert abi.detect_isa(features) == (built if allowed else ("avx512", "avx2"))

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inferc import weights as weight_lib
@@ -23,6 +25,7 @@ UNIT = Path(__file__).parents[1] / "codegen" / "cpp" / "kernels_unit.cpp"
 ISAS = detect_isa()
 EMULATED = "amx-emulated"  # the kernels of amx, with tiles in plain C++: runs wherever avx512 does
 TILES = UNIT.parent / "amx_emulated.h"
+UNIT_HEADERS = [name for name in HEADERS if name not in ("step.h", "collectives.h", "exchange.h", "entry.h")]
 DTYPES = (torch.float32, torch.bfloat16)
 # Largest difference to the reference, relative to the largest magnitude of the result. The float32 kernels add in
 # another order than torch; bfloat16 results may land on the neighbouring number.
@@ -45,9 +48,8 @@ class Kernels:
     """Calls with tensors as pointers, ints as int64 and floats as float32."""
 
     def __init__(self, isa: str, num_threads: int = 2) -> None:
-        headers = [name for name in HEADERS if name not in ("step.h", "collectives.h", "entry.h")]
         source = UNIT.read_text()
-        library = build_emulated(source, headers) if isa == EMULATED else build(source, headers, (isa,))[isa]
+        library = build_emulated(source, UNIT_HEADERS) if isa == EMULATED else build(source, UNIT_HEADERS, (isa,))[isa]
         self.library = ctypes.CDLL(str(library))
         self.library.threads_open.restype = ctypes.c_void_p
         self.library.test_uniform.restype = ctypes.c_double
@@ -61,6 +63,10 @@ class Kernels:
     def __call__(self, name: str, *args: Any) -> Any:
         return getattr(self.library, name)(*(_convert(arg) for arg in args))
 
+    def address(self, array: NDArray[Any]) -> int:
+        """Of an array that a struct points to, for the next call."""
+        return int(array.ctypes.data)
+
     def run(self, name: str, dtype: torch.dtype, *args: Any) -> None:
         """A kernel that takes the threads and the dtype first."""
         self(name, self.threads, DTYPES.index(dtype), *args)
@@ -69,6 +75,10 @@ class Kernels:
 def _convert(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
+    if isinstance(arg, np.ndarray):
+        return ctypes.c_void_p(arg.ctypes.data)
+    if isinstance(arg, ctypes.Structure):
+        return ctypes.byref(arg)
     if isinstance(arg, int):
         return ctypes.c_int64(arg)
     if isinstance(arg, float):

@@ -45,7 +45,7 @@ __attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const*
   });
   for (i64 i = 0; i < steps; ++i) {
     for (int p = 0; p < P && ahead; ++p) {
-      for (i64 at = 0; at < TILE_BYTES; at += 64) _mm_prefetch(next[p] + at, _MM_HINT_T1);
+      for (i64 at = 0; at < TILE_BYTES; at += 64) fetch_l2(next[p] + at);
       next[p] += TILE_BYTES;
     }
     amx::load<4>(rows, row_stride);

@@ -93,7 +93,7 @@ struct Tile {
     if constexpr (std::is_same_v<S, i8>)
       for (int p = 0; p < 4; ++p)
         for (const S* piece : {next_keys[p], next_values[p]})
-          _mm_prefetch(reinterpret_cast<const char*>(piece + 16 * dim), _MM_HINT_T1);
+          fetch_l2(piece + 16 * dim);
   }
 };
 
@@ -158,7 +158,7 @@ template <class T>
 INLINE void widen_keys(const Tile<i8>& tile, T* panels) {
   for (int p = 0; p < 4; ++p)
     for (i64 at = 0; at < 16 * tile.dim; at += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(tile.next_keys[p] + at), _MM_HINT_T1);
+      fetch_l2(tile.next_keys[p] + at);
       widen_line(tile.keys[p] + at, panels + p * 16 * tile.dim + at);
     }
 }
@@ -234,7 +234,7 @@ template <class T, class S>
 INLINE void fetch_values(const Tile<S>& tile, i64 key, i64 column, i64 width) {
   constexpr i64 unit = Dot<T>::unit;
   const char* next = reinterpret_cast<const char*>(tile.next_values[key / 16] + column * 16 + key % 16 * width);
-  for (i64 at = 0; at < unit * width * i64(sizeof(S)); at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+  for (i64 at = 0; at < unit * width * i64(sizeof(S)); at += 64) fetch_l2(next + at);
 }
 
 // A tile's values as panels over its keys, [dim / 16][64 / unit][16][unit] in T.

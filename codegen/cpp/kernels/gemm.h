@@ -3,6 +3,7 @@
 #pragma once
 #include <type_traits>
 
+#include "dot.h"
 #include "team.h"
 
 namespace inferc {
@@ -11,6 +12,14 @@ namespace inferc {
 constexpr int TILE_ROWS = 6, TILE_PANELS = 4;  // 24 accumulators of 32 registers
 constexpr int TALL_ROWS = 12;                  // by 2 panels: a small batch reads the weight once, from memory
 constexpr i64 INT8_TILE_ROWS = 24;             // that weights in int8 are widened in registers for
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr int TILE_ROWS = 6, TILE_PANELS = 1;  // 24 of 32 registers
+constexpr int TALL_ROWS = 0;
+constexpr i64 INT8_TILE_ROWS = 2;
+#elif defined(__aarch64__)
+constexpr int TILE_ROWS = 4, TILE_PANELS = 1;  // 16 of 32; a panel's bfloat16 take 8 when they are taken apart
+constexpr int TALL_ROWS = 0;
+constexpr i64 INT8_TILE_ROWS = 2;
 #else
 constexpr int TILE_ROWS = 4, TILE_PANELS = 1;  // 8 of 16
 constexpr int TALL_ROWS = 0;
@@ -48,7 +57,7 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
       right[p] = D::right(panels[p] + i * line);
-      if (ahead) _mm_prefetch(reinterpret_cast<const char*>(ahead[p] + i * line), _MM_HINT_T1);
+      if (ahead) fetch_l2(ahead[p] + i * line);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -114,7 +123,7 @@ struct Panels {
 template <class T>
 INLINE void widen(const i8* panel, i64 k, T* out) {
   for (i64 i = 0; i < (k + 3) / 4; ++i) {
-    _mm_prefetch(reinterpret_cast<const char*>(panel + i * 64 + PREFETCH_BYTES), _MM_HINT_T0);
+    fetch_l1(panel + i * 64 + PREFETCH_BYTES);
     widen_line(panel + i * 64, out + i * 64);
   }
 }
@@ -133,7 +142,7 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
       IVec bytes = iload(b[p] + i * 64);
-      if (FETCHES) _mm_prefetch(reinterpret_cast<const char*>(ahead[p] + i * 64), _MM_HINT_T1);
+      if (FETCHES) fetch_l2(ahead[p] + i * 64);
       auto step = [&]<int S>(std::integral_constant<int, S>) {
         if (S * unit >= left) return;
 #pragma GCC unroll 16

@@ -44,6 +44,34 @@ struct Int4 {
   static INLINE Sum close(Sum, Part part) { return part; }
   static INLINE Vec value(Sum sum) { return {_mm512_cvtepi32_ps(sum)}; }
 };
+#elif defined(__aarch64__)
+constexpr int INT4_ROWS = 4, INT4_TALL_ROWS = 0;
+
+// sdot takes both factors with a sign, and four bits plus 8 are positive with one too.
+struct Int4 {
+  using Line = IVec;
+  using Left = Dot<i8>::A;
+  using Sum = IVec;
+  using Part = IVec;
+  static INLINE Line low(const u8* p) {
+    auto bits = [](int32x4_t stored) { return vandq_s32(stored, vdupq_n_s32(0x0f0f0f0f)); };
+    const Line line = iload(p);
+    return INFERC_FOUR(bits, line);
+  }
+  static INLINE Line high(const u8* p) {
+    auto bits = [](int32x4_t stored) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(stored), 4)); };
+    const Line line = iload(p);
+    return INFERC_FOUR(bits, line);
+  }
+  static INLINE Line line(const u8* p) { return iload(p); }
+  static INLINE void store_line(u8* p, const Line& line) { store(static_cast<void*>(p), line); }
+  static INLINE Left left(i32 bytes) { return vreinterpretq_s8_s32(vdupq_n_s32(bytes)); }
+  static INLINE Sum start(i32 offset) { return iset1(offset); }
+  static INLINE Part open(const Sum& sum) { return sum; }
+  static INLINE Part step(const Part& part, const Line& w, Left a) { return Dot<i8>::step(part, a, w); }
+  static INLINE Sum close(const Sum&, const Part& part) { return part; }
+  static INLINE Vec value(const Sum& sum) { return to_float(sum); }
+};
 #else
 constexpr int INT4_ROWS = 2, INT4_TALL_ROWS = 0;
 
@@ -125,7 +153,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
           const u8* from = panels[p] + (at >> 3) * line_bytes;
           low[p] = WIDE ? Int4::line(from) : Int4::low(from);
           high[p] = WIDE ? Int4::line(from + 64) : Int4::high(from);
-          if (!WIDE) _mm_prefetch(reinterpret_cast<const char*>(from + INT4_PREFETCH_BYTES), _MM_HINT_T1);
+          if (!WIDE) fetch_l2(from + INT4_PREFETCH_BYTES);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
@@ -162,7 +190,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
 template <class F>
 INLINE void int4_bytes(const u8* panel, i64 k, u8* to, F f) {
   for (i64 line = 0; line < (k + 7) / 8; ++line) {
-    _mm_prefetch(reinterpret_cast<const char*>(panel + line * 64 + PREFETCH_BYTES), _MM_HINT_T0);
+    fetch_l1(panel + line * 64 + PREFETCH_BYTES);
     Int4::store_line(to + line * 128, f(Int4::low(panel + line * 64)));
     Int4::store_line(to + line * 128 + 64, f(Int4::high(panel + line * 64)));
   }

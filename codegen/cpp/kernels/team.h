@@ -12,7 +12,7 @@
 
 namespace inferc {
 
-// How long to spin before the futex, by the processor's own clock of 2 to 4 GHz: threads of one step wait for each other
+// How long to spin before the futex, in cycles of a processor of 2 to 4 GHz: threads of one step wait for each other
 // for microseconds, and the next step comes some hundred microseconds after the last.
 constexpr u64 BARRIER_CYCLES = 200'000, START_CYCLES = 1'000'000;
 constexpr int MAX_TICKETS = 16;  // `each` calls between two barriers
@@ -44,10 +44,11 @@ struct alignas(64) Signal {
   void wait_while(u32 seen, u64 cycles, Ahead ahead = {}) {
     const char* next = static_cast<const char*>(ahead.data);
     const char* end = next + (ahead.bytes < AHEAD_BYTES ? ahead.bytes : AHEAD_BYTES);
-    for (u64 begin = __rdtsc(); __rdtsc() - begin < cycles;) {
+    const u64 longest = ticks_of(cycles);
+    for (u64 begin = ticks(); ticks() - begin < longest;) {
       if (value.load(std::memory_order_acquire) != seen) return;
-      if (next >= end) _mm_pause();
-      for (int line = 0; line < 4 && next < end; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+      if (next >= end) relax();
+      for (int line = 0; line < 4 && next < end; ++line, next += 64) fetch_l2(next);
     }
     sleepers.fetch_add(1);
     while (value.load() == seen) futex_wait(value, seen);

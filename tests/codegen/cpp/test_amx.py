@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cpp_kernels import EMULATED, ISAS, Kernels, assert_near, build_emulated, moe_experts, packed, part_of
+from cpp_kernels import EMULATED, ISAS, UNIT_HEADERS, Kernels, assert_near, build_emulated, moe_experts, packed, part_of
 from experts import SCHEMES, as_rows, experts_of
 from lowered import Compiled, Shape, as_torch, make_plan
 from numpy.typing import NDArray
@@ -218,7 +218,6 @@ def test_a_step_on_tiles(compiled: Compiled) -> None:
 
 # ------------------------------------------------------------------------------------------ what is compiled
 
-HEADERS = ("simd.h", "amx.h", "team.h", "gemm.h", "amx_gemm.h", "int4.h", "rows.h", "quantize.h", "kv.h", "attention.h")
 SOURCE = """
 #include "attention.h"
 #include "int4.h"
@@ -244,7 +243,7 @@ def disassembled(isa: str) -> Functions:
         pytest.skip("objdump is not on PATH")
     if any("-fsanitize" in flag for flag in cpp_build.FLAGS):
         pytest.skip("not the code that an artifact holds")
-    library = cpp_build.build(SOURCE, HEADERS, (isa,))[isa]
+    library = cpp_build.build(SOURCE, UNIT_HEADERS, (isa,))[isa]
     text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True)
     found: Functions = {}
     for line in text.stdout.splitlines():
@@ -341,7 +340,7 @@ MESSAGES = (
 
 
 def test_what_is_a_fault_on_the_processor_ends_the_emulation() -> None:
-    library: Path = build_emulated(FAULTS, ("simd.h", "amx.h"))
+    library: Path = build_emulated(FAULTS, UNIT_HEADERS)
     call = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).fault(int(sys.argv[2])))"
     for which, message in enumerate(("", *MESSAGES)):
         done = subprocess.run(

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from inferc.codegen.cpp.build import build
+from inferc.codegen.cpp import build as cpp_build
+from inferc.codegen.cpp.build import build, check_machine, find_compiler
+from inferc.errors import ConfigError
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return %d; }'
 
@@ -34,3 +36,15 @@ def test_a_cache_that_cannot_be_written(
     assert answer(library) == 2
     assert "kernels are built without a cache: set INFERC_CACHE" in caplog.text
     assert build(SOURCE % 2, (), ("avx2",))["avx2"] == library
+
+
+def test_a_machine_without_kernels_or_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_machine()
+    with pytest.raises(ConfigError, match=r"^no C\+\+ compiler: no g\+\+-1 or g\+\+-2 on PATH; install one"):
+        find_compiler("g++-1", "g++-2")
+    monkeypatch.setattr(cpp_build, "ISAS", ())
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(
+        ConfigError, match="^no kernels for riscv64 processors: the cpu target is for x86_64 and aarch64$"
+    ):
+        check_machine()
