@@ -34,7 +34,14 @@ Command = TypeVar("Command", bound=Callable[..., int | None])
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The artifact: a folder that `inferc compile` wrote.")]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads; all cores if not given.")]
-Isa = Annotated[str, typer.Option("--isa", metavar="avx2|avx512|amx|neon|neon_bf16|auto", help="Instruction set.")]
+Isa = Annotated[
+    str,
+    typer.Option(
+        "--isa",
+        metavar="avx2|avx512|amx|neon|neon_bf16|auto",
+        help="Instruction set; auto: the best of the artifact's that this machine runs.",
+    ),
+]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
 MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step.")]
 KVMemory = Annotated[str, typer.Option("--kv-memory", metavar="BYTES", help="KV cache size, for example 2GiB.")]

@@ -63,9 +63,9 @@ class Kernels:
     def __call__(self, name: str, *args: Any) -> Any:
         return getattr(self.library, name)(*(_convert(arg) for arg in args))
 
-    def address(self, array: NDArray[Any]) -> int:
-        """Of an array that a struct points to, for the next call."""
-        return int(array.ctypes.data)
+    def address(self, held: NDArray[Any] | ctypes.Structure) -> int:
+        """Of an array or struct that a struct points to, for the next call."""
+        return ctypes.addressof(held) if isinstance(held, ctypes.Structure) else int(held.ctypes.data)
 
     def run(self, name: str, dtype: torch.dtype, *args: Any) -> None:
         """A kernel that takes the threads and the dtype first."""

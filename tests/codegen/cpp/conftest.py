@@ -1,4 +1,4 @@
-"""The header kernels as fixtures: built for each instruction set, in each storage type."""
+"""The header kernels as fixtures: built for each instruction set, in each storage type; AArch64's run in an emulator."""
 
 from __future__ import annotations
 
@@ -6,22 +6,53 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from arm import ARM_ISAS, ArmKernels, needs_arm
 from cpp_kernels import DTYPES, EMULATED, ISAS, Kernels
 
 
-@pytest.fixture(scope="module", params=(*ISAS, *(EMULATED,) * ("avx512" in ISAS)))
+@pytest.fixture(
+    scope="module",
+    params=(*ISAS, *(EMULATED,) * ("avx512" in ISAS), *(pytest.param(isa, marks=needs_arm) for isa in ARM_ISAS)),
+)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    made = Kernels(request.param)
+    made = ArmKernels(request.param) if request.param in ARM_ISAS else Kernels(request.param)
     yield made
     made.close()
 
 
+# Long in an emulator, and through code that others go through too. So are large latents; of a test over masks one is enough.
+NOT_EMULATED = frozenset(
+    (
+        *(
+            "test_temperature_follows_the_softmax",
+            "test_min_p",
+            "test_top_k",
+            "test_draws_are_distributed_as_the_softmax",
+        ),
+        *("test_top_p_keeps_the_smallest_set_that_reaches_it", "test_top_p_of_equal_tokens_keeps_the_first_ones"),
+        *("test_top_p_counts_within_what_top_k_left", "test_any_number_of_threads_and_rows_gives_the_same_bits"),
+        "test_thresholds_equal_those_of_a_sort",  # takes float64, which the emulator is not given
+    )
+)
+
+
+def is_long(item: pytest.Function) -> bool:
+    params = item.callspec.params
+    large = getattr(params.get("case"), "dim", 0) > 512
+    once = (params.get("mask"), params.get("int8", False), params.get("dtype")) == ("causal", False, torch.bfloat16)
+    return item.originalname in NOT_EMULATED or large or ("mask" in params and not once)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The library with emulated tiles has nothing in float32, where it would be that of avx512."""
+    """In float32 the library with emulated tiles would be that of avx512, and neon_bf16 adds as neon does."""
 
     def is_new(item: pytest.Item) -> bool:
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        return params.get("kernels") != EMULATED or params.get("dtype") != torch.float32
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            return True
+        isa, dtype = (item.callspec.params.get(name) for name in ("kernels", "dtype"))
+        if isa in ARM_ISAS and is_long(item):
+            return False
+        return isa not in (EMULATED, "neon_bf16") or dtype != torch.float32
 
     items[:] = [item for item in items if is_new(item)]
 

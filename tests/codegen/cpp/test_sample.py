@@ -71,12 +71,12 @@ class Sampler:
     def rows(self, rows: SampleRows) -> Sampled:
         count = len(rows)
         step = abi.StepArgs(num_rows=count)
-        args = abi.SampleArgs(ctypes.pointer(step), self.vocab)
+        args = abi.SampleArgs(as_step(self.kernels, step), self.vocab)
         keep: list[Any] = []
 
         def put(name: str, array: NDArray[Any]) -> None:
             keep.append(array)
-            setattr(args, name, array.ctypes.data)
+            setattr(args, name, self.kernels.address(array))
 
         for name in abi.SAMPLE_ROW_FIELDS:
             put(name, np.ascontiguousarray(getattr(rows, name)))
@@ -86,7 +86,7 @@ class Sampler:
                 put(f"{name}_ids", lists.token_ids)
         put("bias_values", rows.logit_bias.values)
         if self.counts is not None:
-            put("counts", np.array([self.counts.ctypes.data, *[0] * count], np.uintp))
+            put("counts", np.array([self.kernels.address(self.counts), *[0] * count], np.uintp))
         out = Sampled(
             *(np.full(count, -1, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.float32)),
             *(np.zeros(count, np.int32), np.zeros((count, NUM_TOP), np.int32), np.zeros((count, NUM_TOP), np.float32)),
@@ -99,8 +99,7 @@ class Sampler:
         args.max_top = NUM_TOP
         logits = np.ascontiguousarray(np.broadcast_to(self.logits, (count, self.vocab)))
         scratch, size = scratch_of(self.kernels, self.vocab)
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (logits, scratch)]
-        self.kernels("test_sample", self.kernels.threads, ctypes.byref(args), *pointers, size)
+        self.kernels("test_sample", self.kernels.threads, args, logits, scratch, size)
         return out
 
     def one(self, rows: SampleRows) -> Sampled:
@@ -115,6 +114,11 @@ class Sampler:
     def reach(self, rows: SampleRows, draws: int = 3000) -> NDArray[np.int64]:
         """How often each token was drawn, over that many counters."""
         return np.bincount(self.rows(many(rows, draws)).token, minlength=self.vocab)
+
+
+def as_step(kernels: Kernels, step: abi.StepArgs) -> Any:
+    """What a struct of the next call has as its `step`."""
+    return ctypes.cast(kernels.address(step), ctypes.POINTER(abi.StepArgs))
 
 
 def scratch_of(kernels: Kernels, vocab: int) -> tuple[NDArray[np.uint8], int]:
@@ -136,7 +140,7 @@ def softmax(logits: F32) -> NDArray[np.float64]:
 
 def test_philox_gives_the_published_words(kernels: Kernels) -> None:
     words = np.zeros(4, np.uint32)
-    kernels("test_philox", 0, 0, ctypes.c_void_p(words.ctypes.data))
+    kernels("test_philox", 0, 0, words)
     assert [f"{word:08x}" for word in words] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
     values = [kernels("test_uniform", 5, counter) for counter in range(2000)]
     assert 0.0 <= min(values) < 0.01 and 0.99 < max(values) < 1.0 and abs(np.mean(values) - 0.5) < 0.02
@@ -460,12 +464,11 @@ def test_scores_are_log_probabilities(kernels: Kernels, size: int) -> None:
     targets = np.arange(count, dtype=np.int32) * 31 % size
     logprobs, best = np.zeros(count, np.float32), np.full(count, -1, np.int32)
     step = abi.StepArgs(num_rows=count)
-    args = abi.ScoreArgs(ctypes.pointer(step), size)
+    args = abi.ScoreArgs(as_step(kernels, step), size)
     for name, array in (("target_ids", targets), ("logprobs", logprobs), ("argmax", best)):
-        setattr(args, name, array.ctypes.data)
+        setattr(args, name, kernels.address(array))
     scratch, room = scratch_of(kernels, size)
-    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (logits, scratch)]
-    kernels("test_score", kernels.threads, ctypes.byref(args), *pointers, room)
+    kernels("test_score", kernels.threads, args, logits, scratch, room)
     assert best.tolist() == logits.argmax(1).tolist()
     expected = [np.log(softmax(row)[target]) for row, target in zip(logits, targets, strict=True)]
     np.testing.assert_allclose(logprobs, expected, atol=2e-6)
