@@ -403,8 +403,10 @@ _INT4_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, .
 
 
 def _emits(op: str, name: str) -> str:
-    """All kernels of experts are one call with other types."""
-    return f"inferc.codegen.cpp.calls:{'moe_experts' if op == 'inferc.moe_experts' else name}"
+    """Where the call of a kernel is made; that of all kernels of experts is one, with other types."""
+    if op.startswith(("inferc.expert_", "inferc.moe_")):
+        return f"inferc.codegen.cpp.expert_calls:{'moe_experts' if op == 'inferc.moe_experts' else name}"
+    return f"inferc.codegen.cpp.calls:{name}"
 
 
 def _cpp_kernels() -> tuple[Kernel, ...]:
@@ -414,7 +416,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
             op,
             f"cpp.{name}.{dtype_name(dtype)}",
             _Cpp(deciding, dtype, check),
-            f"inferc.codegen.cpp.calls:{name}",
+            _emits(op, name),
             {**dict.fromkeys(packed, PANELS[dtype]), **dict.fromkeys(plain, None)},
         )
         for op, name, deciding, packed, plain, check in _CPP_ROWS
@@ -426,7 +428,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
             op,
             f"cpp.{name}{'_int8kv' if int8_cache else ''}.{dtype_name(dtype)}",
             _Cpp(deciding, dtype, check, int8_cache),
-            f"inferc.codegen.cpp.calls:{name}",
+            _emits(op, name),
             {**dict.fromkeys(packed, PANELS[dtype]), **dict.fromkeys(plain, None)},
         )
         for op, name, deciding, packed, plain, check in _CACHE_ROWS
@@ -465,14 +467,22 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
     kernels.append(
         Kernel("cpp", "inferc.pointwise", "cpp.pointwise", _pointwise, "inferc.codegen.cpp.pointwise:pointwise")
     )
-    calls = "inferc.codegen.cpp.calls"
     ids = _Cpp("expert_ids", torch.int32, lambda node: _at_most("ep rank", argument(node, "rank"), 63))
     positions = _Cpp("self", torch.int64, _first_axis)
     choose = Kernel(
-        "cpp", "inferc.expert_choose", "cpp.expert_choose", ids, f"{calls}:expert_choose", {"placement": None}
+        "cpp",
+        "inferc.expert_choose",
+        "cpp.expert_choose",
+        ids,
+        _emits("inferc.expert_choose", "expert_choose"),
+        {"placement": None},
     )
     kernels.append(choose)
-    kernels.append(Kernel("cpp", "aten.index_select", "cpp.index_select.int64", positions, f"{calls}:index_select"))
+    kernels.append(
+        Kernel(
+            "cpp", "aten.index_select", "cpp.index_select.int64", positions, _emits("aten.index_select", "index_select")
+        )
+    )
     table = _Cpp("inv_freq", torch.float32)
     kernels.append(
         Kernel(

@@ -11,7 +11,6 @@ from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Val
 from inferc.codegen.kernels import argument
 from inferc.errors import UnsupportedError
 from inferc.ops import cached_head_dim
-from inferc.ops.quantize import int4_group
 from inferc.program import name_of, target_name
 
 GROUPS = {"tp": 0, "ep": 1}  # as in inferc_abi.h
@@ -127,7 +126,7 @@ def cpp_float(value: float) -> str:
     return f"{float(value)!r}f"
 
 
-def _bool(value: bool) -> str:
+def cpp_bool(value: bool) -> str:
     return "true" if value else "false"
 
 
@@ -311,72 +310,9 @@ def all_gather(node: fx.Node, values: Values) -> Call:
     return b.done(f"all_gather<{result.cpp_type}>(t, s, {x}, {sizes}, {out});")
 
 
-def _placement(b: Builder) -> str:
-    positions = b.arg("positions")
-    where = b.input("positions") if positions.op == "placeholder" else f"{b.read('positions')[0]}.data"
-    experts, replicas = b.arg("placement").meta["val"].shape
-    return f"Placement{{{{{b.weight('placement')}, {experts}, {replicas}, {where}}}}}"
-
-
-def _touch_scratch(b: Builder) -> None:
-    b.reads.append(("experts", 0, 1))
-    b.writes.append(("experts", 0, 1))
-
-
-def expert_choose(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    ids, operand = b.read("expert_ids")
-    where = _placement(b)
-    out, _ = b.write()
-    _touch_scratch(b)
-    sizes = f"{operand.rows}, {operand.width}, {where}, {GROUPS['ep']}"
-    return b.done(f"expert_choose(t, s, {ids}, {sizes}, {out});")
-
-
-def _exchange(b: Builder, ids: Operand) -> str:
-    _touch_scratch(b)
-    how = f"{ids.rows}, {ids.width}, {b.arg('size')}, {GROUPS[b.arg('group')]}"
-    return f"Exchange{{{{s, {_placement(b)}, {how}}}}}"
-
-
-def expert_dispatch(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    x, operand = b.read("x")
-    ids, choices = b.read("expert_ids")
-    weights, _ = b.read("expert_weights")
-    exchange = _exchange(b, choices)
-    outs = ", ".join(b.write(index)[0] for index in range(3))
-    kind = operand.cpp_type
-    return b.done(f"expert_dispatch<{kind}>(t, {exchange}, {x}, {ids}, {weights}, {operand.width}, {outs});")
-
-
-def expert_combine(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    y, operand = b.read("y")
-    ids, choices = b.read("expert_ids")
-    exchange = _exchange(b, choices)
-    out, _ = b.write()
-    return b.done(f"expert_combine<{operand.cpp_type}>(t, {exchange}, {y}, {ids}, {operand.width}, {out});")
-
-
-def exchange_work_bytes(node: fx.Node) -> tuple[int, int]:
-    """Scratch of one node of exchange.h: bytes per row, and besides."""
-    top_k = int(argument(node, "expert_ids").meta["val"].shape[1])
-    table = math.prod(argument(node, "placement").meta["val"].shape) * 4
-    name = {"inferc.expert_dispatch": "x", "inferc.expert_combine": "y"}.get(target_name(node.target))
-    if name is None:
-        return 0, table + 64
-    x, size = argument(node, name).meta["val"], argument(node, "size")
-    fan = min(top_k, size)
-    # A parcel is the larger of what travels; as many rows leave as arrive at most, and `fan` for the share's rounding.
-    parcel = int(x.shape[1]) * x.dtype.itemsize + top_k * 8 + 8
-    lists, sums = 8 + 4 + 4, int(x.shape[1]) * 4
-    return lists + 2 * parcel + sums, table + fan * (parcel + 4) + 8 * size * 6 + 14 * 64
-
-
 def _norm(b: Builder) -> str:
     eps, offset = cpp_float(b.arg("eps")), cpp_float(b.arg("weight_offset"))
-    return f"Norm{{{{{eps}, {offset}, {_bool(b.arg('round_before_scale'))}}}}}"
+    return f"Norm{{{{{eps}, {offset}, {cpp_bool(b.arg('round_before_scale'))}}}}}"
 
 
 def rms_norm(node: fx.Node, values: Values) -> Call:
@@ -552,61 +488,3 @@ def _attention(b: Builder, q: str, types: str, cache: str, sinks: str) -> Call:
         f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t)"
     )
     return b.done(f"paged_attention(t, Attention<{types}>{{{{{fields}}}}});")
-
-
-def moe_routing(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    x, operand = b.read("router_logits")
-    ids, _ = b.write(0)
-    weights, _ = b.write(1)
-    groups = f"{b.arg('group_score').upper()}, {operand.width}, {b.arg('top_k')}, {b.arg('num_groups')}, {b.arg('topk_groups')}"
-    how = f"{b.arg('score').upper()}, {groups}, {_bool(b.arg('renormalize'))}, {cpp_float(b.arg('scale'))}"
-    bias = b.arg("bias")
-    types = f"{operand.cpp_type}, {operand.cpp_type if bias is None else CPP_TYPES[bias.meta['val'].dtype]}"
-    routing = f"Routing{{{{{how}}}}}"
-    return b.done(f"moe_routing<{types}>(t, {x}, {b.weight('bias')}, {operand.rows}, {routing}, {ids}, {weights});")
-
-
-def moe_experts(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    x, operand = b.read("x")
-    x_scale = "{{}}" if b.arg("x_scale") is None else b.read("x_scale")[0]
-    ids, choices = b.read("expert_ids")
-    weights, _ = b.read("expert_weights")
-    out, result = b.write()
-    experts, both, _ = b.arg("gate_up").meta["val"].shape
-    hidden, inter = operand.width, both // 2
-    types = f"{result.cpp_type}, {CPP_TYPES[b.arg('down').meta['val'].dtype]}"
-    matrices = (_expert_matrix(b, "gate_up", types, both, hidden), _expert_matrix(b, "down", types, hidden, inter))
-    _touch_scratch(b)
-    b.ahead = "Ahead{{}}"  # which experts were chosen is not known before
-    fields = (
-        f"{x}, {x_scale}, {ids}, {weights}, {', '.join(matrices)}, {b.arg('activation').upper()}, "
-        f"{cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, {_bool(b.arg('scale_input'))}, "
-        f"{operand.rows}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
-    )
-    return b.done(f"moe_experts(t, Experts<{types}, {operand.cpp_type}>{{{{{fields}}}}});")
-
-
-def _expert_matrix(b: Builder, name: str, types: str, n: int, k: int) -> str:
-    fields = f"{b.weight(name)}, {b.weight(f'{name}_bias')}, {n}, {k}"
-    scale = b.arg(f"{name}_scale")
-    if scale is not None:
-        fields += f", {b.weight(f'{name}_scale')}"
-        if scale.meta["val"].dim() == 3:
-            fields += f", {int4_group(b.arg(name).meta['val'], scale.meta['val'])}"
-    return f"ExpertMatrix<{types}>{{{{{fields}}}}}"
-
-
-def moe_work_bytes(node: fx.Node) -> tuple[int, int]:
-    """Scratch of one moe_experts node: bytes per row, and besides (see ExpertWork in moe.h)."""
-    size = node.meta["val"].dtype.itemsize
-    experts, both, _ = (int(size) for size in argument(node, "gate_up").meta["val"].shape)
-    hidden, inter = int(node.meta["val"].shape[1]), both // 2
-    top_k = int(argument(node, "expert_ids").meta["val"].shape[1])
-    of_choice = inter * size + 4
-    if argument(node, "x_scale") is not None:
-        of_choice += inter + 4
-    elif argument(node, "scale_input"):
-        of_choice += hidden * size
-    return top_k * of_choice + hidden * 4, (experts + 1) * 4 + 7 * 64

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inferc.codegen.cpp import calls
+from inferc.codegen.cpp import calls, expert_calls
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Place, Slot, Values
 from inferc.codegen.kernels import KERNELS, Kernel, kernel_named, needs_kernel
 from inferc.errors import UnsupportedError
@@ -32,10 +32,10 @@ COLLECTIVES = (
     *("inferc.expert_choose", "inferc.expert_dispatch", "inferc.expert_combine"),
 )
 WORK_BYTES = {
-    "inferc.moe_experts": calls.moe_work_bytes,
-    "inferc.expert_choose": calls.exchange_work_bytes,
-    "inferc.expert_dispatch": calls.exchange_work_bytes,
-    "inferc.expert_combine": calls.exchange_work_bytes,
+    "inferc.moe_experts": expert_calls.moe_work_bytes,
+    "inferc.expert_choose": expert_calls.exchange_work_bytes,
+    "inferc.expert_dispatch": expert_calls.exchange_work_bytes,
+    "inferc.expert_combine": expert_calls.exchange_work_bytes,
 }
 """Scratch of one node: bytes per row of its values, and besides."""
 HIDDEN_IN = "hidden_in"  # the input of a later pipeline stage

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inferc import weights as weight_lib
 from inferc.codegen.cpp.build import build
-from inferc.codegen.cpp.calls import moe_work_bytes
 from inferc.codegen.cpp.emit import HEADERS
+from inferc.codegen.cpp.expert_calls import moe_work_bytes
 from inferc.ops.experts import ACTIVATIONS
 from inferc.ops.quantize import int4_group
 from inferc.runtime.abi import detect_isa
