@@ -34,7 +34,7 @@ from inferc.machine import measure_read
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
 
 
-def prepared(shape: str, engine: str, format: str, peer: Peer | None, work: Path) -> Path:
+def prepared(shape: str, engine: str, format: str, peer: Peer | None, work: Path, max_model_len: int = 4096) -> Path:
     """The model in the engine's own form; made once, and only then under its name."""
     source = work / shape
     if not source.exists():
@@ -50,7 +50,17 @@ def prepared(shape: str, engine: str, format: str, peer: Peer | None, work: Path
     if peer is None:
         scheme, _, kv = format.partition("-")
         quantize = [*([] if scheme == "bfloat16" else ["--quantize", scheme]), *(["--kv-dtype", "int8"] if kv else [])]
-        inferc = [sys.executable, "-m", "inferc", "compile", str(source), "-o", str(partial), "--max-model-len", "4096"]
+        inferc = [
+            sys.executable,
+            "-m",
+            "inferc",
+            "compile",
+            str(source),
+            "-o",
+            str(partial),
+            "--max-model-len",
+            str(max_model_len),
+        ]
         _run([*inferc, "--dtype", "bfloat16", "--certify", "none", *quantize])
     else:
         _run([str(peer.python), str(HERE / "convert.py"), engine, str(source), format, str(partial)])

@@ -186,7 +186,8 @@ class Bench:
         self.library.bench_open.restype = ctypes.c_void_p
         self.pool = ctypes.c_void_p(self.library.bench_open(threads))
         self.seconds, self.threads = seconds, threads
-        pages = mmap.mmap(-1, POOL_BYTES)  # huge ones, as the runner's pool has
+        # Huge ones, as the runner's pool has.
+        pages = mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.memory: NDArray[Any] = np.frombuffer(pages, np.uint8)
