@@ -61,15 +61,14 @@ INLINE IVec line_of(const bf16* first, const bf16* second) {
 #endif
 
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
-// A sum starts at what `start` gives, from memory unless `fresh`; offset(row, k) is what that needs to know of the row.
+// A sum starts at what `start` gives, from memory unless `fresh`: there at the row's offset(row, k) over all of k, if HAS_OFFSET.
 template <class T>
 struct Dot;
 
 struct FloatSums {
   using Sum = Vec;
-  template <class T>
-  static INLINE int offset(const T*, i64) { return 0; }
-  static INLINE Vec start(int, const float* sums, bool fresh) { return fresh ? zero() : load(sums); }
+  static constexpr bool HAS_OFFSET = false;
+  static INLINE Vec start(i32, const float* sums, bool fresh) { return fresh ? zero() : load(sums); }
   static INLINE Vec sum(const float* sums) { return load(sums); }
 };
 
@@ -222,10 +221,9 @@ struct Dot<i8> {
   // starts 128 times the row's own sum too low.
   using A = __m512i;
   using B = __m512i;
+  static constexpr bool HAS_OFFSET = true;
   static INLINE i32 offset(const i8* row, i64 k) { return -128 * byte_sum(row, k); }
-  static INLINE IVec start(i32 offset, const float* sums, bool fresh) {
-    return fresh ? iset1(offset) : add(iload(sums), iset1(offset));
-  }
+  static INLINE IVec start(i32 offset, const float* sums, bool fresh) { return fresh ? iset1(offset) : iload(sums); }
   static INLINE A left(const i8* p) { return _mm512_set1_epi32(four(p)); }
   static INLINE A left_tail(const i8* p, i64 count) { return _mm512_set1_epi32(four(p, count)); }
   static INLINE B right(const i8* p) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)); }
@@ -233,8 +231,8 @@ struct Dot<i8> {
 #elif defined(__aarch64__)
   using A = int8x16_t;
   using B = IVec;
-  static INLINE int offset(const i8*, i64) { return 0; }
-  static INLINE IVec start(int, const float* sums, bool fresh) { return fresh ? iset1(0) : iload(sums); }
+  static constexpr bool HAS_OFFSET = false;
+  static INLINE IVec start(i32, const float* sums, bool fresh) { return fresh ? iset1(0) : iload(sums); }
   static INLINE A left(const i8* p) { return vreinterpretq_s8_s32(vdupq_n_s32(four(p))); }
   static INLINE A left_tail(const i8* p, i64 count) { return vreinterpretq_s8_s32(vdupq_n_s32(four(p, count))); }
   static INLINE B right(const i8* p) { return iload(p); }
@@ -250,8 +248,8 @@ struct Dot<i8> {
   struct B {
     __m256i l, h;
   };
-  static INLINE int offset(const i8*, i64) { return 0; }
-  static INLINE IVec start(int, const float* sums, bool fresh) { return fresh ? iset1(0) : iload(sums); }
+  static constexpr bool HAS_OFFSET = false;
+  static INLINE IVec start(i32, const float* sums, bool fresh) { return fresh ? iset1(0) : iload(sums); }
   static INLINE __m256i even(__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
   static INLINE __m256i odd(__m256i x) { return _mm256_srai_epi16(x, 8); }
   static INLINE A split(i32 bytes) { return {even(_mm256_set1_epi32(bytes)), odd(_mm256_set1_epi32(bytes))}; }

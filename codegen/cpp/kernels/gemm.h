@@ -32,12 +32,12 @@ constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widene
 
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
 // a and b point at the first elements; ahead, unless null, at what to fetch meanwhile into the second-level cache: as many
-// bytes as each panel has.
+// bytes as each panel has. offsets [M], if Dot<T> has such.
 // Weights need none of that: the processor's own prefetching follows four panels better than instructions do.
 // Not inlined: the few sizes are shared by every matrix product of a program.
 template <class T, int M, int P>
 __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums,
-                                    i64 stride, bool fresh) {
+                                    i64 stride, bool fresh, const i32* offsets) {
   using D = Dot<T>;
   constexpr i64 line = 16 * D::unit;
   const T *rows[M], *panels[P];
@@ -47,7 +47,7 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
     rows[m] = a[m];
-    const auto offset = D::offset(rows[m], k);
+    const i32 offset = D::HAS_OFFSET && fresh ? offsets[m] : 0;
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) acc[m][p] = D::start(offset, sums + m * stride + p * LANES, fresh);
   }
@@ -81,9 +81,9 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
 // The same for any number of rows up to TILE_ROWS, or with two panels for those from there to TALL_ROWS.
 template <class T, int P>
 INLINE void multiply(i64 rows, const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums, i64 stride,
-                     bool fresh) {
+                     bool fresh, const i32* offsets = nullptr) {
 #define ROWS(M) \
-  case M: return tile<T, M, P>(a, b, ahead, k, sums, stride, fresh);
+  case M: return tile<T, M, P>(a, b, ahead, k, sums, stride, fresh, offsets);
   if constexpr (P == 2) {
     switch (rows) { ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) }
   } else if constexpr (TILE_ROWS == 6) {
@@ -168,8 +168,9 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 // Rows [0, rows) times P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16 outputs.
 // row_of(i) is the address of row i. Long k goes in blocks, continued in float32 or int32, which rounds nothing. Weights
 // in int8 are read as such and widened in registers or a block at a time: the additions are those of weights in T.
+// offsets [rows] as for `tile`.
 template <class T, int P, class W, class R, class E>
-INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit) {
+INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit) {
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 block = widens ? WIDE_K : BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
   alignas(64) float sums[BLOCK_ROWS * width];
@@ -188,7 +189,7 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, R row_of, E emit
     row_tiles(rows, P == 2 ? TALL_ROWS : TILE_ROWS, [&](i64 row, i64 height) {
       for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m) + k0;
       float* part = sums + (w.k > block ? row * width : 0);
-      multiply<T, P>(height, a, panels, nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0);
+      multiply<T, P>(height, a, panels, nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0, offsets + row);
       if (!is_last) return;
       for (i64 m = 0; m < height; ++m)
         for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(part + m * width + p * LANES));
@@ -241,12 +242,15 @@ INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R ro
       return;
     }
   }
+  i32 offsets[BLOCK_ROWS];
+  if constexpr (Dot<T>::HAS_OFFSET)
+    for (i64 row = 0; row < rows; ++row) offsets[row] = Dot<T>::offset(row_of(row), w.k);
   if constexpr (TALL_ROWS > 0)
     if (rows > TILE_ROWS && rows <= TALL_ROWS)
-      for (; panel + 2 <= end; panel += 2) gemm_block<T, 2>(w, panel, rows, row_of, emit);
-  for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) gemm_block<T, TILE_PANELS>(w, panel, rows, row_of, emit);
+      for (; panel + 2 <= end; panel += 2) gemm_block<T, 2>(w, panel, rows, offsets, row_of, emit);
+  for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) gemm_block<T, TILE_PANELS>(w, panel, rows, offsets, row_of, emit);
   if constexpr (TILE_PANELS > 1)
-    for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, row_of, emit);
+    for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, offsets, row_of, emit);
 }
 
 template <class T, class W, class R, class E>
