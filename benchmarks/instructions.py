@@ -30,7 +30,7 @@ from inferc.codegen.cpp.emit import HEADERS
 
 USED = [name for name in HEADERS if name not in ("step.h", "entry.h")]
 PRODUCTS = re.compile(r"inferc::(tile|int8_tile|int4_tile|weigh_columns|multiply_tiles|int4_on_tiles)\b")
-MULTIPLY_ADD = re.compile(r"vfn?madd|vdpbf16ps|vdpbusd|vpmaddwd|vpmaddubsw|tdp|fmla|bfdot|sdot|usdot")
+MULTIPLY_ADD = re.compile(r"vfn?madd|vdpbf16ps|vpdpbusd|vpmaddwd|vpmaddubsw|tdp|fmla|bfdot|sdot|usdot")
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\s+(\S+)\s*(.*)$")
 JUMP = re.compile(r"^(?:j\w+|b(?:\.\w+)?|cbn?z|tbn?z)$")

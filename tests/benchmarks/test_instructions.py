@@ -31,6 +31,22 @@ def test_the_innermost_loop_that_multiplies_is_counted() -> None:
     assert instructions.short_name(tile) == "tile<bf16, 2, 1>"
 
 
+def test_every_kind_of_product_is_known() -> None:
+    for mnemonic in (
+        "vfmadd231ps",
+        "vdpbf16ps",
+        "vpdpbusd",
+        "vpmaddwd",
+        "vpmaddubsw",
+        "tdpbf16ps",
+        "tdpbssd",
+        "fmla",
+        "sdot",
+    ):
+        assert instructions.MULTIPLY_ADD.match(mnemonic)
+    assert not instructions.MULTIPLY_ADD.match("vpaddd")
+
+
 def test_what_differs_is_said() -> None:
     loop = {"instructions": 6, "multiply_adds": 2, "memory": 2}
     before = {"compiler": "g++ 12", "loops": {"avx2": {"a": loop, "b": loop}}, "executed": {"x": 100, "y": 7}}
