@@ -108,7 +108,8 @@ def summary(entries: Sequence[Entry], shape: str, cases: Sequence[str]) -> dict[
             add_limits(row, cost, cases)
     reads = [read for entry in entries for read in entry.reads]
     result = {"shape": shape, "read_gb_per_s": statistics.median(reads) / 1e9 if reads else 0.0, "rows": rows}
-    return {**result, "ratios": ratios(rows, cases), "targets": targets(rows, shape, cases)}
+    compared = ratios(rows, cases)
+    return {**result, "ratios": compared, "targets": targets(rows, compared, shape, cases)}
 
 
 def row_of(entry: Entry, shape: str, cases: Sequence[str]) -> Row:
@@ -158,28 +159,26 @@ def ratios(rows: Sequence[Row], cases: Sequence[str]) -> list[Row]:
     return found
 
 
-def targets(rows: Sequence[Row], shape: str, cases: Sequence[str]) -> list[Row]:
-    """The rows of targets.toml that were measured: what was found, what is asked for, and whether that is met."""
+def targets(rows: Sequence[Row], compared: Sequence[Row], shape: str, cases: Sequence[str]) -> list[Row]:
+    """The rows of targets.toml that were measured: what was found, what is asked for, and whether that is met.
+
+    compared: what `ratios` makes of the rows.
+    """
     table = tomllib.loads((Path(__file__).parent / "targets.toml").read_text(encoding="utf-8"))
     done = {row["format"]: row for row in rows if row["engine"] == "inferc" and "cases" in row}
     found = [
-        row
-        for asked in table["row"]
-        if asked["case"] in cases
-        for row in against_peers(asked, rows, done, shape, cases)
+        row for asked in table["row"] if asked["case"] in cases for row in against_peers(asked, compared, done, shape)
     ]
     return found + own_targets(table["own"], done, cases)
 
 
-def against_peers(asked: Row, rows: Sequence[Row], done: dict[str, Row], shape: str, cases: Sequence[str]) -> list[Row]:
+def against_peers(asked: Row, compared: Sequence[Row], done: dict[str, Row], shape: str) -> list[Row]:
     case, formats = asked["case"], [format for format in asked["formats"] if format in done]
     if not formats:
         return []
     best = max(formats, key=lambda format: done[format]["cases"][case]["median"])
     found = []
-    peer = next(row for row in ratios(rows, cases) if row["format"] == best and row["case"] == case).get(
-        asked["against"]
-    )
+    peer = next(row for row in compared if row["format"] == best and row["case"] == case).get(asked["against"])
     least = asked["ratio"][shape] if isinstance(asked["ratio"], dict) and shape in asked["ratio"] else asked["ratio"]
     if peer is not None and not isinstance(least, dict):
         found.append(target(asked["work"], best, peer["ratio"], least, f"x {peer['peer']}"))

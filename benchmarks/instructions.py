@@ -111,7 +111,7 @@ def inner_loop(code: Sequence[tuple[int, str, str]]) -> Loop | None:
 
 def short_name(demangled: str) -> str:
     """`tile<bf16, 6, 4>` of `void inferc::tile<inferc::bf16, 6, 4>(…)`."""
-    name = demangled[PRODUCTS.search(demangled).start() :].split("(", 1)[0]  # type: ignore[union-attr]
+    name = demangled.partition("inferc::")[2].split("(", 1)[0]
     return name.replace("inferc::", "").replace("signed char", "i8").replace("unsigned char", "u8")
 
 

@@ -14,7 +14,6 @@ import argparse
 import importlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -66,14 +65,21 @@ def measure(engine: Engine, requests: int, input_len: int, output_len: int) -> d
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
+def peak_rss_gb() -> float:
+    """The most that this program had resident. getrusage would count what started it too, which may have been larger."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / 1e9
+
+
 @contextmanager
 def neighbour() -> Iterator[None]:
     """Another process computes on the last of the cores allowed, without end."""
     core = max(os.sched_getaffinity(0))
-    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", spin]) as process:
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as process:
         try:
-            time.sleep(0.2)
+            assert process.stdout is not None
+            process.stdout.readline()  # it is at it
             yield
         finally:
             process.kill()
@@ -101,8 +107,7 @@ def main() -> None:
     for name, case in cases.items():
         with neighbour() if case[3:] == [True] else nullcontext():
             result[name] = measure(engine, *case[:3])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(json.dumps({"load_seconds": load_seconds, "peak_rss_gb": peak, "cases": result}), flush=True)
+    print(json.dumps({"load_seconds": load_seconds, "peak_rss_gb": peak_rss_gb(), "cases": result}), flush=True)
     sys.stdout.close()
 
 

@@ -58,20 +58,9 @@ class CppUnit:
 
 
 HEADERS = (
-    *(
-        "inferc_abi.h",
-        "simd.h",
-        "simd_x86.h",
-        "simd_arm.h",
-        "dot.h",
-        "amx.h",
-        "team.h",
-        "gemm.h",
-        "amx_gemm.h",
-        "rows.h",
-    ),
-    *("kv.h", "attention.h", "moe.h", "quantize.h", "int4.h", "sample.h", "step.h", "collectives.h", "exchange.h"),
-    "entry.h",
+    *("inferc_abi.h", "simd.h", "simd_x86.h", "simd_arm.h", "dot.h", "amx.h", "team.h", "gemm.h", "amx_gemm.h"),
+    *("rows.h", "kv.h", "attention.h", "moe.h", "quantize.h", "int4.h", "sample.h", "step.h", "collectives.h"),
+    *("exchange.h", "entry.h"),
 )
 
 

@@ -179,6 +179,15 @@ def test_what_a_run_that_was_cut_off_left_is_removed(tmp_path: Path) -> None:
     assert not cpu.fresh(tmp_path / "model.gguf.partial").exists()
 
 
+def test_peak_memory_is_the_programs_own() -> None:
+    """And not that of the process that started it, which getrusage would give."""
+    held = bytearray(400 << 20)
+    held[::4096] = b"x" * len(held[::4096])
+    command = [sys.executable, "-c", "from peers.worker import peak_rss_gb; print(peak_rss_gb())"]
+    out = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=True).stdout
+    assert 0.005 < float(out) < 0.3 < worker.peak_rss_gb()
+
+
 def test_a_neighbour_computes_until_the_case_is_over() -> None:
     def children() -> list[str]:
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -247,7 +247,8 @@ INLINE void pack_values(const Tile<S>& tile, i64 first, i64 end, i64 dim, T* pan
   }
 }
 
-// As `weigh_packed`, for so few rows that the values are put together in registers: M rows, P vectors of columns.
+// acc = acc * factor + probabilities @ values, for so few rows that the values are put together in registers: M rows, P
+// vectors of columns.
 template <class T, class S, int M, int P>
 __attribute__((noinline)) void weigh_columns(const T* probabilities, const Tile<S>& tile, i64 first, i64 end, i64 dim,
                                              i64 column, const float* factor, float* acc) {
@@ -285,7 +286,7 @@ INLINE void weigh_few(const T* probabilities, const Tile<S>& tile, i64 first, i6
       weigh_columns<T, S, M, 1>(probabilities, tile, first, end, dim, column, factor, acc);
 }
 
-// The same of packed values.
+// The same with values that `pack_values` put together: their products are those of a weight.
 template <class T, class C>
 INLINE void weigh_packed(const Attention<T, C>& a, const T* probabilities, const T* values, i64 rows, const float* factor,
                          float* acc) {
@@ -323,8 +324,8 @@ INLINE void weigh_packed(const Attention<T, C>& a, const T* probabilities, const
   });
 }
 
-// acc [rows, dim] = acc * factor [rows] + probabilities [rows][64] @ the tile's values from `first` to `end`, of which
-// `packed` is room for a copy. Few rows read the values once, where they lie; the additions are the same.
+// acc [rows, dim] = acc * factor [rows] + probabilities [rows][64] @ the tile's values from `first` to `end`. `packed` is
+// room for a copy of those, which few rows do without; the additions are the same.
 template <class T, class C>
 INLINE void weigh_tile(const Attention<T, C>& a, const T* probabilities, const Tile<typename C::Stored>& tile, i64 first,
                        i64 end, i64 rows, const float* factor, T* packed, float* acc) {

@@ -21,19 +21,17 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 
 # Long in an emulator, and through code that others go through too. So are large latents; of a test over masks one is enough.
-NOT_EMULATED = frozenset(
-    (
-        *(
-            "test_temperature_follows_the_softmax",
-            "test_min_p",
-            "test_top_k",
-            "test_draws_are_distributed_as_the_softmax",
-        ),
-        *("test_top_p_keeps_the_smallest_set_that_reaches_it", "test_top_p_of_equal_tokens_keeps_the_first_ones"),
-        *("test_top_p_counts_within_what_top_k_left", "test_any_number_of_threads_and_rows_gives_the_same_bits"),
-        "test_thresholds_equal_those_of_a_sort",  # takes float64, which the emulator is not given
-    )
-)
+NOT_EMULATED = {
+    "test_temperature_follows_the_softmax",
+    "test_min_p",
+    "test_top_k",
+    "test_draws_are_distributed_as_the_softmax",
+    "test_top_p_keeps_the_smallest_set_that_reaches_it",
+    "test_top_p_of_equal_tokens_keeps_the_first_ones",
+    "test_top_p_counts_within_what_top_k_left",
+    "test_any_number_of_threads_and_rows_gives_the_same_bits",
+    "test_thresholds_equal_those_of_a_sort",  # takes float64, which the emulator is not given
+}
 
 
 def is_long(item: pytest.Function) -> bool:
