@@ -25,10 +25,9 @@ from typing import Any
 from kernels_cpu import SOURCE
 from measured import save
 
-from inferc.codegen.cpp.build import FLAGS, ISA_FLAGS, ISAS, KERNELS_FOLDER, build, find_compiler
+from inferc.codegen.cpp.build import FLAGS, ISA_FLAGS, ISAS, KERNELS_FOLDER, Unit, build, find_compiler
 from inferc.codegen.cpp.emit import HEADERS
 
-USED = [name for name in HEADERS if name not in ("step.h", "entry.h")]
 PRODUCTS = re.compile(r"inferc::(tile|int8_tile|int4_tile|weigh_columns|multiply_tiles|int4_on_tiles)\b")
 MULTIPLY_ADD = re.compile(r"vfn?madd|vdpbf16ps|vpdpbusd|vpmaddwd|vpmaddubsw|tdp|fmla|bfdot|sdot|usdot")
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
@@ -116,7 +115,7 @@ def short_name(demangled: str) -> str:
 
 
 def loops_of(isa: str) -> dict[str, dict[str, int]]:
-    library = build(SOURCE, USED, (isa,))[isa]
+    library = build([Unit(SOURCE)], HEADERS, (isa,))[isa]
     command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {}
@@ -130,7 +129,7 @@ def loops_of(isa: str) -> dict[str, dict[str, int]]:
 def executed() -> dict[str, int]:
     """Instructions of one call of each case, by the AVX2 library and one thread."""
     compiler = find_compiler()
-    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-Werror")]
+    flags = [flag for flag in FLAGS if flag not in ("-fPIC", "-Werror")]
     found = {}
     with tempfile.TemporaryDirectory() as work:
         source = Path(work) / "driver.cpp"

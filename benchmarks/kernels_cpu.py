@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.codegen.cpp.build import ISAS, build
+from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS, sample_row_bytes
 from inferc.config import available_cores
 from inferc.manifest import align
@@ -181,8 +181,7 @@ CACHED_BYTES = {"bf16": 2 * 128, "int8": 128 + 4}  # of a head of K or of V of a
 
 class Bench:
     def __init__(self, isa: str, threads: int, seconds: float) -> None:
-        headers = [name for name in HEADERS if name not in ("step.h", "entry.h")]
-        self.library = ctypes.CDLL(str(build(SOURCE, headers, (isa,))[isa]))
+        self.library = ctypes.CDLL(str(build([Unit(SOURCE)], HEADERS, (isa,))[isa]))
         self.library.bench_open.restype = ctypes.c_void_p
         self.pool = ctypes.c_void_p(self.library.bench_open(threads))
         self.seconds, self.threads = seconds, threads

@@ -84,6 +84,9 @@ class SampleArgs(Structure):
     ]
 
 
+DTYPES = ("float32", "bfloat16", "int8")  # as numbered in step.h
+
+
 class ScoreArgs(Structure):
     _fields_ = [
         ("step", POINTER(StepArgs)),
@@ -96,6 +99,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "inferc_abi": (c_int, []),
     "inferc_threads_open": (c_void_p, [c_int]),
     "inferc_threads_close": (None, [c_void_p]),
+    "inferc_busy": (c_int64, [c_void_p, c_int32, c_int64]),
     "inferc_step": (c_int, [POINTER(InfercHost), POINTER(StepArgs), c_void_p]),
     "inferc_sample": (c_int, [POINTER(InfercHost), POINTER(SampleArgs), c_void_p]),
     "inferc_score": (c_int, [POINTER(InfercHost), POINTER(ScoreArgs), c_void_p]),

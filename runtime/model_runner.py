@@ -11,6 +11,7 @@ import logging
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -271,6 +272,23 @@ class ModelRunner:
             observer(entry, layer, value.reshape(rows, *entry["shape"]).copy())
 
         self._observe(observe if observer is not None else None)
+
+    def fill_blocks(self, count: int) -> None:
+        """Write something into the first `count` blocks of each KV group: memory that was never written is one page of
+        zeros, which a cache holds."""
+        for pool, group, blocks in zip(self._pools, self._groups, self.num_blocks, strict=True):
+            pool[: min(count, blocks) * self.block_size * int(group["bytes_per_token"])] = 1
+
+    def measure_peak(self, dtype: str) -> float:
+        """Operations a second of all threads together on products of `dtype` (float32, bfloat16, int8) that wait for
+        nothing: what the instruction set that runs can do on this machine. Takes some 10 ms; no step may be under way."""
+        rounds, seconds, operations = 1000, 0.0, 0
+        while seconds < 0.005:
+            rounds *= 2
+            start = time.perf_counter()
+            operations = self._library.inferc_busy(self._threads, abi.DTYPES.index(dtype), rounds)
+            seconds = time.perf_counter() - start
+        return float(operations / seconds)
 
     def set_tap(self, tap: Callable[[int], None] | None) -> None:
         """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""

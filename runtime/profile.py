@@ -1,21 +1,33 @@
-"""Where a step's time goes: each kernel timed through the step's own taps."""
+"""Where a step's time goes: each kernel timed through the step's own taps, beside what the machine can do."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from inferc.cost import CostLog, Step
 from inferc.errors import RequestError
+from inferc.machine import measure_read
+from inferc.manifest import COSTS
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.step import SampleRows, StepPlan
 
 REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the threads of a runner can do at most, measured."""
+
+    bytes_per_s: float  # read from memory
+    flops_per_s: Mapping[str, float]  # products by dtype, from registers or tiles
 
 
 @dataclass(frozen=True)
@@ -26,29 +38,48 @@ class KernelTime:
     calls: int
     ms: float
     share: float  # of all kernels' time
-    weights_gb_per_s: float | None  # None for a kernel without weights
+    gb_per_s: float | None  # weights and KV cache; None where it reads neither
+    gflops_per_s: float | None
+    of_limit: float | None  # the time that its bytes or its products take at the least, as a share of what it took
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    num_tokens: int  # new in the step
-    context_len: int  # tokens cached before it
+    num_tokens: int  # new in the step, of all sequences
+    num_seqs: int
+    context_len: int  # tokens that each has cached before it
     isa: str
     ms: float
+    of_limit: float | None
     kernels: list[KernelTime]
 
 
-def profile_step(runner: ModelRunner, artifact: Artifact, num_tokens: int, context_len: int) -> StepProfile:
-    """Time one sequence's step of `num_tokens` after `context_len`: the first run warms up, medians of five count.
+def measure_limits(runner: ModelRunner, num_threads: int) -> Limits:
+    """The best of several of each: others may be at work on the machine for a moment."""
+    peaks = {dtype: max(runner.measure_peak(dtype) for _ in range(12)) for dtype in ("float32", "bfloat16", "int8")}
+    return Limits(max(measure_read(num_threads) for _ in range(2)), peaks)
 
-    A tap costs two barriers, so the sum is a little more than a step takes without.
+
+def profile_step(
+    runner: ModelRunner,
+    artifact: Artifact,
+    num_tokens: int,
+    context_len: int,
+    num_seqs: int = 1,
+    limits: Limits | None = None,
+) -> StepProfile:
+    """Time a step of `num_tokens` of each sequence after `context_len`: the first run warms up, medians of five count.
+
+    A tap costs two barriers, so the sum is a little more than a step takes without. Raises RequestError for more tokens
+    than the model or the KV pool takes.
     """
     if num_tokens + context_len > artifact.max_model_len:
         raise RequestError(
             f"{num_tokens} tokens after {context_len} are more than the {artifact.max_model_len} the model takes; lower one"
         )
-    kernels, weight_bytes = _kernel_of_node(artifact)
-    plan = _plan(artifact, runner.num_blocks, num_tokens, context_len)
+    kernels = _kernel_of_node(artifact)
+    plan = _plan(artifact, runner.num_blocks, num_tokens, context_len, num_seqs)
+    runner.fill_blocks(max(int(table.max()) for table in plan.block_tables) + 1)
     runs = [_timed(runner, plan) for _ in range(REPEATS + 1)][1:]
     sums: dict[str, list[float]] = defaultdict(list)
     for run in runs:
@@ -60,17 +91,45 @@ def profile_step(runner: ModelRunner, artifact: Artifact, num_tokens: int, conte
     medians = {kernel: statistics.median(values) for kernel, values in sums.items()}
     whole = sum(medians.values())
     calls = [kernels[node] for node, _ in runs[0]]
+    work = _work(artifact, Step(num_seqs * num_tokens, num_seqs, num_seqs, context_len + num_tokens), limits)
     rows = [
         KernelTime(
             kernel=kernel,
             calls=calls.count(kernel),
             ms=1e3 * seconds,
             share=seconds / whole,
-            weights_gb_per_s=weight_bytes[kernel] / seconds / 1e9 if weight_bytes[kernel] else None,
+            gb_per_s=work[kernel].num_bytes / seconds / 1e9 if work[kernel].num_bytes else None,
+            gflops_per_s=work[kernel].flops / seconds / 1e9 if work[kernel].flops else None,
+            of_limit=work[kernel].seconds / seconds if work[kernel].seconds else None,
         )
         for kernel, seconds in sorted(medians.items(), key=lambda item: -item[1])
     ]
-    return StepProfile(num_tokens, context_len, runner.isa, 1e3 * whole, rows)
+    least = sum(each.seconds for each in work.values())
+    of_limit = least / whole if least else None
+    return StepProfile(plan.num_tokens, num_seqs, context_len, runner.isa, 1e3 * whole, of_limit, rows)
+
+
+@dataclass
+class _Work:
+    """What a kernel does in a step, and the time that it takes at the limits; 0 where they are not known."""
+
+    num_bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+def _work(artifact: Artifact, step: Step, limits: Limits | None) -> dict[str, _Work]:
+    """By kernel. Activations are taken to stay in the caches."""
+    found: dict[str, _Work] = defaultdict(_Work)
+    for op, count in CostLog.from_json(json.loads((artifact.path / COSTS).read_bytes())).last.ops.items():
+        work = found[op.kernel]
+        num_bytes, flops = step.evaluate(op.weights) + step.evaluate(op.cache), step.evaluate(op.flops)
+        work.num_bytes += count * num_bytes
+        work.flops += count * flops
+        if limits is not None:
+            peak = limits.flops_per_s.get(op.dtype, limits.flops_per_s["float32"])
+            work.seconds += count * max(num_bytes / limits.bytes_per_s, flops / peak)
+    return found
 
 
 def _timed(runner: ModelRunner, plan: StepPlan) -> list[tuple[int, float]]:
@@ -89,50 +148,45 @@ def _timed(runner: ModelRunner, plan: StepPlan) -> list[tuple[int, float]]:
     return [(node, after - before) for (node, after), before in zip(stamps, times, strict=False)]
 
 
-def _kernel_of_node(artifact: Artifact) -> tuple[dict[int, str], dict[str, int]]:
-    """The kernel behind every observable node, and the weights' bytes that each kernel reads in a step.
-
-    A lookup reads rows, not its table; of the experts' weights, a decode step reads those of the routed ones alone, so
-    neither counts.
-    """
+def _kernel_of_node(artifact: Artifact) -> dict[int, str]:
+    """The kernel behind every observable node."""
     nodes = {node["id"]: node for node in artifact.program["program"]["nodes"]}
-    sizes = {weight.name: weight.num_bytes for weight in artifact.weights}
     by_name: dict[str, str] = {}
-    weight_bytes: dict[str, int] = defaultdict(int)
     for node in nodes.values():
         if node.get("target") == "getitem":
             by_name[node["name"]] = nodes[node["args"][0]["node"]]["kernel"]
         elif "kernel" in node:
             by_name[node["name"]] = node["kernel"]
-            if node["target"] in ("aten.embedding", "inferc.moe_experts"):
-                continue
-            for arg in node["args"]:
-                source = nodes.get(arg.get("node", "")) if isinstance(arg, dict) else None
-                if source is not None and source["op"] == "get_attr":
-                    weight_bytes[node["kernel"]] += sizes[source["target"]]
-    return {int(entry["id"]): by_name[entry["name"]] for entry in artifact.program["observable"]}, weight_bytes
+    return {int(entry["id"]): by_name[entry["name"]] for entry in artifact.program["observable"]}
 
 
-def _plan(artifact: Artifact, num_blocks: Sequence[int], num_tokens: int, context_len: int) -> StepPlan:
-    """One sequence: `num_tokens` new ones after `context_len`, its last row sampled.
+def _plan(artifact: Artifact, pools: Sequence[int], num_tokens: int, context_len: int, num_seqs: int) -> StepPlan:
+    """`num_tokens` new ones of each sequence after its `context_len`, the last row of each sampled.
 
-    It has blocks 1, 2, … of each KV group; a pool that holds only a window of it begins again at 1.
+    Sequences have blocks of their own, in turn; a pool that holds only a window of a sequence begins again at 1.
     """
     length = context_len + num_tokens
-    positions = np.arange(context_len, length, dtype=np.int64)
-    block = np.arange(-(-length // artifact.block_size))
-    tables = [(1 + block % (count - 1)).astype(np.int32) for count in num_blocks]
-    places = positions // artifact.block_size, positions % artifact.block_size
+    per_seq = -(-length // artifact.block_size)
+    if num_seqs > 1 and num_seqs * per_seq >= max(pools):
+        raise RequestError(f"{num_seqs} sequences of {length} tokens: more than the {max(pools)} KV blocks hold")
+    seqs = np.arange(num_seqs)
+    position = np.arange(context_len, length, dtype=np.int64)
+    block = seqs[:, None] * per_seq + np.arange(per_seq)
+    tables = [(1 + block % (count - 1)).astype(np.int32) for count in pools]
+    places, offsets = position // artifact.block_size, position % artifact.block_size
     vocab_size = int(artifact.model["vocab_size"])
-    slots = np.zeros(1, np.int32)
+    slots = seqs.astype(np.int32)
+    total = num_seqs * num_tokens
     return StepPlan(
-        token_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens).astype(np.int32),
-        positions=positions,
-        query_start_loc=np.array([0, num_tokens], np.int32),
-        seq_lens=np.array([length], np.int32),
+        token_ids=np.random.default_rng(0).integers(0, vocab_size, total).astype(np.int32),
+        positions=np.tile(position, num_seqs),
+        query_start_loc=(np.arange(num_seqs + 1) * num_tokens).astype(np.int32),
+        seq_lens=np.full(num_seqs, length, np.int32),
         seq_slots=slots,
-        logits_rows=np.array([num_tokens - 1], np.int32),
-        slot_mapping=tuple(table[places[0]].astype(np.int64) * artifact.block_size + places[1] for table in tables),
-        block_tables=tuple(table[None, :] for table in tables),
+        logits_rows=((seqs + 1) * num_tokens - 1).astype(np.int32),
+        slot_mapping=tuple(
+            (table[:, places].astype(np.int64) * artifact.block_size + offsets).reshape(-1) for table in tables
+        ),
+        block_tables=tuple(tables),
         sample=SampleRows.greedy(slots),
     )

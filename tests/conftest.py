@@ -1,6 +1,6 @@
 """Fixtures shared by every stage's tests: one tiny random model and its artifact, made once a session."""
 
-import platform
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,21 +9,16 @@ import pytest
 from random_models import make_random_model
 from serving import Server
 
-from inferc.codegen.cpp import build
 from inferc.runtime.abi import detect_isa
+
+# What tests compile gets the one library that this machine runs best, also in processes of theirs: each takes seconds.
+for name in detect_isa()[:1]:
+    os.environ.setdefault("INFERC_ISAS", name)
 
 # A shell that starts its jobs in the background has them ignore SIGINT, and the processes that tests interrupt would
 # inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def libraries_that_run_here() -> Iterator[None]:
-    """What tests compile in their own process gets no library that this machine cannot run: each takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "ISAS", detect_isa())
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +35,7 @@ def tiny_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFact
 
     out = tmp_path_factory.mktemp("artifacts") / "tiny-llama"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "ISAS", build.MACHINE_ISAS[platform.machine()])
+        patch.delenv("INFERC_ISAS", raising=False)
         compile(tiny_llama_folder, out, CompileConfig(certify="none"))
     return out
 

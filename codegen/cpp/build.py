@@ -1,7 +1,8 @@
 """Compile generated C++ into one shared library per instruction set, with a cache.
 
-Libraries are keyed by source, headers, flags and compiler; a library in the cache is never changed, only added by an
-atomic rename, so any number of processes may build at once.
+Kernels take their shapes as arguments, so each is compiled apart from the programs that call it, once for all of them:
+what is left of the next model is its own step. Objects and libraries are keyed by source, headers, flags and compiler;
+a file in the cache is never changed, only added by an atomic rename, so any number of processes may build at once.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
 from inferc import debug
+from inferc.codegen.cpp.emit import COMMON_HEADER, CppUnit
 from inferc.errors import ConfigError, InfercError
 
 log = logging.getLogger(__name__)
@@ -42,16 +46,20 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "neon": ("-march=armv8.2-a+fp16+dotprod",),
 }
 MACHINE_ISAS: dict[str, tuple[str, ...]] = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon_bf16", "neon")}
-ISAS = MACHINE_ISAS.get(platform.machine(), ())  # those that an artifact has a library for, best first
+ISAS = MACHINE_ISAS.get(platform.machine(), ())  # those that an artifact may have a library for, best first
 # No -ffast-math and no contraction: additions happen in the order in which they are written.
 FLAGS = (
-    *("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-plt", "-Wall", "-Wextra", "-Werror"),
 )
+LINK_FLAGS = ("-shared", "-Wl,--no-undefined")
 # g++ 12 takes the undefined lanes inside its own AVX-512 intrinsics for a fault of ours. What it schedules before it gives
 # out registers (on AArch64, not on x86) is all loads of a product's step first: its sums then go through the stack.
 GCC_FLAGS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi", "-fno-schedule-insns")
 CLANG_FLAGS = ("-Wno-psabi",)
+CALLER_FLAGS = ("-O2", "-fno-implicit-templates")  # of g++, for a unit that leaves its templates to others
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+PRECOMPILED = 3  # units from which on it pays to read their headers once for all
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,11 @@ class Compiler:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return CLANG_FLAGS if "clang" in self.version else GCC_FLAGS
+        return GCC_FLAGS if self.is_gcc else CLANG_FLAGS
+
+    @property
+    def is_gcc(self) -> bool:
+        return "clang" not in self.version
 
 
 @lru_cache
@@ -83,6 +95,15 @@ def check_machine() -> None:
         known = " and ".join(MACHINE_ISAS)
         raise ConfigError(f"no kernels for {platform.machine()} processors: the cpu target is for {known}")
     find_compiler()
+
+
+def target_isas() -> tuple[str, ...]:
+    """The instruction sets that an artifact gets a library for, best first: INFERC_ISAS, or all. Raises ConfigError."""
+    wanted = debug.isas()
+    unknown = [name for name in wanted if name not in ISAS]
+    if unknown:
+        raise ConfigError(f"INFERC_ISAS names {unknown[0]}: expected some of {', '.join(ISAS)}")
+    return tuple(isa for isa in ISAS if not wanted or isa in wanted)
 
 
 @lru_cache(maxsize=1)
@@ -107,47 +128,141 @@ def _folders() -> list[Path]:
         return [cache, Path(_scratch().name)]
 
 
+@dataclass(frozen=True)
+class Unit:
+    """A translation unit."""
+
+    source: str
+    flags: tuple[str, ...] = ()  # besides those of all
+
+
+def build_program(program: CppUnit, isas: Sequence[str] = ISAS) -> dict[str, Path]:
+    """What `emit` made, compiled: the libraries by instruction set."""
+    # clang has no such flags: there the step has the templates too, and the linker drops one of each.
+    flags = CALLER_FLAGS if program.leaves_templates and find_compiler().is_gcc else ()
+    units = [Unit(program.source, flags), *(Unit(part) for part in program.parts)]
+    own = program.own_headers
+    return build(units, program.headers, isas, own_headers=own, common=COMMON_HEADER)
+
+
 def build(
-    source: str,
+    units: Sequence[Unit],
     headers: Sequence[str],
     isas: Sequence[str] = ISAS,
     folder: Path = KERNELS_FOLDER,
     own_headers: Mapping[str, str] = MappingProxyType({}),
     compiler: Compiler | None = None,
+    common: str = "",
 ) -> dict[str, Path]:
-    """Compile `source` once for each instruction set, in parallel; returns the libraries by instruction set.
+    """Compile `units` into one library for each instruction set, in parallel; returns the libraries by instruction set.
 
-    headers: the files of `folder` that it includes; own_headers: others, name to text; compiler: another than the
-    system's, for instruction sets of other machines. Raises ConfigError without a compiler, InfercError with the compiler's
-    first error if it refuses the source. Where the cache cannot be written, they last as long as the process.
+    headers: the files of `folder` that they include; own_headers: others, name to text; compiler: another than the
+    system's, for instruction sets of other machines; common: the header that all units include first, if there is one.
+    Raises ConfigError without a compiler, InfercError with the compiler's first error if it refuses the source. Where the
+    cache cannot be written, libraries last as long as the process.
     """
     compiler = compiler or find_compiler()
     texts = {**{name: (folder / name).read_text() for name in headers}, **own_headers}
     places = _folders()
-    with ThreadPoolExecutor() as threads:
-        made = threads.map(lambda isa: _build_one(compiler, source, texts, isa, places), isas)
-        return dict(zip(isas, made, strict=True))
+    builders = [_Builder(compiler, isa, units, texts, common, places) for isa in isas]
+    with ExitStack() as stack, ThreadPoolExecutor(os.cpu_count()) as threads:
+        behind = [builder for builder in builders if builder.missing()]
+        for builder in behind:
+            builder.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=places[-1])))
+        list(threads.map(lambda builder: builder.prepare(), behind))
+        work = [(builder, unit) for builder in behind for unit in builder.missing()]
+        list(threads.map(lambda item: item[0].compile(item[1]), work))
+        return dict(zip(isas, threads.map(lambda builder: builder.link(), builders), strict=True))
 
 
-def _build_one(compiler: Compiler, source: str, headers: Mapping[str, str], isa: str, places: Sequence[Path]) -> Path:
-    flags = [*FLAGS, *compiler.flags, *ISA_FLAGS[isa]]
-    digest = hashlib.sha256()
-    for text in (compiler.version, *flags, source, *(part for item in sorted(headers.items()) for part in item)):
-        digest.update(f"{len(text)}:{text}".encode())
-    targets = [place / f"{digest.hexdigest()[:32]}-{isa}.so" for place in places]
-    for target in targets:
-        if os.path.exists(target):  # Path.exists raises where a folder above may not be read
-            return target
-    target = targets[-1]
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        folder = Path(work)
-        for name, text in {**headers, "unit.cpp": source}.items():
-            (folder / name).write_text(text)
-        # A relative source name keeps the folder's random name out of the library: equal input, equal bytes.
-        command = [compiler.path, *flags, "unit.cpp", "-o", "unit.so"]
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+@dataclass
+class _Builder:
+    """Makes one library: what is not in the cache is compiled in `folder`, which goes away."""
+
+    compiler: Compiler
+    isa: str
+    units: Sequence[Unit]
+    headers: Mapping[str, str]
+    common: str
+    places: Sequence[Path]
+    folder: Path | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (*FLAGS, *self.compiler.flags, *ISA_FLAGS[self.isa])
+
+    @cached_property
+    def objects(self) -> dict[Unit, str]:
+        """The names of the units' objects in the cache."""
+        return {
+            unit: f"{self._digest(unit.flags, [unit.source, *self._included(unit.source)])}-{self.isa}.o"
+            for unit in self.units
+        }
+
+    @cached_property
+    def library(self) -> str:
+        return f"{self._digest((), self.objects.values())}-{self.isa}.so"
+
+    def missing(self) -> list[Unit]:
+        """The units that are to be compiled."""
+        if self._find(self.library):
+            return []
+        return [unit for unit, name in self.objects.items() if not self._find(name)]
+
+    def prepare(self) -> None:
+        """Write the headers, and have the common one compiled if many units will read it."""
+        assert self.folder is not None
+        for name, text in self.headers.items():
+            (self.folder / name).write_text(text)
+        if self.common and len(self.missing()) >= PRECOMPILED:
+            shared = [flag for flag in self.units[0].flags if all(flag in unit.flags for unit in self.units)]
+            self._run(*shared, "-w", "-x", "c++-header", self.common, "-o", f"{self.common}.gch")
+
+    def compile(self, unit: Unit) -> None:
+        assert self.folder is not None
+        target = self.places[-1] / self.objects[unit]
+        # A relative source name keeps the folder's random name out of the object: equal input, equal bytes.
+        (self.folder / f"{target.stem}.cpp").write_text(unit.source)
+        self._run(*unit.flags, "-c", f"{target.stem}.cpp", "-o", target.name)
+        os.replace(self.folder / target.name, target)
+
+    def link(self) -> Path:
+        """The library, of objects that are all there by now."""
+        found = self._find(self.library)
+        if found:
+            return found
+        target = self.places[-1] / self.library
+        objects = [str(self._find(name)) for name in self.objects.values()]
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            self._run(*LINK_FLAGS, *objects, "-o", f"{work}/unit.so")
+            os.replace(f"{work}/unit.so", target)
+        return target
+
+    def _run(self, *arguments: str) -> None:
+        command = [self.compiler.path, *self.flags, *arguments]
+        result = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-            raise InfercError(f"{compiler.path} failed for {isa}: {lines[0] if lines else result.returncode}")
-        os.replace(folder / "unit.so", target)
-    return target
+            all_lines = result.stderr.splitlines()
+            lines = [line for line in all_lines if "error" in line or "undefined reference" in line] or all_lines
+            raise InfercError(f"{self.compiler.path} failed for {self.isa}: {lines[0] if lines else result.returncode}")
+
+    def _digest(self, flags: Sequence[str], texts: Iterable[str]) -> str:
+        digest = hashlib.sha256()
+        for text in (self.compiler.version, *self.flags, *flags, *texts):
+            digest.update(f"{len(text)}:{text}".encode())
+        return digest.hexdigest()[:32]
+
+    def _included(self, source: str) -> list[str]:
+        """Names and texts of the headers that a source reaches."""
+        found: dict[str, str] = {}
+        texts = [source]
+        while texts:
+            for name in INCLUDE.findall(texts.pop()):
+                if name in self.headers and name not in found:
+                    found[name] = self.headers[name]
+                    texts.append(found[name])
+        return [part for name in sorted(found) for part in (name, found[name])]
+
+    def _find(self, name: str) -> Path | None:
+        # Path.exists raises where a folder above may not be read.
+        return next((place / name for place in self.places if os.path.exists(place / name)), None)

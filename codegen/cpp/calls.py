@@ -87,6 +87,10 @@ class Builder:
                 return f"s.a.{per_group}[{target.removeprefix(per_group + '_')}]"
         return f"s.a.{target}"
 
+    def index_type(self, name: str) -> str:
+        """The C++ type of an input that holds a number per row: as in StepArgs."""
+        return "i64" if str(self.arg(name).target) == "positions" else "i32"
+
     def cache(self, writes: bool) -> str:
         """The layer of the KV pool that the node works on."""
         group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
@@ -108,8 +112,8 @@ class Builder:
         """The C++ type that the KV pool holds."""
         return CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
 
-    def done(self, text: str) -> Call:
-        return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead)
+    def done(self, text: str, apart: bool = True) -> Call:
+        return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead, apart)
 
 
 def part(node: fx.Node, index: int) -> fx.Node | None:
@@ -135,7 +139,9 @@ def embedding(node: fx.Node, values: Values) -> Call:
     out, operand = b.write()
     kind = operand.cpp_type
     sizes = f"{operand.rows}, {operand.width}"
-    return b.done(f"embedding<{kind}>(t, {b.weight('weight')}, {b.input('indices')}, {sizes}, {out});")
+    return b.done(
+        f"embedding<{kind}, {b.index_type('indices')}>(t, {b.weight('weight')}, {b.input('indices')}, {sizes}, {out});"
+    )
 
 
 def embedding_panel(node: fx.Node, values: Values) -> Call:
@@ -149,7 +155,8 @@ def embedding_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     out, operand = b.write()
     table, ids = f"{b.weight('weight')}, {b.weight('scale')}", b.input("indices")
-    return b.done(f"embedding_int8<{operand.cpp_type}>(t, {table}, {ids}, {operand.rows}, {operand.width}, {out});")
+    types = f"{operand.cpp_type}, {b.index_type('indices')}"
+    return b.done(f"embedding_int8<{types}>(t, {table}, {ids}, {operand.rows}, {operand.width}, {out});")
 
 
 def embedding_panel_int8(node: fx.Node, values: Values) -> Call:
@@ -211,12 +218,14 @@ def lm_head(node: fx.Node, values: Values) -> Call:
 
 def _matrix(b: Builder, name: str) -> Call:
     x, left = b.read(name)
-    residual = f"{b.read('residual')[0]}, " if target_name(b.node.target) == "inferc.linear_add" else ""
+    adds = target_name(b.node.target) == "inferc.linear_add"
+    residual = f"{b.read('residual')[0]}, " if adds else ""
     out, result = b.write()
     types = f"{left.cpp_type}, {result.cpp_type}"
     bias = "nullptr" if target_name(b.node.target) == "inferc.linear_wide" else b.weight("bias")
     weights = f"{b.streamed(b.panels('weight'))}, {bias}"
-    return b.done(f"linear<{types}>(t, {x}, {result.rows}, {weights}, {residual}{out});")
+    kernel = "linear_add" if adds else "linear"
+    return b.done(f"{kernel}<{types}>(t, {x}, {result.rows}, {weights}, {residual}{out});")
 
 
 def _elementwise(node: fx.Node, values: Values, name: str, left: str, right: str) -> Call:
@@ -307,7 +316,7 @@ def all_gather(node: fx.Node, values: Values) -> Call:
     out, result = b.write()
     parts = ", ".join(map(str, b.arg("sizes")))
     sizes = f"{result.rows}, {{{{{parts}}}}}, {result.width}, {GROUPS[b.arg('group')]}"
-    return b.done(f"all_gather<{result.cpp_type}>(t, s, {x}, {sizes}, {out});")
+    return b.done(f"all_gather<{result.cpp_type}, {len(b.arg('sizes'))}>(t, s, {x}, {sizes}, {out});")
 
 
 def _norm(b: Builder) -> str:
@@ -413,7 +422,9 @@ def kv_write(node: fx.Node, values: Values) -> Call:
     k, operand = b.read("k")
     v, _ = b.read("v")
     cache = b.cache(writes=True)
-    return b.done(f"kv_write<{operand.cpp_type}>(t, {cache}, {k}, {v}, {b.input('slot_mapping')}, {operand.rows});")
+    return b.done(
+        f"kv_write<{operand.cpp_type}, {b.stored}>(t, {cache}, {k}, {v}, {b.input('slot_mapping')}, {operand.rows});"
+    )
 
 
 def rope_kv_write(node: fx.Node, values: Values) -> Call:
@@ -436,9 +447,8 @@ def _rope_kv_write(b: Builder, norms: str) -> Call:
     cache, slots = b.cache(writes=True), b.input("slot_mapping")
     name = "norm_rope_kv_write" if norms else "rope_kv_write"
     sizes = f"{operand.rows}, {heads}"
-    return b.done(
-        f"{name}<{operand.cpp_type}>(t, {q}, {k}, {v}, {norms}{table}, {how}, {cache}, {slots}, {sizes}, {out});"
-    )
+    types = f"{operand.cpp_type}, {b.stored}"
+    return b.done(f"{name}<{types}>(t, {q}, {k}, {v}, {norms}{table}, {how}, {cache}, {slots}, {sizes}, {out});")
 
 
 def qkv_rope_kv_write(node: fx.Node, values: Values) -> Call:
@@ -450,15 +460,17 @@ def qkv_rope_kv_write(node: fx.Node, values: Values) -> Call:
     how = f"{rotary.width // 2}, {b.arg('pairs').upper()}"
     cache, slots = b.cache(writes=True), b.input("slot_mapping")
     sizes = f"{operand.rows}, {b.arg('num_heads')}"
-    kind = operand.cpp_type
-    return b.done(f"qkv_rope_kv_write<{kind}>(t, {x}, {weights}, {table}, {how}, {cache}, {slots}, {sizes}, {out});")
+    types = f"{operand.cpp_type}, {b.stored}"
+    return b.done(f"qkv_rope_kv_write<{types}>(t, {x}, {weights}, {table}, {how}, {cache}, {slots}, {sizes}, {out});")
 
 
 def latent_write(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     k, operand = b.read("k")
     cache = b.latent(writes=True, v_dim=0)
-    return b.done(f"latent_write<{operand.cpp_type}>(t, {cache}, {k}, {b.input('slot_mapping')}, {operand.rows});")
+    return b.done(
+        f"latent_write<{operand.cpp_type}, {b.stored}>(t, {cache}, {k}, {b.input('slot_mapping')}, {operand.rows});"
+    )
 
 
 def paged_attention(node: fx.Node, values: Values) -> Call:
@@ -487,4 +499,4 @@ def _attention(b: Builder, q: str, types: str, cache: str, sinks: str) -> Call:
         f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {sinks}, s.seqs, {heads}, "
         f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t)"
     )
-    return b.done(f"paged_attention(t, Attention<{types}>{{{{{fields}}}}});")
+    return b.done(f"paged_attention<Attention<{types}>>(t, Attention<{types}>{{{{{fields}}}}});")

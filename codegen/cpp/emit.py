@@ -7,7 +7,8 @@ The step is one call and one parallel region: every thread runs `step_thread`. L
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from inferc.codegen.cpp import calls, expert_calls
-from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Place, Slot, Values
+from inferc.codegen.cpp.values import POOLS, Call, Place, Slot, Values
 from inferc.codegen.kernels import KERNELS, Kernel, kernel_named, needs_kernel
 from inferc.errors import UnsupportedError
 from inferc.manifest import align
@@ -47,9 +48,16 @@ class CppUnit:
     """Generated source, the header kernels it includes, and what the manifest must know of them."""
 
     source: str
-    headers: tuple[str, ...]  # file names in codegen/cpp/kernels
+    parts: tuple[str, ...]  # the other units: the kernels that it calls, one in each, and the entry points
+    headers: tuple[str, ...]  # file names in codegen/cpp/kernels; all units include COMMON_HEADER first
     program_json_fields: dict[str, Any]
     own_headers: Mapping[str, str] = field(default_factory=dict)  # of a user's kernels: file name to text
+    leaves_templates: bool = True  # all that `source` calls is in `parts`, but for what is inline
+
+    @property
+    def whole(self) -> str:
+        """All of it as one unit, which g++ compiles as well."""
+        return "\n".join((self.source, *self.parts))
 
     @property
     def arena(self) -> dict[str, int]:
@@ -60,8 +68,9 @@ class CppUnit:
 HEADERS = (
     *("inferc_abi.h", "simd.h", "simd_x86.h", "simd_arm.h", "dot.h", "amx.h", "team.h", "gemm.h", "amx_gemm.h"),
     *("rows.h", "kv.h", "attention.h", "moe.h", "quantize.h", "int4.h", "sample.h", "step.h", "collectives.h"),
-    *("exchange.h", "entry.h"),
+    *("exchange.h", "kernels.h", "peak.h", "entry.h"),
 )
+COMMON_HEADER = "kernels.h"
 
 
 @dataclass
@@ -95,11 +104,14 @@ def emit(
     for call in [*step, *head]:
         for node, _, _ in call.outputs:
             numbers[node] = len(numbers)
+    apart = {(call.kernel, call.own) for call in (*step, *head) if call.apart}
     tables: list[str] = []
     body = _region(step, numbers, tables)
     head_body = _region(head, numbers, tables)
     if logits is None:
-        body += ["  t.barrier();", f"  {calls.hidden_out(hidden, Values(program, places))}"]
+        last = calls.hidden_out(hidden, Values(program, places))
+        body += ["  t.barrier();", f"  {last}"]
+        apart.add((last.partition("(")[0], False))
         head_body.append("  return {nullptr, 0};  // a later stage has the LM head")
     else:
         at = Values(program, places, sampled).operand(logits)
@@ -114,7 +126,9 @@ def emit(
         "kv_layout": _kv_layout(program),
         "vocab_size": _vocab_size(program),
     }
-    return CppUnit(source, HEADERS, fields, own_headers)
+    # A user's kernel that is no template may call some.
+    leaves_templates = all("<" in kernel for kernel, own in apart if own)
+    return CppUnit(source, _parts(apart, list(own_headers)), HEADERS, fields, own_headers, leaves_templates)
 
 
 def _outputs(program: Program) -> tuple[fx.Node, fx.Node | None]:
@@ -145,6 +159,7 @@ def _calls(program: Program, values: Values, nodes: Sequence[fx.Node], kernels: 
         if kernel.backend != "cpp":
             raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for the cpu")
         made.append(kernel.load_emit()(node, values))
+        made[-1].own = kernel not in KERNELS
     return made
 
 
@@ -218,12 +233,10 @@ def _kv_layout(program: Program) -> dict[str, Any]:
 
 
 def _pool(group: KVGroup, block_size: int) -> str:
-    """The pool of a group, of no memory yet."""
-    kind = CPP_TYPES[group.dtype]
-    if group.kind == "latent":
-        return f"Latent<{kind}>{{nullptr, {len(group.layers)}, 0, {block_size}, {group.head_dim}, 0}}"
-    sizes = f"{block_size}, {group.num_kv_heads}, {group.head_dim}"
-    return f"Cache<{kind}>{{nullptr, {len(group.layers)}, 0, {sizes}}}"
+    """The PoolShape of a group."""
+    kind = "LATENTS" if group.kind == "latent" else "KEYS_VALUES"
+    sizes = f"{len(group.layers)}, {block_size}, {group.num_kv_heads}, {group.head_dim}"
+    return f"{{{kind}, {dtype_name(group.dtype).upper()}, {sizes}}}"
 
 
 def _observable(node: fx.Node, number: int) -> dict[str, Any]:
@@ -354,6 +367,21 @@ def _barrier(block: Block, index: int, texts: list[str], later: list[str] | None
     return "t.barrier();"
 
 
+def _parts(kernels: Collection[tuple[str, bool]], own_headers: Sequence[str]) -> tuple[str, ...]:
+    """A unit for each kernel that is a template (the others are inline), and one for the entry points.
+
+    kernels: each with whether it is a user's, in one of `own_headers`.
+    """
+    parts = []
+    for kernel, own in sorted(kernels):
+        if "<" not in kernel:
+            continue
+        includes = "".join(f'#include "{name}"\n' for name in (COMMON_HEADER, *(own_headers if own else ())))
+        name = "use_" + re.sub(r"\W+", "_", kernel).strip("_")
+        parts.append(f"{includes}\nnamespace inferc {{\n[[gnu::used]] static const auto {name} = &{kernel};\n}}\n")
+    return (*parts, f'#include "{COMMON_HEADER}"\n#include "entry.h"\n')
+
+
 def _source(
     program: Program,
     arena: Mapping[str, int],
@@ -363,23 +391,21 @@ def _source(
     own_headers: Sequence[str],
 ) -> str:
     layout = ", ".join(f"{value}" for value in arena.values())
-    groups = [
-        f"    case {index}: return f({_pool(group, program.block_size)});"
-        for index, group in enumerate(program.kv_groups)
-    ]
+    pools = [_pool(group, program.block_size) for group in program.kv_groups]
     found = any(target_name(node.target) in COLLECTIVES for node in program.graph.nodes if node.op == "call_function")
     inputs = {node.name for node in program.inputs()}
     facts = {"COLLECTIVES": found, "HIDDEN_IN": HIDDEN_IN in inputs, "HIDDEN_OUT": _outputs(program)[1] is None}
     parts = [
         f"// Generated by inferc from the lowered program {program.name!r}; graph/ has it as text.",
-        '#include "exchange.h"',
+        f'#include "{COMMON_HEADER}"',
         *(f'#include "{name}"' for name in own_headers),
         "",
         "namespace inferc {",
-        "namespace {",
         "",
-        f"constexpr Arena ARENA{{{layout}}};",
-        *(f"constexpr bool {name} = {'true' if fact else 'false'};" for name, fact in facts.items()),
+        f"const Arena ARENA{{{layout}}};",
+        *(f"const bool {name} = {'true' if fact else 'false'};" for name, fact in facts.items()),
+        f"const int KV_GROUPS = {len(pools)};",
+        f"const PoolShape KV_POOLS[{max(1, len(pools))}] = {{{', '.join(pools)}}};",
         *tables,
         "",
         "// Every thread runs this; kernels share their work out, barriers stand where one reads what another wrote.",
@@ -393,17 +419,6 @@ def _source(
         *head,
         "}",
         "",
-        "template <class F>",
-        "int with_cache(int group, F f) {",
-        "  switch (group) {",
-        *groups,
-        "  }",
-        "  return __LINE__;",
-        "}",
-        "",
-        "}  // namespace",
         "}  // namespace inferc",
-        "",
-        '#include "entry.h"',
     ]
     return "\n".join(parts) + "\n"

@@ -107,7 +107,8 @@ def moe_experts(node: fx.Node, values: Values) -> Call:
         f"{cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, {cpp_bool(b.arg('scale_input'))}, "
         f"{operand.rows}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
     )
-    return b.done(f"moe_experts(t, Experts<{types}, {operand.cpp_type}>{{{{{fields}}}}});")
+    all_types = f"{types}, {operand.cpp_type}"
+    return b.done(f"moe_experts<{all_types}>(t, Experts<{all_types}>{{{{{fields}}}}});")
 
 
 def _expert_matrix(b: Builder, name: str, types: str, n: int, k: int) -> str:

@@ -75,7 +75,7 @@ def pointwise(node: fx.Node, values: Values) -> Call:
     body = " ".join([*reads, *lines, f"return {_cpp(value)};"])
     sizes = f"{result.rows}, {count}, {width}"
     lambda_ = f"[{', '.join(captured)}](i64 row, i64 part, i64 i, i64 n) {{{{ (void)part, (void)i, (void)n; {body} }}}}"
-    return b.done(f"pointwise<{result.cpp_type}>(t, {sizes}, {out}, {lambda_});")
+    return b.done(f"pointwise<{result.cpp_type}>(t, {sizes}, {out}, {lambda_});", apart=False)
 
 
 def _input(b: Builder, node: fx.Node, index: int, count: int, width: int) -> tuple[str, str]:

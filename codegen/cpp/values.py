@@ -82,6 +82,13 @@ class Call:
     outputs: list[tuple[fx.Node, Operand, int]]  # with the slot of the result's offset
     node: fx.Node
     ahead: str = ""  # the C++ text of what a thread will read first, if that is known before
+    apart: bool = True  # the kernel, if it is a template, can be compiled apart from the call
+    own: bool = False  # the kernel is a user's
+
+    @property
+    def kernel(self) -> str:
+        """What is called, with its template arguments."""
+        return self.text.partition("(")[0]
 
     def conflicts(self, others: list[Call]) -> bool:
         """Whether it must wait for any of `others`."""

@@ -5,8 +5,8 @@ namespace inferc {
 
 // out = residual + rms_norm(x), the norm rounded to T first, as the two ops would.
 template <class T>
-void add_rms_norm(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows, i64 width,
-                  Rows<T> out) {
+KERNEL void add_rms_norm(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows, i64 width,
+                         Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       norm_row(x[row], weight, norm, width, out[row]);

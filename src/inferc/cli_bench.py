@@ -34,18 +34,26 @@ Requests = Annotated[int | None, typer.Option("--requests", metavar="N", help="I
 def bench_kernels(
     out: Out,
     input_len: Annotated[int, typer.Option("--input-len", metavar="N", help="Tokens of the prefill step.")] = 512,
+    num_seqs: Annotated[
+        int, typer.Option("--num-seqs", metavar="N", help="Sequences of a second decode step; 1 leaves it out.")
+    ] = 8,
     threads: Threads = None,
     isa: Isa = "auto",
     as_json: Json = False,
 ) -> None:
-    """Where the time of a step goes: each kernel in one prefill step and in one decode step after it."""
-    from inferc.config import EngineConfig, from_dict
+    """Where the time of a step goes: each kernel in one prefill step, and in decode steps of one and of several sequences.
+
+    Beside each stand its bytes and operations a second, and how near it is to the roofline: the time that its bytes take
+    at the bandwidth of memory, or its products at the peak of the instruction set, whichever is longer, as a share of the
+    time that it took. Both limits are measured first. Bytes are of weights, K and V; activations stay in the caches.
+    """
+    from inferc.config import EngineConfig, available_cores, from_dict
     from inferc.runtime.artifact import load_artifact
     from inferc.runtime.model_runner import ModelRunner
-    from inferc.runtime.profile import profile_step
+    from inferc.runtime.profile import measure_limits, profile_step
 
-    if input_len < 1:
-        raise ConfigError(f"--input-len {input_len}: expected at least 1")
+    if input_len < 1 or num_seqs < 1:
+        raise ConfigError(f"--input-len {input_len} and --num-seqs {num_seqs}: expected at least 1 of each")
     artifact = load_artifact(out, target="cpu")
     if len(artifact.ranks) > 1:
         raise ConfigError(
@@ -53,23 +61,40 @@ def bench_kernels(
             " --pp and --ep"
         )
     artifact.verify_weights().wait()
-    runner = ModelRunner(artifact, from_dict(EngineConfig, engine_options(threads, isa, 1, max(16, input_len))))
+    runner = ModelRunner(artifact, from_dict(EngineConfig, engine_options(threads, isa, num_seqs, max(16, input_len))))
     try:
         with progress("bench kernels"):
+            limits = measure_limits(runner, threads or available_cores())
             steps = {
-                "prefill": profile_step(runner, artifact, input_len, 0),
-                "decode": profile_step(runner, artifact, 1, input_len),
+                "prefill": profile_step(runner, artifact, input_len, 0, limits=limits),
+                "decode": profile_step(runner, artifact, 1, input_len, limits=limits),
             }
+            if num_seqs > 1:
+                steps[f"decode of {num_seqs}"] = profile_step(runner, artifact, 1, input_len, num_seqs, limits)
     finally:
         runner.close()
     if as_json:
-        print_json({name: dataclasses.asdict(step) for name, step in steps.items()})
+        print_json(
+            {"limits": dataclasses.asdict(limits), **{name: dataclasses.asdict(step) for name, step in steps.items()}}
+        )
         return
+    peaks = ", ".join(f"{dtype} {flops / 1e9:.0f} GFLOP/s" for dtype, flops in limits.flops_per_s.items())
+    say(f"measured limits: memory {limits.bytes_per_s / 1e9:.1f} GB/s, {peaks}")
     for name, step in steps.items():
-        say(f"{name}: {step.num_tokens} tokens after {step.context_len}, {step.ms:.2f} ms, {step.isa}")
+        tokens = f"{step.num_tokens} {'token' if step.num_tokens == 1 else 'tokens'} after {step.context_len}"
+        say(f"\n{name}: {tokens}, {step.ms:.2f} ms, {_percent(step.of_limit)} of the limit, {step.isa}")
+        say(f"  {'kernel':32} {'calls':>5} {'ms':>10} {'share':>7} {'GB/s':>7} {'GFLOP/s':>8} {'of limit':>9}")
         for row in step.kernels:
-            speed = "" if row.weights_gb_per_s is None else f"{row.weights_gb_per_s:8.1f} GB/s of weights"
-            say(f"  {row.kernel:32} {row.calls:4} calls {row.ms:10.3f} ms {row.share:6.1%}{speed}")
+            rates = f"{_rate(row.gb_per_s):>7} {_rate(row.gflops_per_s):>8} {_percent(row.of_limit):>9}"
+            say(f"  {row.kernel:32} {row.calls:5} {row.ms:10.3f} {row.share:7.1%} {rates}")
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 @command(bench_app, "latency")

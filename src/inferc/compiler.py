@@ -140,7 +140,7 @@ class _Build:
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target
         self.tokenizer, self.ranks, self.too_large = tokenizer, ranks, too_large
-        self.isas = cpp_build.ISAS
+        self.isas = cpp_build.target_isas()
         self.records: list[PassRecord] = []
         self.kernels: list[dict[str, Any]] = []
         self.libraries: dict[str, dict[str, str]] = {}  # by their source
@@ -283,10 +283,10 @@ class _Build:
         self.report("compile kernels", len(self.libraries), self.ranks.count)
         folder = f"kernels/{label}" if self.libraries else "kernels"
         libraries = {}
-        for isa, built in cpp_build.build(unit.source, unit.headers, self.isas, own_headers=unit.own_headers).items():
+        for isa, built in cpp_build.build_program(unit, self.isas).items():
             libraries[isa] = f"{folder}/cpu-{isa}.so"
             self.writer.add(libraries[isa], built.read_bytes())
-        self.writer.add(f"{folder}/cpp/unit.cpp", unit.source.encode())
+        self.writer.add(f"{folder}/cpp/unit.cpp", unit.whole.encode())
         if not self.libraries:
             for header in unit.headers:
                 self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())

@@ -102,6 +102,7 @@ class OpCost:
     cache: Formula = ()
     activations: Formula = ()
     flops: Formula = ()
+    kernel: str = ""  # that runs it, once one is chosen
 
 
 @dataclass(frozen=True)
@@ -169,12 +170,13 @@ FORMULAS = ("weights", "cache", "activations", "flops")
 
 def _op_json(op: OpCost) -> dict[str, Any]:
     formulas = {name: dict(getattr(op, name)) for name in FORMULAS if getattr(op, name)}
-    return {"op": op.op, "dtype": op.dtype, **formulas}
+    kernel = {"kernel": op.kernel} if op.kernel else {}
+    return {"op": op.op, "dtype": op.dtype, **kernel, **formulas}
 
 
 def _op_load(data: Mapping[str, Any]) -> OpCost:
     formulas = {name: tuple(data[name].items()) for name in FORMULAS if name in data}
-    return OpCost(data["op"], data["dtype"], **formulas)
+    return OpCost(data["op"], data["dtype"], **formulas, kernel=data.get("kernel", ""))
 
 
 # ------------------------------------------------------------------------------------------------- prediction

@@ -1,4 +1,4 @@
-"""The three environment variables that inferc reads: INFERC_DEBUG, INFERC_DUMP and INFERC_CACHE."""
+"""The environment variables that inferc reads: INFERC_DEBUG, INFERC_DUMP, INFERC_CACHE and INFERC_ISAS."""
 
 import os
 from pathlib import Path
@@ -19,3 +19,8 @@ def dump_dir() -> Path | None:
 def cache_dir() -> Path:
     """INFERC_CACHE: where compiled kernels are kept between compiles; `~/.cache/inferc` when unset."""
     return Path(os.environ.get("INFERC_CACHE") or Path.home() / ".cache" / "inferc")
+
+
+def isas() -> tuple[str, ...]:
+    """INFERC_ISAS: the instruction sets that a compile makes libraries for, with commas between; all when unset."""
+    return tuple(name.strip() for name in os.environ.get("INFERC_ISAS", "").split(",") if name.strip())

@@ -173,8 +173,9 @@ class Call:
                 add(self.activations, times(self.elements(value), value.dtype.itemsize))
 
     def cost(self) -> OpCost:
-        formulas = (formula(terms) for terms in (self.weights, self.cache, self.activations, self.flops))
-        return OpCost(self.op, dtype_name(self.dtype), *formulas)
+        terms = {"weights": self.weights, "cache": self.cache, "activations": self.activations, "flops": self.flops}
+        formulas = {name: formula(each) for name, each in terms.items()}
+        return OpCost(self.op, dtype_name(self.dtype), **formulas, kernel=self.node.meta.get("kernel", ""))
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, fx.Node]:

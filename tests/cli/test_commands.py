@@ -231,13 +231,28 @@ def test_bench(tiny_artifact: Path) -> None:
 
 
 def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
-    found = run_json("bench", "kernels", tiny_artifact, "--input-len", "20")
+    found = run_json("bench", "kernels", tiny_artifact, "--input-len", "20", "--num-seqs", "3")
+    assert found["limits"]["bytes_per_s"] > 1e8
+    assert all(found["limits"]["flops_per_s"][dtype] > 1e9 for dtype in ("float32", "bfloat16", "int8"))
     chosen = {row["name"] for row in run_json("inspect", tiny_artifact)["kernels"] if row["target"] == "cpu"}
-    for name, num_tokens, context_len in (("prefill", 20, 0), ("decode", 1, 20)):
+    for name, num_tokens, num_seqs, context_len in (
+        ("prefill", 20, 1, 0),
+        ("decode", 1, 1, 20),
+        ("decode of 3", 3, 3, 20),
+    ):
         step = found[name]
-        assert (step["num_tokens"], step["context_len"]) == (num_tokens, context_len)
+        assert [step[key] for key in ("num_tokens", "num_seqs", "context_len")] == [num_tokens, num_seqs, context_len]
         assert {row["kernel"] for row in step["kernels"]} == chosen
         assert sum(row["share"] for row in step["kernels"]) == pytest.approx(1.0)
+        # What is multiplied is bytes of weights, K and V, and operations; each has a limit.
+        limited = {
+            row["kernel"]: row for row in step["kernels"] if "linear" in row["kernel"] or "attention" in row["kernel"]
+        }
+        assert len(limited) >= 3
+        assert all(row[key] > 0 for row in limited.values() for key in ("gb_per_s", "gflops_per_s", "of_limit"))
+    rates = {name: {row["kernel"]: row for row in found[name]["kernels"]} for name in ("decode", "decode of 3")}
+    one, three = (rates[name]["cpp.lm_head.float32"] for name in ("decode", "decode of 3"))
+    assert three["gflops_per_s"] / three["gb_per_s"] == pytest.approx(3 * one["gflops_per_s"] / one["gb_per_s"])
     calls = {row["kernel"]: row["calls"] for row in found["decode"]["kernels"]}
     assert (calls["cpp.linear.float32"], calls["cpp.linear_add.float32"]) == (2, 2 * 2)
     assert calls["cpp.qkv_rope_kv_write.float32"] == 2

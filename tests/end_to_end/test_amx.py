@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,11 +25,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Artifacts have one library: that of amx with emulated tiles, under the name of what it runs on."""
 
     def build(
-        source: str, headers: Sequence[str], isas: Sequence[str], *, own_headers: Mapping[str, str]
+        units: Sequence[cpp_build.Unit], headers: Sequence[str], isas: Sequence[str], **_: object
     ) -> dict[str, Path]:
-        return {isa: build_emulated(source, headers, own_headers) for isa in isas}
+        return {isa: build_emulated(units, headers) for isa in isas}
 
-    monkeypatch.setattr(cpp_build, "ISAS", ("avx512",))
+    monkeypatch.setenv("INFERC_ISAS", "avx512")
     monkeypatch.setattr(cpp_build, "build", build)
 
 

@@ -5,7 +5,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "int8-kv": {"kv_dtype": "int8"},
 }
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_library() -> Iterator[None]:
-    """Compiling for one instruction set is half the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpp_build, "ISAS", (choose_isa("auto", cpp_build.ISAS),))
-        yield
 
 
 @pytest.fixture(scope="module")

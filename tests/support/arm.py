@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import platform
 import shutil
@@ -17,19 +16,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpp_kernels import UNIT, UNIT_HEADERS, Kernels
+from cpp_kernels import FOLDER, UNITS, Kernels, build_units, building
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inferc import debug
 from inferc.codegen.cpp import build as cpp_build
-from inferc.codegen.cpp.build import MACHINE_ISAS, build, find_compiler
+from inferc.codegen.cpp.build import MACHINE_ISAS, Unit, find_compiler
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 ARM_ISAS = MACHINE_ISAS["aarch64"]
 # A processor that has what the library was compiled for, and for neon no more than that.
 PROCESSORS = {"neon": "neoverse-n1", "neon_bf16": "max"}
-DRIVER = UNIT.parent / "arm_driver.cpp"
+DRIVER = FOLDER.parent / "arm_driver.cpp"
 MISSING = [name for name in (COMPILER, EMULATOR) if not shutil.which(name)]
 INTS, FLOATS = 32, 8  # arguments of each kind, as in arm_driver.cpp
 MEMORY = 1 << 29  # that both sides map; what nobody writes takes no room
@@ -41,15 +39,12 @@ needs_arm = (
 )
 
 
-def build_arm(source: str, headers: Sequence[str], isa: str) -> Path:
-    """The library of `source`. Processes that want the same one wait for who builds it."""
+def build_arm(units: Sequence[Unit], isa: str) -> Path:
+    """The library of `units`. Processes that want the same one wait for who builds it."""
     if any("-fsanitize" in flag for flag in cpp_build.FLAGS):
         pytest.skip("the emulator runs no sanitizers")
-    cache = debug.cache_dir()
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / f"tests-{isa}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return build(source, headers, (isa,), compiler=find_compiler(COMPILER))[isa]
+    with building(isa):
+        return build_units(units, isa, find_compiler(COMPILER))
 
 
 @lru_cache(maxsize=1)
@@ -142,7 +137,7 @@ class ArmKernels(Kernels):
     """`Kernels` in an emulator: what a call is given goes there before it and comes back after it."""
 
     def __init__(self, isa: str, num_threads: int = 2) -> None:
-        self.process = Process(build_arm(UNIT.read_text(), UNIT_HEADERS, isa), isa)
+        self.process = Process(build_arm(UNITS, isa), isa)
         self.isa, self.num_threads = isa, num_threads
         self.threads = ctypes.c_void_p(self.process.call("threads_open", num_threads, returns=ctypes.c_int64))
         self._lent: dict[int, tuple[int, memoryview]] = {}  # by address here: address there, and what it is

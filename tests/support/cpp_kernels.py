@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import fcntl
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,19 +15,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inferc import debug
 from inferc import weights as weight_lib
-from inferc.codegen.cpp.build import build
+from inferc.codegen.cpp.build import Compiler, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.cpp.expert_calls import moe_work_bytes
 from inferc.ops.experts import ACTIVATIONS
 from inferc.ops.quantize import int4_group
 from inferc.runtime.abi import detect_isa
 
-UNIT = Path(__file__).parents[1] / "codegen" / "cpp" / "kernels_unit.cpp"
+FOLDER = Path(__file__).parents[1] / "codegen" / "cpp" / "units"
+COMMON = FOLDER / "units.h"
+UNITS = [Unit(path.read_text()) for path in sorted(FOLDER.glob("*.cpp"))]
 ISAS = detect_isa()
 EMULATED = "amx-emulated"  # the kernels of amx, with tiles in plain C++: runs wherever avx512 does
-TILES = UNIT.parent / "amx_emulated.h"
-UNIT_HEADERS = [name for name in HEADERS if name not in ("step.h", "collectives.h", "exchange.h", "entry.h")]
+TILES = FOLDER / "amx_emulated.h"
 DTYPES = (torch.float32, torch.bfloat16)
 # Largest difference to the reference, relative to the largest magnitude of the result. The float32 kernels add in
 # another order than torch; bfloat16 results may land on the neighbouring number.
@@ -38,19 +42,46 @@ LAYOUTS = {
 }
 
 
-def build_emulated(source: str, headers: Sequence[str], own_headers: Mapping[str, str] = MappingProxyType({})) -> Path:
-    """`source` for amx, with tiles that need no AMX."""
+def build_emulated(
+    units: Sequence[Unit],
+    headers: Sequence[str],
+    own_headers: Mapping[str, str] = MappingProxyType({}),
+    common: str = "",
+) -> Path:
+    """`units` for amx, with tiles that need no AMX."""
     own = {**own_headers, TILES.name: TILES.read_text()}
-    return build("#define INFERC_AMX_EMULATED\n" + source, headers, ("avx512",), own_headers=own)["avx512"]
+    emulated = [Unit(unit.source, (*unit.flags, "-DINFERC_AMX_EMULATED")) for unit in units]
+    return build(emulated, headers, ("avx512",), own_headers=own, common=common)["avx512"]
+
+
+def build_kernels(isa: str) -> Path:
+    """The library of all kernels as C functions. Processes that want the same one wait for who builds it."""
+    with building(isa):
+        if isa == EMULATED:
+            return build_emulated(UNITS, HEADERS, {COMMON.name: COMMON.read_text()}, common=COMMON.name)
+        return build_units(UNITS, isa)
+
+
+def build_units(units: Sequence[Unit], isa: str, compiler: Compiler | None = None) -> Path:
+    own = {COMMON.name: COMMON.read_text()}
+    return build(units, HEADERS, (isa,), own_headers=own, compiler=compiler, common=COMMON.name)[isa]
+
+
+@contextmanager
+def building(isa: str) -> Iterator[None]:
+    """One process at a time, which has all cores: the others find in the cache what they came for."""
+    cache = debug.cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / f"tests-{isa}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Kernels:
     """Calls with tensors as pointers, ints as int64 and floats as float32."""
 
     def __init__(self, isa: str, num_threads: int = 2) -> None:
-        source = UNIT.read_text()
-        library = build_emulated(source, UNIT_HEADERS) if isa == EMULATED else build(source, UNIT_HEADERS, (isa,))[isa]
-        self.library = ctypes.CDLL(str(library))
+        self.library = ctypes.CDLL(str(build_kernels(isa)))
         self.library.threads_open.restype = ctypes.c_void_p
         self.library.test_uniform.restype = ctypes.c_double
         self.library.test_barriers.restype = self.library.test_each.restype = ctypes.c_int64

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
-from inferc.codegen.cpp.build import build
+from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.kernels import Target, argument, needs_kernel, select
 from inferc.passes.rewrite import infer_type
@@ -279,7 +279,7 @@ class Compiled:
         self.shape = shape
         self.lowered, self.tensors = toy(shape)
         self.unit = emit(self.lowered, *places(self.lowered))
-        self.libraries = build(self.unit.source, self.unit.headers, isas)
+        self.libraries = build_program(self.unit, isas)
         self.isas = isas
         self.weights = tuple(self.lowered.weights)
         self.finish(shape.block_size, shape.max_positions, shape.vocab)

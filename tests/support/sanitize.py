@@ -17,3 +17,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     which: str = config.getoption("--sanitize")
     build.FLAGS = (*build.FLAGS, "-O1", "-g", *FLAGS[which])  # type: ignore[assignment]  # of any length
+    build.LINK_FLAGS = ("-shared",)  # type: ignore[assignment]  # the sanitizer's runtime is Python's

@@ -468,7 +468,7 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
 }
 
 template <class A>
-void paged_attention(Team& team, const A& a) {
+KERNEL void paged_attention(Team& team, const A& a) {
   i64 parts = a.cache.heads * a.parts(), tile = QUERY_ROWS / a.part_size();
   i64 pieces = 0, longest = 0, new_tokens = a.query_start_loc[a.num_seqs];
   auto tiles = [&](i64 seq) { return (a.query_start_loc[seq + 1] - a.query_start_loc[seq] + tile - 1) / tile; };

@@ -14,7 +14,7 @@ INLINE void sum_over_ranks(Team& team, const Step& s, Rows<T> value, i64 rows, i
 
 // out, and only it, is contiguous: it has a place of its own.
 template <class T>
-void all_reduce(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 width, i32 group, Rows<T> out) {
+KERNEL void all_reduce(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 width, i32 group, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) memcpy(out[row], x[row], width * sizeof(T));
   });
@@ -23,7 +23,7 @@ void all_reduce(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 width,
 
 // The x of the ranks side by side: `parts` columns of each. The others' are zero here, and the ranks' sum is exact.
 template <class T, size_t N>
-void all_gather(Team& team, const Step& s, Rows<const T> x, i64 rows, const i64 (&parts)[N], i64 width, i32 group, Rows<T> out) {
+KERNEL void all_gather(Team& team, const Step& s, Rows<const T> x, i64 rows, const i64 (&parts)[N], i64 width, i32 group, Rows<T> out) {
   i64 rank = s.host->ranks[group], first = 0, part = parts[rank];
   for (i64 before = 0; before < rank; ++before) first += parts[before];
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
@@ -37,14 +37,14 @@ void all_gather(Team& team, const Step& s, Rows<const T> x, i64 rows, const i64 
 
 // Hidden rows of the pipeline stage before, and those for the stage behind: contiguous at the host.
 template <class T>
-void hidden_in(Team& team, const Step& s, i64 rows, i64 width, Rows<T> out) {
+KERNEL void hidden_in(Team& team, const Step& s, i64 rows, i64 width, Rows<T> out) {
   const T* from = static_cast<const T*>(s.a.hidden_in);
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) memcpy(out[row], from + row * width, width * sizeof(T));
   });
 }
 template <class T>
-void hidden_out(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 width) {
+KERNEL void hidden_out(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 width) {
   T* to = static_cast<T*>(s.a.hidden_out);
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) memcpy(to + row * width, x[row], width * sizeof(T));

@@ -1,5 +1,6 @@
-// The entry points of a compiled program, around the step_thread, head_thread and with_cache that precede this line.
+// The entry points of a compiled program: the same for all, around what step.h says that each defines.
 #pragma once
+#include "peak.h"
 #include "step.h"
 
 namespace inferc {
@@ -13,6 +14,22 @@ inline int check_step(const StepArgs* a, const void* arena) {
   INFERC_CHECK(a->num_rows >= 0 && a->num_rows <= a->max_rows && a->max_rows % 64 == 0);
   INFERC_CHECK((!HIDDEN_IN || a->hidden_in) && (!HIDDEN_OUT || a->hidden_out));
   return 0;
+}
+
+template <class S, class F>
+int with_pool(const PoolShape& p, F f) {
+  if (p.kind == LATENTS) return f(Latent<S>{nullptr, p.layers, 0, p.block_size, p.dim, 0});
+  return f(Cache<S>{nullptr, p.layers, 0, p.block_size, p.heads, p.dim});
+}
+
+// f(the pool of a group, of no memory yet).
+template <class F>
+int with_cache(int group, F f) {
+  INFERC_CHECK(group >= 0 && group < KV_GROUPS);
+  const PoolShape& pool = KV_POOLS[group];
+  if (pool.type == FLOAT32) return with_pool<float>(pool, f);
+  if (pool.type == BFLOAT16) return with_pool<bf16>(pool, f);
+  return with_pool<i8>(pool, f);
 }
 
 // consume(team, first row, rows, logits) on every chunk of rows, in one parallel region.
@@ -41,6 +58,12 @@ __attribute__((visibility("default"))) void* inferc_threads_open(int count) {
 
 __attribute__((visibility("default"))) void inferc_threads_close(void* threads) {
   if (threads) inferc::close_pool(static_cast<inferc::Pool*>(threads));
+}
+
+__attribute__((visibility("default"))) int64_t inferc_busy(void* threads, int32_t type, int64_t rounds) {
+  if (type == inferc::INT8) return inferc::busy_team<int8_t>(threads, rounds);
+  if (type == inferc::BFLOAT16) return inferc::busy_team<inferc::bf16>(threads, rounds);
+  return inferc::busy_team<float>(threads, rounds);
 }
 
 __attribute__((visibility("default"))) int inferc_step(const InfercHost* host, const StepArgs* args, void* arena) {

@@ -131,8 +131,8 @@ INLINE i64 parcel_bytes(i64 hidden, i64 top_k) {
 }
 
 template <class T>
-void expert_dispatch(Team& team, Exchange e, Rows<const T> x, Rows<const i32> ids, Rows<const float> weights, i64 hidden,
-                     Rows<T> out, Rows<i32> out_ids, Rows<float> out_weights) {
+KERNEL void expert_dispatch(Team& team, Exchange e, Rows<const T> x, Rows<const i32> ids, Rows<const float> weights, i64 hidden,
+                            Rows<T> out, Rows<i32> out_ids, Rows<float> out_weights) {
   if (team.tid == 0) e.plan(ids);
   team.barrier();
   const i64 bytes = parcel_bytes<T>(hidden, e.top_k), of_x = hidden * i64(sizeof(T)), of_ids = e.top_k * 4;
@@ -171,7 +171,7 @@ void expert_dispatch(Team& team, Exchange e, Rows<const T> x, Rows<const i32> id
 
 // out, and only it, is contiguous: it has a place of its own.
 template <class T>
-void expert_combine(Team& team, Exchange e, Rows<const T> y, Rows<const i32> ids, i64 hidden, Rows<T> out) {
+KERNEL void expert_combine(Team& team, Exchange e, Rows<const T> y, Rows<const i32> ids, i64 hidden, Rows<T> out) {
   if (team.tid == 0) e.plan(ids);
   team.barrier();
   const i64 bytes = hidden * i64(sizeof(T)), own = e.last - e.first;

@@ -33,7 +33,6 @@ constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widene
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
 // a and b point at the first elements; ahead, unless null, at what to fetch meanwhile into the second-level cache: as many
 // bytes as each panel has. offsets [M], if Dot<T> has such.
-// Weights need none of that: the processor's own prefetching follows four panels better than instructions do.
 // Not inlined: the few sizes are shared by every matrix product of a program.
 template <class T, int M, int P>
 __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums,
@@ -168,17 +167,19 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 // Rows [0, rows) times P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16 outputs.
 // row_of(i) is the address of row i. Long k goes in blocks, continued in float32 or int32, which rounds nothing. Weights
 // in int8 are read as such and widened in registers or a block at a time: the additions are those of weights in T.
-// offsets [rows] as for `tile`.
+// offsets [rows] as for `tile`. next: the panel whose first P are fetched meanwhile, if it is not negative.
 template <class T, int P, class W, class R, class E>
-INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit) {
+INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit, i64 next = -1) {
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 block = widens ? WIDE_K : BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
   alignas(64) float sums[BLOCK_ROWS * width];
   alignas(64) T wide[widens ? P * block * 16 : 1];
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     bool is_last = k0 + block >= w.k;
-    const T *panels[P], *a[P == 2 ? 12 : TILE_ROWS];
+    const T *panels[P], *ahead[P], *a[P == 2 ? 12 : TILE_ROWS];
+    const bool fetches = !widens && next >= 0;
     for (int p = 0; p < P; ++p) {
+      if constexpr (!widens) ahead[p] = w.panel(fetches ? next + p : panel + p) + k0 * 16;
       if constexpr (widens) {
         widen(w.panel(panel + p) + k0 * 16, is_last ? w.k - k0 : block, wide + p * block * 16);
         panels[p] = wide + p * block * 16;
@@ -189,7 +190,7 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
     row_tiles(rows, P == 2 ? TALL_ROWS : TILE_ROWS, [&](i64 row, i64 height) {
       for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m) + k0;
       float* part = sums + (w.k > block ? row * width : 0);
-      multiply<T, P>(height, a, panels, nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0, offsets + row);
+      multiply<T, P>(height, a, panels, fetches ? ahead : nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0, offsets + row);
       if (!is_last) return;
       for (i64 m = 0; m < height; ++m)
         for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(part + m * width + p * LANES));
@@ -226,9 +227,19 @@ INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emi
   });
 }
 
-// The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight.
+// From so many rows on a product computes for a while on each line of the weight. What it then waits for is no longer
+// fetched in time by the processor alone, which needs the first lines of every page to see where a stream goes; for one row
+// it does better without instructions of ours. Tiles, and weights that are widened, are fetched in other ways.
+template <class T, class W>
+INLINE bool fetches_weights(i64 rows) {
+  if (!std::is_same_v<T, W> || (AMX && std::is_same_v<T, bf16>)) return false;
+  return rows > 1 && rows <= (TALL_ROWS > 0 ? TALL_ROWS : TILE_ROWS);
+}
+
+// The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight. after: the
+// panel that the thread goes on with, or -1.
 template <class T, class W, class R, class E>
-INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
   i64 panel = begin;
   if constexpr (!std::is_same_v<T, W>) {
     if (rows <= INT8_TILE_ROWS) {
@@ -247,8 +258,12 @@ INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R ro
     for (i64 row = 0; row < rows; ++row) offsets[row] = Dot<T>::offset(row_of(row), w.k);
   if constexpr (TALL_ROWS > 0)
     if (rows > TILE_ROWS && rows <= TALL_ROWS)
-      for (; panel + 2 <= end; panel += 2) gemm_block<T, 2>(w, panel, rows, offsets, row_of, emit);
-  for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) gemm_block<T, TILE_PANELS>(w, panel, rows, offsets, row_of, emit);
+      for (; panel + 2 <= end; panel += 2)
+        gemm_block<T, 2>(w, panel, rows, offsets, row_of, emit, panel + 4 <= end ? panel + 2 : after);
+  for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) {
+    const i64 next = panel + 2 * TILE_PANELS <= end ? panel + TILE_PANELS : after;
+    gemm_block<T, TILE_PANELS>(w, panel, rows, offsets, row_of, emit, fetches_weights<T, W>(rows) ? next : -1);
+  }
   if constexpr (TILE_PANELS > 1)
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, offsets, row_of, emit);
 }
@@ -259,13 +274,13 @@ void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E e
 // The panels [begin, end). Tiles round sums of bf16 otherwise than vectors, so there all rows go through them; integers
 // come out the same, and few rows are multiplied by vectors as fast as memory gives their weights.
 template <class T, class W, class R, class E>
-INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
   if constexpr (AMX && std::is_same_v<T, bf16>) {
     tile_panels<T>(w, begin, end, rows, row_of, emit);
   } else {
     if constexpr (AMX && std::is_same_v<T, i8>)
       if (rows > TALL_ROWS) return tile_panels<T>(w, begin, end, rows, row_of, emit);
-    vector_panels<T>(w, begin, end, rows, row_of, emit);
+    vector_panels<T>(w, begin, end, after, rows, row_of, emit);
   }
 }
 
@@ -279,17 +294,18 @@ INLINE Ahead first_piece(const Team& team, const P& w) {
   return {w.panel(0) + team.tid * groups * 4 * panel, groups * 4 * panel * i64(sizeof(*w.data))};
 }
 
-// Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end),
-// of at most `most` rows.
+// Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end, the
+// panel that the thread goes on with or -1), of at most `most` rows. early: to know that panel.
 template <class F>
-INLINE void pieces(Team& team, i64 rows, i64 panels, i64 most, F f) {
+INLINE void pieces(Team& team, i64 rows, i64 panels, i64 most, bool early, F f) {
   i64 groups = (panels + 3) / 4, blocks = (rows + most - 1) / most;
-  team.each(groups * blocks, piece_grain(team, groups * blocks), [&](i64 begin, i64 end) {
+  team.each_early(groups * blocks, piece_grain(team, groups * blocks), early, [&](i64 begin, i64 end, i64 after) {
     // Items in the order (row block, panel group): neighbours share rows of x and stream the weight.
     while (begin < end) {
       i64 block = begin / groups, group = begin % groups;
       i64 stop = end - begin < groups - group ? group + end - begin : groups;
-      f(rows * block / blocks, rows * (block + 1) / blocks, group * 4, stop * 4 < panels ? stop * 4 : panels);
+      f(rows * block / blocks, rows * (block + 1) / blocks, group * 4, stop * 4 < panels ? stop * 4 : panels,
+        early && after * 4 + TILE_PANELS <= panels ? after * 4 : -1);
       begin += stop - group;
     }
   });
@@ -298,9 +314,10 @@ INLINE void pieces(Team& team, i64 rows, i64 panels, i64 most, F f) {
 // x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16.
 template <class T, class W, class E>
 INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit) {
-  pieces(team, rows, w.count(), BLOCK_ROWS, [&](i64 row0, i64 row1, i64 first, i64 last) {
+  const bool early = fetches_weights<T, W>(rows);
+  pieces(team, rows, w.count(), BLOCK_ROWS, early, [&](i64 row0, i64 row1, i64 first, i64 last, i64 after) {
     gemm_panels<T>(
-        w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
+        w, first, last, after, row1 - row0, [&](i64 row) { return x[row0 + row]; },
         [&](i64 row, i64 panel, auto sums) { emit(row0 + row, panel * 16, sums, w.n - panel * 16); });
   });
 }
@@ -314,7 +331,7 @@ INLINE Vec finished(Vec sums, const float* scale, const T* bias, i64 at, i64 cou
 
 // out [rows, n] in O; bias [n] or null.
 template <class T, class O>
-void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
+KERNEL void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
   linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
     store(out[row] + column, finished<T>(acc, nullptr, bias, column, width), width);
   });
@@ -322,7 +339,7 @@ void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, R
 
 // out = residual + the product, which is rounded first. out may be where residual is.
 template <class T, class O>
-void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual, Rows<O> out) {
+KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual, Rows<O> out) {
   linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
     Vec product = rounded<O>(finished<T>(acc, nullptr, bias, column, width));
     store(out[row] + column, add(load(residual[row] + column, width), product), width);
@@ -342,7 +359,7 @@ struct Written {
 
 // Weights in int8 with a scale for each output, which multiplies the whole sum. The result is in O.
 template <class T, class O>
-void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<O> out) {
+KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<O> out) {
   linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
     out(row, column, finished(acc, scale, bias, column, width), width);
   });
@@ -350,8 +367,8 @@ void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const floa
 
 // Rows in int8 too, x_scale [rows, 1]; the bias in T.
 template <class T, class O>
-void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
-                 const T* bias, Written<O> out) {
+KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
+                        const T* bias, Written<O> out) {
   linear_to(team, x, rows, w, [&](i64 row, i64 column, IVec acc, i64 width) {
     Vec sums = mul(to_float(acc), set1(*x_scale[row]));
     out(row, column, finished(sums, scale, bias, column, width), width);
@@ -360,7 +377,7 @@ void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 ro
 
 // Each of `heads` consecutive pieces of k elements of a row times its own weight of w.n output rows.
 template <class T>
-void head_linear(Team& team, Rows<const T> x, i64 rows, i64 heads, Panels<T> w, Rows<T> out) {
+KERNEL void head_linear(Team& team, Rows<const T> x, i64 rows, i64 heads, Panels<T> w, Rows<T> out) {
   const i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   const i64 weight_size = w.panel(w.count()) - w.panel(0);
   team.each(heads * groups * blocks, 1, [&](i64 item, i64) {
@@ -368,7 +385,7 @@ void head_linear(Team& team, Rows<const T> x, i64 rows, i64 heads, Panels<T> w, 
     i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;
     Panels<T> own{w.data + head * weight_size, w.n, w.k};
     gemm_panels<T>(
-        own, panel, panel + 4 < w.count() ? panel + 4 : w.count(), row1 - row0,
+        own, panel, panel + 4 < w.count() ? panel + 4 : w.count(), -1, row1 - row0,
         [&](i64 row) { return x[row0 + row] + head * w.k; },
         [&](i64 row, i64 p, Vec acc) { store(out[row0 + row] + head * w.n + p * 16, acc, w.n - p * 16); });
   });

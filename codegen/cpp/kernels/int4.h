@@ -342,9 +342,9 @@ __attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 e
 
 // x [rows, k] with x_scale [rows, 1]; the bias in T, the result in O.
 template <class T, class O>
-void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const T* bias,
-                 Written<O> out) {
-  pieces(team, rows, w.count(), INT4_BLOCK_ROWS, [&](i64 row0, i64 row1, i64 first, i64 last) {
+KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const T* bias,
+                        Written<O> out) {
+  pieces(team, rows, w.count(), INT4_BLOCK_ROWS, false, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
     int4_panels(
         w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
         [&](i64 row, i64 panel, Vec sums) {

@@ -134,8 +134,8 @@ INLINE void write_value(const Cache<S>& cache, i64 slot, i64 head, const T* v) {
 
 // x, out [rows, heads * dim].
 template <class T>
-void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, Pairs pairs, i64 rows, i64 heads, i64 dim,
-          Rows<T> out) {
+KERNEL void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, Pairs pairs, i64 rows, i64 heads, i64 dim,
+                 Rows<T> out) {
   team.each(rows * heads, row_grain(dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / heads, column = i % heads * dim;
@@ -145,7 +145,7 @@ void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, Pairs 
 }
 
 template <class T, class S>
-void kv_write(Team& team, Cache<S> cache, Rows<const T> k, Rows<const T> v, const i64* slots, i64 rows) {
+KERNEL void kv_write(Team& team, Cache<S> cache, Rows<const T> k, Rows<const T> v, const i64* slots, i64 rows) {
   team.each(rows * cache.heads, row_grain(cache.dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / cache.heads, head = i % cache.heads;
@@ -156,7 +156,7 @@ void kv_write(Team& team, Cache<S> cache, Rows<const T> k, Rows<const T> v, cons
 }
 
 template <class T, class S>
-void latent_write(Team& team, Latent<S> cache, Rows<const T> k, const i64* slots, i64 rows) {
+KERNEL void latent_write(Team& team, Latent<S> cache, Rows<const T> k, const i64* slots, i64 rows) {
   team.each(rows, row_grain(cache.dim), [&](i64 begin, i64 end) {
     S room[MAX_LATENT_DIM];
     for (i64 row = begin; row < end; ++row) {
@@ -168,8 +168,8 @@ void latent_write(Team& team, Latent<S> cache, Rows<const T> k, const i64* slots
 
 // rope on q [rows, heads * dim] into out, and on k on its way into the cache.
 template <class T, class S>
-void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table, i64 half,
-                   Pairs pairs, Cache<S> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+KERNEL void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table, i64 half,
+                          Pairs pairs, Cache<S> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   i64 dim = cache.dim, all = heads + cache.heads;
   team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
@@ -189,9 +189,9 @@ void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v
 
 // The same after an RMSNorm of every head of q and of k.
 template <class T, class S>
-void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, const T* q_weight,
-                        const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache,
-                        const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+KERNEL void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, const T* q_weight,
+                               const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache,
+                               const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   i64 dim = cache.dim, all = heads + cache.heads;
   team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
     T normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
@@ -214,17 +214,19 @@ void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const
 // x times the weight of all heads of q, k and v, each head finished where it is computed: q into out, k and v into the
 // cache. Heads of q and k are normed first if they have weights.
 template <class T, class S>
-void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T* bias, const T* q_weight, const T* k_weight,
-                       Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache, const i64* slots,
-                       i64 rows, i64 heads, Rows<T> out) {
+KERNEL void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T* bias, const T* q_weight, const T* k_weight,
+                              Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache, const i64* slots,
+                              i64 rows, i64 heads, Rows<T> out) {
   const i64 dim = cache.dim, of_head = dim / 16, all = heads + 2 * cache.heads;
   const i64 blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  team.each(all * blocks, 1, [&](i64 item, i64) {
+  const bool early = blocks == 1 && fetches_weights<T, T>(rows);
+  team.each_early(all * blocks, 1, early, [&](i64 item, i64, i64 after) {
     i64 block = item / all, head = item % all;
     i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;
     T projected[BLOCK_ROWS * MAX_HEAD_DIM];
     gemm_panels<T>(
-        w, head * of_head, (head + 1) * of_head, row1 - row0, [&](i64 row) { return x[row0 + row]; },
+        w, head * of_head, (head + 1) * of_head, early && after < all ? after * of_head : -1, row1 - row0,
+        [&](i64 row) { return x[row0 + row]; },
         [&](i64 row, i64 panel, Vec acc) {
           if (bias) acc = add(acc, load(bias + panel * 16));
           store(projected + row * dim + (panel - head * of_head) * 16, acc);

@@ -59,7 +59,7 @@ INLINE void drop_groups(const Routing& r, float* choice) {
 }
 
 template <class T, class B>
-void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 rows, Routing r, Rows<i32> ids, Rows<float> weights) {
+KERNEL void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 rows, Routing r, Rows<i32> ids, Rows<float> weights) {
   team.each(rows, 4, [&](i64 begin, i64 end) {
     alignas(64) float scores[MAX_EXPERTS], choice[MAX_EXPERTS];
     for (i64 row = begin; row < end; ++row) {
@@ -117,7 +117,7 @@ struct ExpertMatrix {
       int4_panels(of(expert), begin, end, rows, row_of,
                   [&](i64 row, i64 panel, Vec sums) { write(row, panel, mul(sums, set1(scale_of(row))), nullptr); });
     else
-      gemm_panels<X>(of(expert), begin, end, rows, row_of, [&](i64 row, i64 panel, auto sums) {
+      gemm_panels<X>(of(expert), begin, end, -1, rows, row_of, [&](i64 row, i64 panel, auto sums) {
         if constexpr (std::is_same_v<X, i8>) write(row, panel, mul(to_float(sums), set1(scale_of(row))), scale);
         else write(row, panel, sums, scale);
       });
@@ -281,7 +281,7 @@ void scale_inputs(Team& team, const Experts<T, W, T>& m, const ExpertWork<T, W, 
 }
 
 template <class T, class W, class X>
-void moe_experts(Team& team, const Experts<T, W, X>& m) {
+KERNEL void moe_experts(Team& team, const Experts<T, W, X>& m) {
   ExpertWork<T, W, X> work(m);
   if (team.tid == 0) sort_by_expert(m, work);
   team.barrier();

@@ -4,7 +4,7 @@
 
 namespace inferc {
 
-// value_of(i): the elements from i on, in float32. Called twice for each, which costs less than to keep them.
+// value_of(i): the elements from i on, in float32, rounded to T here; called twice for each.
 template <class T, class F>
 INLINE void quantize_row(i64 width, F value_of, i8* out, float* scale) {
   auto value = [&](i64 i) { return keep(rounded<T>(value_of(i)), 0, int(width - i < 16 ? width - i : 16), zero()); };
@@ -23,8 +23,16 @@ INLINE void quantize_row(i64 width, F value_of, i8* out, float* scale) {
   }
 }
 
+// The same for elements that are dearer to compute than to keep.
+template <class T, class F>
+__attribute__((noinline)) void quantize_dear_row(i64 width, F value_of, i8* out, float* scale) {
+  T* kept = static_cast<T*>(__builtin_alloca(size_t(width) * sizeof(T)));
+  for (i64 i = 0; i < width; i += LANES) store(kept + i, value_of(i), width - i);
+  quantize_row<T>(width, [&](i64 i) { return load(kept + i, width - i); }, out, scale);
+}
+
 template <class T>
-void quantize_rows(Team& team, Rows<const T> x, i64 rows, i64 width, Rows<i8> out, Rows<float> scale) {
+KERNEL void quantize_rows(Team& team, Rows<const T> x, i64 rows, i64 width, Rows<i8> out, Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
       quantize_row<T>(width, [&](i64 i) { return load(x[row] + i, width - i); }, out[row], scale[row]);
@@ -32,8 +40,8 @@ void quantize_rows(Team& team, Rows<const T> x, i64 rows, i64 width, Rows<i8> ou
 }
 
 template <class T>
-void rms_norm_quantize(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows, i64 width, Rows<i8> out,
-                       Rows<float> scale) {
+KERNEL void rms_norm_quantize(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows, i64 width, Rows<i8> out,
+                              Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
       quantize_row<T>(width, NormedRow<T>(x[row], weight, norm, width), out[row], scale[row]);
@@ -42,8 +50,8 @@ void rms_norm_quantize(Team& team, Rows<const T> x, const T* weight, Norm norm, 
 
 // total = x + residual, rounded; what is quantized is its norm. total may be where residual or x is.
 template <class T>
-void rms_norm_add_quantize(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows,
-                           i64 width, Rows<i8> out, Rows<float> scale, Rows<T> total) {
+KERNEL void rms_norm_add_quantize(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows,
+                                  i64 width, Rows<i8> out, Rows<float> scale, Rows<T> total) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       for (i64 i = 0; i < width; i += LANES)
@@ -54,8 +62,8 @@ void rms_norm_add_quantize(Team& team, Rows<const T> x, Rows<const T> residual, 
 }
 
 template <class T>
-void layer_norm_quantize(Team& team, Rows<const T> x, const T* weight, const T* bias, float eps, i64 rows, i64 width,
-                         Rows<i8> out, Rows<float> scale) {
+KERNEL void layer_norm_quantize(Team& team, Rows<const T> x, const T* weight, const T* bias, float eps, i64 rows, i64 width,
+                                Rows<i8> out, Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
       quantize_row<T>(width, LayerNormedRow<T>(x[row], weight, bias, eps, width), out[row], scale[row]);
@@ -63,12 +71,12 @@ void layer_norm_quantize(Team& team, Rows<const T> x, const T* weight, const T* 
 }
 
 template <class T>
-void silu_mul_quantize(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<i8> out,
-                       Rows<float> scale) {
+KERNEL void silu_mul_quantize(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<i8> out,
+                              Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       auto value = [&](i64 i) { return mul(silu(load(gate[row] + i, width - i)), load(up[row] + i, width - i)); };
-      quantize_row<T>(width, value, out[row], scale[row]);
+      quantize_dear_row<T>(width, value, out[row], scale[row]);
     }
   });
 }

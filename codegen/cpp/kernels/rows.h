@@ -18,7 +18,7 @@ INLINE I* take(char*& at, i64 count) {
 INLINE i64 row_grain(i64 width) { return width >= 4096 ? 1 : 4096 / width; }
 
 template <class T, class I>
-void embedding(Team& team, const T* table, const I* ids, i64 rows, i64 width, Rows<T> out) {
+KERNEL void embedding(Team& team, const T* table, const I* ids, i64 rows, i64 width, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) memcpy(out[row], table + i64(ids[row]) * width, width * sizeof(T));
   });
@@ -26,7 +26,7 @@ void embedding(Team& team, const T* table, const I* ids, i64 rows, i64 width, Ro
 
 // The same out of the panels that the tied LM head multiplies by.
 template <class T>
-void embedding_panel(Team& team, Panels<T> table, const i32* ids, i64 rows, Rows<T> out) {
+KERNEL void embedding_panel(Team& team, Panels<T> table, const i32* ids, i64 rows, Rows<T> out) {
   constexpr i64 unit = Dot<T>::unit;
   team.each(rows, 1, [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
@@ -39,7 +39,7 @@ void embedding_panel(Team& team, Panels<T> table, const i32* ids, i64 rows, Rows
 
 // Rows in int8, times the scale of each.
 template <class T, class I>
-void embedding_int8(Team& team, const i8* table, const float* scale, const I* ids, i64 rows, i64 width, Rows<T> out) {
+KERNEL void embedding_int8(Team& team, const i8* table, const float* scale, const I* ids, i64 rows, i64 width, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       const i8* from = table + i64(ids[row]) * width;
@@ -48,7 +48,7 @@ void embedding_int8(Team& team, const i8* table, const float* scale, const I* id
   });
 }
 template <class T>
-void embedding_panel_int8(Team& team, Panels<i8> table, const float* scale, const i32* ids, i64 rows, Rows<T> out) {
+KERNEL void embedding_panel_int8(Team& team, Panels<i8> table, const float* scale, const i32* ids, i64 rows, Rows<T> out) {
   team.each(rows, 1, [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       const i8* from = table.panel(ids[row] / 16) + ids[row] % 16 * 4;
@@ -58,7 +58,7 @@ void embedding_panel_int8(Team& team, Panels<i8> table, const float* scale, cons
 }
 
 template <class T>
-void index_select(Team& team, Rows<const T> x, const i32* index, i64 rows, i64 width, Rows<T> out) {
+KERNEL void index_select(Team& team, Rows<const T> x, const i32* index, i64 rows, i64 width, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) memcpy(out[row], x[index[row]], width * sizeof(T));
   });
@@ -73,7 +73,7 @@ struct Part {
 
 // The parts of each head side by side: out [rows, heads * the widths' sum].
 template <class T>
-void cat(Team& team, i64 rows, i64 heads, std::initializer_list<Part<T>> parts, Rows<T> out) {
+KERNEL void cat(Team& team, i64 rows, i64 heads, std::initializer_list<Part<T>> parts, Rows<T> out) {
   i64 total = 0;
   for (const Part<T>& part : parts) total += part.width;
   team.each(rows, row_grain(heads * total), [&](i64 begin, i64 end) {
@@ -98,31 +98,31 @@ INLINE void zip(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 widt
   });
 }
 template <class T>
-void add(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out) {
+KERNEL void add(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, a, b, rows, width, out, [](Vec x, Vec y) { return add(x, y); });
 }
 template <class T>
-void mul(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out) {
+KERNEL void mul(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, a, b, rows, width, out, [](Vec x, Vec y) { return mul(x, y); });
 }
 template <class T>
-void silu_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
+KERNEL void silu_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, gate, up, rows, width, out, [](Vec x, Vec y) { return mul(silu(x), y); });
 }
 template <class T>
-void gelu_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
+KERNEL void gelu_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, gate, up, rows, width, out, [](Vec x, Vec y) { return mul(gelu(x), y); });
 }
 template <class T>
-void gelu_tanh_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
+KERNEL void gelu_tanh_mul(Team& team, Rows<const T> gate, Rows<const T> up, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, gate, up, rows, width, out, [](Vec x, Vec y) { return mul(gelu_tanh(x), y); });
 }
 template <class T>
-void add_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
+KERNEL void add_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return add(x, set1(b)); });
 }
 template <class T>
-void mul_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
+KERNEL void mul_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width, Rows<T> out) {
   zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return mul(x, set1(b)); });
 }
 
@@ -175,7 +175,7 @@ INLINE void norm_row(const T* x, const T* weight, const Norm& norm, i64 width, T
 
 // Each of `parts` consecutive pieces of `width` elements of a row is normalised on its own (heads, or the whole row).
 template <class T>
-void rms_norm(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows, i64 parts, i64 width, Rows<T> out) {
+KERNEL void rms_norm(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows, i64 parts, i64 width, Rows<T> out) {
   team.each(rows * parts, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / parts, part = i % parts * width;
@@ -216,8 +216,8 @@ INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, float eps
 
 // Weights and biases (or null) of part p of a row start at p * own elements.
 template <class T>
-void layer_norm(Team& team, Rows<const T> x, const T* weight, const T* bias, float eps, i64 rows, i64 parts, i64 width,
-                i64 own, Rows<T> out) {
+KERNEL void layer_norm(Team& team, Rows<const T> x, const T* weight, const T* bias, float eps, i64 rows, i64 parts, i64 width,
+                       i64 own, Rows<T> out) {
   team.each(rows * parts, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / parts, part = i % parts;
@@ -230,8 +230,8 @@ void layer_norm(Team& team, Rows<const T> x, const T* weight, const T* bias, flo
 
 // total = x + residual, rounded, and its norm. total may be where residual or x is.
 template <class T>
-void rms_norm_add(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows, i64 width,
-                  Rows<T> out, Rows<T> total) {
+KERNEL void rms_norm_add(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows, i64 width,
+                         Rows<T> out, Rows<T> total) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       for (i64 i = 0; i < width; i += LANES)

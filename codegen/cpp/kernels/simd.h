@@ -7,6 +7,12 @@
 #include <string.h>
 
 #define INLINE inline __attribute__((always_inline))
+// What generated code calls: compiled apart from it, so g++ may draw nothing from a body that it happens to see.
+#if defined(__GNUC__) && !defined(__clang__)
+#define KERNEL __attribute__((noipa))
+#else
+#define KERNEL
+#endif
 
 namespace inferc {
 

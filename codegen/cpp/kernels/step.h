@@ -1,4 +1,5 @@
-// What generated code is written in: one step's sizes, the arena's pools, weights and the K,V pool by number.
+// What generated code is written in: one step's sizes, the arena's pools, weights and the K,V pool by number; and what it
+// defines for entry.h.
 #pragma once
 #include "attention.h"
 #include "inferc_abi.h"
@@ -17,6 +18,15 @@ namespace inferc {
 struct Arena {
   i64 per_token, per_row, per_seq, per_sample;
   i64 scratch, scratch_per_token, scratch_per_row, per_thread;
+};
+
+// The K,V pool of one group.
+enum PoolKind { KEYS_VALUES, LATENTS };
+enum PoolType { FLOAT32, BFLOAT16, INT8 };
+struct PoolShape {
+  PoolKind kind;
+  PoolType type;
+  i64 layers, block_size, heads, dim;
 };
 
 template <class T>
@@ -84,5 +94,13 @@ struct Step {
     team.barrier();
   }
 };
+
+// A program.
+extern const Arena ARENA;
+extern const bool COLLECTIVES, HIDDEN_IN, HIDDEN_OUT;
+extern const int KV_GROUPS;
+extern const PoolShape KV_POOLS[];
+void step_thread(Team& t, const Step& s);  // every thread runs it
+Rows<const float> head_thread(Team& t, const Step& s, i64 first, i64 rows);  // the logits of `rows` rows (at most 64)
 
 }  // namespace inferc

@@ -142,14 +142,21 @@ struct Team {
   // piece of its own number, so that it knows what to fetch before; who is free takes the next of the others.
   template <class F>
   INLINE void each(i64 total, i64 grain, F f) {
+    each_early(total, grain, false, [&](i64 begin, i64 end, i64) { f(begin, end); });
+  }
+
+  // f(begin, end, after): the same, but if `early` a thread takes the piece that it will go on with before it works on the
+  // one that it has, and knows where that begins (at `total` or behind it: nowhere).
+  template <class F>
+  INLINE void each_early(i64 total, i64 grain, bool early, F f) {
     std::atomic<i64>& next = pool.tickets[ticket++].next;
     if (ticket > MAX_TICKETS) __builtin_trap();
-    if (count == 1) {
-      for (i64 begin = 0; begin < total; begin += grain) f(begin, begin + grain < total ? begin + grain : total);
-      return;
+    auto take = [&] { return next.fetch_add(grain, std::memory_order_relaxed) + count * grain; };
+    for (i64 begin = tid * grain, after = 0; begin < total; begin = after) {
+      if (early) after = take();
+      f(begin, begin + grain < total ? begin + grain : total, after);
+      if (!early) after = take();
     }
-    for (i64 begin = tid * grain; begin < total; begin = next.fetch_add(grain, std::memory_order_relaxed) + count * grain)
-      f(begin, begin + grain < total ? begin + grain : total);
   }
 };
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cpp_kernels import EMULATED, ISAS, UNIT_HEADERS, Kernels, assert_near, build_emulated, moe_experts, packed, part_of
+from cpp_kernels import EMULATED, ISAS, Kernels, assert_near, build_emulated, moe_experts, packed, part_of
 from experts import SCHEMES, as_rows, experts_of
 from lowered import Compiled, Shape, as_torch, make_plan
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from inferc import weights as weight_lib
 from inferc.codegen.cpp import build as cpp_build
+from inferc.codegen.cpp.build import Unit, build
+from inferc.codegen.cpp.emit import HEADERS
 from inferc.config import EngineConfig
 from inferc.ops import quantize as reference
 from inferc.reference import new_kv_caches
@@ -182,7 +184,7 @@ def test_experts_on_tiles_do_not_depend_on_other_rows(tiles: Kernels, scheme: st
 @pytest.fixture(scope="module", params=[False, True], ids=("plain", "int8-kv"))
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     made = Compiled(Shape(BF16, tied=True, qk_norm=True, bias=True, experts=4, int8_kv=request.param), ())
-    made.libraries = {"avx512": build_emulated(made.unit.source, made.unit.headers)}
+    made.libraries = {"avx512": build_emulated([Unit(made.unit.whole)], made.unit.headers)}
     made.isas = ("avx512",)
     return made
 
@@ -243,7 +245,7 @@ def disassembled(isa: str) -> Functions:
         pytest.skip("objdump is not on PATH")
     if any("-fsanitize" in flag for flag in cpp_build.FLAGS):
         pytest.skip("not the code that an artifact holds")
-    library = cpp_build.build(SOURCE, UNIT_HEADERS, (isa,))[isa]
+    library = build([Unit(SOURCE)], HEADERS, (isa,))[isa]
     text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True)
     found: Functions = {}
     for line in text.stdout.splitlines():
@@ -340,7 +342,7 @@ MESSAGES = (
 
 
 def test_what_is_a_fault_on_the_processor_ends_the_emulation() -> None:
-    library: Path = build_emulated(FAULTS, UNIT_HEADERS)
+    library: Path = build_emulated([Unit(FAULTS)], HEADERS)
     call = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).fault(int(sys.argv[2])))"
     for which, message in enumerate(("", *MESSAGES)):
         done = subprocess.run(

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inferc import weights as weight_lib
-from inferc.codegen.cpp import build as cpp_build
-from inferc.codegen.cpp.emit import HEADERS
+from inferc.codegen.cpp.build import Unit
 from inferc.compiler import compile
 from inferc.config import CompileConfig, EngineConfig
 from inferc.ops import quantize as reference
@@ -85,7 +84,7 @@ def artifact(
 ) -> Artifact:
     out = tmp_path_factory.mktemp("arm") / "artifact"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpp_build, "ISAS", ("avx2",))
+        patch.setenv("INFERC_ISAS", "avx2")
         compile(tiny_llama_folder, out, STEPS[request.param])
     return load_artifact(out)
 
@@ -112,7 +111,7 @@ def logits_here(artifact: Artifact, plan: StepPlan) -> Tensor:
 def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
     """What the same source computes for AArch64, from the same weights."""
     source = (artifact.path / "kernels/cpp/unit.cpp").read_text()
-    process = Process(build_arm(source, HEADERS, isa), isa)
+    process = Process(build_arm([Unit(source)], isa), isa)
     put, rows, threads, blocks = process.put, len(plan.logits_rows), 2, 40
     maxima = [-(-count // 64) * 64 for count in (plan.num_tokens, plan.num_seqs, rows)]
     arena = put(np.full(artifact.memory.arena_bytes(maxima[0], maxima[2], maxima[1], threads), 255, np.uint8))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from inferc.codegen.cpp import build as cpp_build
-from inferc.codegen.cpp.build import build, check_machine, find_compiler
-from inferc.errors import ConfigError
+from inferc.codegen.cpp.build import Unit, build, check_machine, find_compiler
+from inferc.errors import ConfigError, InfercError
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return %d; }'
 
@@ -18,10 +18,10 @@ def answer(library: Path) -> int:
 
 def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFERC_CACHE", str(tmp_path))
-    library = build(SOURCE % 1, (), ("avx2",))["avx2"]
+    library = build([Unit(SOURCE % 1)], (), ("avx2",))["avx2"]
     made = library.stat().st_mtime_ns
     assert library.parent == tmp_path / "cpp"
-    assert build(SOURCE % 1, (), ("avx2",))["avx2"].stat().st_mtime_ns == made
+    assert build([Unit(SOURCE % 1)], (), ("avx2",))["avx2"].stat().st_mtime_ns == made
     assert answer(library) == 1
 
 
@@ -32,10 +32,10 @@ def test_a_cache_that_cannot_be_written(
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.delenv("INFERC_CACHE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path / "file"))
-    library = build(SOURCE % 2, (), ("avx2",))["avx2"]
+    library = build([Unit(SOURCE % 2)], (), ("avx2",))["avx2"]
     assert answer(library) == 2
     assert "kernels are built without a cache: set INFERC_CACHE" in caplog.text
-    assert build(SOURCE % 2, (), ("avx2",))["avx2"] == library
+    assert build([Unit(SOURCE % 2)], (), ("avx2",))["avx2"] == library
 
 
 def test_a_machine_without_kernels_or_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +48,43 @@ def test_a_machine_without_kernels_or_compiler_is_refused(monkeypatch: pytest.Mo
         ConfigError, match="^no kernels for riscv64 processors: the cpu target is for x86_64 and aarch64$"
     ):
         check_machine()
+
+
+TEMPLATE = "#pragma once\ntemplate <class T> __attribute__((noinline)) T plus(T x) { return x + %d; }\n"
+CALLER = """#include "plus.h"
+extern "C" __attribute__((visibility("default"))) int answer() { return plus<int>(%d); }
+"""
+INSTANCE = '#include "plus.h"\n[[gnu::used]] static const auto use = &plus<%s>;\n'
+
+
+def answer_of(added: int, to: int, headers: dict[str, str] | None = None, types: tuple[str, ...] = ("int",)) -> int:
+    units = [Unit(CALLER % to, cpp_build.CALLER_FLAGS), *(Unit(INSTANCE % each) for each in types)]
+    own = {"plus.h": TEMPLATE % added, **(headers or {})}
+    return answer(build(units, (), ("avx2",), own_headers=own, common="plus.h")["avx2"])
+
+
+def test_a_unit_is_compiled_once_for_all_that_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again when a header that it includes has changed, no other."""
+    monkeypatch.setenv("INFERC_CACHE", str(tmp_path))
+    made: list[int] = []
+
+    def files(kind: str) -> int:
+        return len(list((tmp_path / "cpp").glob(f"*.{kind}")))
+
+    for args in ((1, 5), (1, 6), (1, 6, {"other.h": "wrong"}), (2, 6)):
+        made.append(answer_of(*args))
+    assert made == [6, 7, 7, 8]
+    assert (files("o"), files("so")) == (2 + 1 + 0 + 2, 3)
+    assert answer_of(1, 5, types=("int", "long", "short", "char")) == 6  # enough of them to read the header once
+    assert files("o") == 5 + 3
+    assert not [path for path in (tmp_path / "cpp").iterdir() if path.suffix not in (".o", ".so")]
+
+
+def test_what_the_compiler_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERC_CACHE", str(tmp_path))
+    units = [Unit(SOURCE % 3), Unit("int unfinished() { return nothing; }\n")]
+    with pytest.raises(InfercError, match=r"^\S+ failed for avx2: .*nothing.*not declared[^\n]*$"):
+        build(units, (), ("avx2",))
+    assert not list((tmp_path / "cpp").glob("*.so"))
+    with pytest.raises(InfercError, match="undefined"):  # by no unit
+        answer_of(1, 1, types=("long",))

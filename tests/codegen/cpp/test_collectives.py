@@ -13,7 +13,7 @@ from ranks import Model, random_module, run
 from torch import Tensor
 
 from inferc import weights as weight_lib
-from inferc.codegen.cpp.build import build
+from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.kernels import Target
 from inferc.config import EngineConfig
@@ -38,7 +38,7 @@ class CompiledRank(Compiled):
         plan = memory_plan(program)
         self.lowered, self.isas = program, abi.detect_isa()[:1]
         self.unit = emit(program, plan.values, plan.pools)
-        self.libraries = build(self.unit.source, self.unit.headers, self.isas)
+        self.libraries = build_program(self.unit, self.isas)
         self.weights = tuple(program.weights)
         self.tensors = {name: weight_lib.read_whole(weight, reader) for name, weight in program.weights.items()}
         self.finish(program.block_size, int(program.info["max_model_len"]), int(program.info["vocab_size"]))
@@ -134,7 +134,7 @@ def test_a_step_that_has_no_one_to_exchange_with_is_refused() -> None:
     own = partition(model.prepared, LowerConfig(Target("cpu"), block_size=16), Ranks(tp=2))[1]
     compiled = CompiledRank(own.program, model.reader)
     assert "all_reduce<float>(t, s, " in compiled.unit.source
-    assert "all_gather<float>(t, s, " in compiled.unit.source
+    assert "all_gather<float, 2>(t, s, " in compiled.unit.source
     runner = ModelRunner(compiled, EngineConfig(num_threads=1, max_num_seqs=2, kv_memory_bytes=1 << 20))
     try:
         runner.submit(make_plan([(0, PROMPT, 0)]))

@@ -165,9 +165,9 @@ def test_who_waits_for_experts_fetches_nothing() -> None:
     """Which ones were chosen is not known yet, and what comes behind them would be gone by then."""
     source = emit(*with_places(Shape(experts=4))).source
     lines = [
-        line for line in source.splitlines() if "t.barrier(" in line or re.search(r" linear\w*<| moe_experts\(", line)
+        line for line in source.splitlines() if "t.barrier(" in line or re.search(r" linear\w*<| moe_experts<", line)
     ]
-    before = [at - 1 for at, line in enumerate(lines) if "moe_experts(" in line]
+    before = [at - 1 for at, line in enumerate(lines) if "moe_experts<" in line]
     assert before and all("t.barrier(Ahead{});" in lines[at] for at in before)
 
 

@@ -284,9 +284,10 @@ def test_threads_meet_at_every_barrier(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize(("total", "grain"), [(0, 1), (1, 1), (1, 4), (2, 1), (7, 3), (64, 4), (1000, 1)])
-def test_every_item_is_handed_out_once(kernels: Kernels, total: int, grain: int) -> None:
+@pytest.mark.parametrize("early", [0, 1])
+def test_every_item_is_handed_out_once(kernels: Kernels, total: int, grain: int, early: int) -> None:
     counts = torch.zeros(total + 1, dtype=torch.int32)
     for _ in range(50):
         counts.zero_()
-        assert kernels("test_each", kernels.threads, total, grain, counts) == 0
+        assert kernels("test_each", kernels.threads, total, grain, early, counts) == 0
         assert counts.tolist() == [1] * total + [0]

@@ -144,6 +144,19 @@ def test_ties_go_to_the_even_number(kernels: Kernels, dtype: torch.dtype) -> Non
     assert values.tolist() == [[127, 0, 2, 2, 0, -2, -2, -127]] and scale.tolist() == [1.0]
 
 
+def test_quotients_beside_a_tie_are_those_of_a_division(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Rows of scales of all sizes, their elements next to where the integer changes: one rounding more would show."""
+    scales = torch.rand(400) * torch.logspace(-33, 33, 400)
+    steps = torch.randint(-126, 127, (400, 64)) + 0.5
+    nudge = 1.0 + torch.randint(-3, 4, (400, 64)) * 2.0**-23
+    x = (steps * scales[:, None] * nudge).to(dtype)
+    x[:, 0] = 127 * scales
+    values, scale, _ = quantize(kernels, dtype, 0, x, *NONE)
+    expected, expected_scale = ops.quantize_rows(x)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(values, expected)
+
+
 def test_rows_of_zeros_of_almost_nothing_and_of_what_is_no_number(kernels: Kernels, dtype: torch.dtype) -> None:
     x = torch.zeros(6, 40, dtype=dtype)
     x[1, 3], x[2, 5], x[3, 39], x[4, 20], x[5, 0] = 1e-38, -1e-44, float("nan"), float("inf"), -float("inf")

@@ -1,0 +1,3 @@
+// Every kernel that generated code may call.
+#pragma once
+#include "exchange.h"
