@@ -1,8 +1,8 @@
 """Give every value of the step a place in the arena: first fit by liveness, largest values first.
 
 A value has rows on one axis: a row for each token (pool "T"), logits row ("S") or sequence ("B"); what the LM head and
-sampling make has at most 64 rows at a time and a pool of its own ("sample"). Within a pool a place is counted in bytes
-a row, so one plan serves every token budget: the address of a place is `offset` times the pool's most rows, rounded up
+sampling make has at most 64 rows at a time and a pool of its own ("sample"). Rows of a multiple of 512 bytes are followed
+by a cache line that nothing uses: see `padded`. Within a pool a place is counted in bytes a row, so one plan serves every token budget: the address of a place is `offset` times the pool's most rows, rounded up
 to a multiple of 64, which also aligns every value to 64 bytes. Views, slices and parts of tuples have no place.
 """
 
@@ -29,12 +29,13 @@ ROTATES_AND_WRITES = (  # return (q, cache)
     inferc.qkv_rope_kv_write.default,
 )
 POOLS = ("T", "S", "B", "sample")
+CACHE_LINE, FEW_SETS = 64, 512  # bytes
 HIDDEN_IN = "hidden_in"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows [offset, offset + row_bytes) of `pool`, in bytes a row."""
+    """Rows [offset, offset + row_bytes) of `pool`, in bytes a row: from one row to the next, its padding included."""
 
     pool: str
     row_bytes: int
@@ -116,12 +117,22 @@ def live_values(program: Program) -> list[Value]:
         if not pool:
             name = node.meta.get("name", node.name)
             raise UnsupportedError(f"{name}: axis 0 is {value.shape[0]}; expected tokens, logits rows or sequences")
-        row_bytes = math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize
+        row_bytes = padded(math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize)
         # A part of a tuple is there from the call that made the tuple on, though its getitem may come later.
         maker = node.args[0] if node.target is operator.getitem else node
         assert isinstance(maker, fx.Node)
         made.append(Value(node.name, pool, row_bytes, index[maker], max(last[node], index[maker])))
     return made
+
+
+def padded(row_bytes: int) -> int:
+    """Bytes from one row to the next, for rows of so many.
+
+    A product reads a block of columns of many rows. Where rows lie a multiple of 512 bytes apart, the lines of a column
+    are in at most 8 of the 64 sets of a first-level cache and drive each other out of it, so one more line is left free
+    behind each row.
+    """
+    return row_bytes + CACHE_LINE if row_bytes and row_bytes % FEW_SETS == 0 else row_bytes
 
 
 def _last_uses(calls: list[fx.Node], index: dict[fx.Node, int], results: list[fx.Node]) -> dict[fx.Node, int]:

@@ -36,7 +36,7 @@ class Place(Protocol):
     @property
     def pool(self) -> str: ...  # "T", "S", "B" or "sample"
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int: ...  # from one row to the next
     @property
     def offset(self) -> int: ...  # bytes per row, before it in its pool
 
@@ -126,14 +126,15 @@ class Values:
         place = self.places[node.name]
         value = node.meta["val"]
         width = math.prod(_sizes(node))
-        if place.row_bytes != width * value.dtype.itemsize:
+        stride, rest = divmod(place.row_bytes, value.dtype.itemsize)
+        if stride < width or rest:
             raise AssertionError(f"{node.name}: plan has {place.row_bytes} bytes a row, the value {width} elements")
         return Operand(
             CPP_TYPES[value.dtype],
             place.pool,
             place.offset,
             0,
-            width,
+            stride,
             width,
             place.row_bytes,
             self._shifted(node, place),

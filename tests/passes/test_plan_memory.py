@@ -1,5 +1,6 @@
 """The plan against liveness, and against programs that are run inside of one arena."""
 
+import math
 import operator
 from typing import Any
 
@@ -19,6 +20,7 @@ from inferc.passes.plan_memory import (
     Value,
     live_values,
     memory_plan,
+    padded,
     place_values,
     verify_plan,
 )
@@ -91,11 +93,18 @@ STEPS = st.lists(
 )
 
 
-def build(steps: list[tuple[str, int]]) -> tuple[Program, dict[str, Tensor], Tensors]:
-    """A random program of rows: token rows, then a selection of them, then a head."""
+def build(steps: list[tuple[str, int]], width: int = 8) -> tuple[Program, dict[str, Tensor], Tensors]:
+    """A random program of rows: token rows of `width`, then a selection of them, then a head."""
     program = new_program()
     tokens, seqs, rows = (program.new_symbol(hint) for hint in (TOKENS, 11, ROWS))
-    weights = Tensors({"embed": random(9, 8), "norm": random(8), "wide": random(16, 8), "head": random(9, 8)})
+    weights = Tensors(
+        {
+            "embed": random(9, width),
+            "norm": random(width),
+            "wide": random(2 * width, width),
+            "head": random(9, width),
+        }
+    )
     inputs = {"token_ids": torch.arange(TOKENS), "seq_lens": torch.ones(11), "logits_rows": torch.tensor([6, 0, 2])}
 
     def add(node: fx.Node, value: Any = None) -> fx.Node:
@@ -123,9 +132,9 @@ def build(steps: list[tuple[str, int]]) -> tuple[Program, dict[str, Tensor], Ten
             both = call(inferc.rms_norm_add.default, x, y, table["norm"], 1e-5)
             pool += [call(operator.getitem, both, index) for index in (0, 1)][pick % 2 :]
         elif op == "split":
-            pool.append(call(aten.view.default, call(aten.view.default, x, [-1, 2, 4]), [-1, 8]))
+            pool.append(call(aten.view.default, call(aten.view.default, x, [-1, 2, width // 2]), [-1, width]))
         elif op == "widen":
-            pool.append(call(aten.slice.Tensor, call(aten.linear.default, x, table["wide"]), -1, 4, 12))
+            pool.append(call(aten.slice.Tensor, call(aten.linear.default, x, table["wide"]), -1, 4, 4 + width))
         elif op == "merge":
             pool = [call(aten.add.Tensor, x, y), *pool[pick % len(pool) :]]
         else:
@@ -136,11 +145,20 @@ def build(steps: list[tuple[str, int]]) -> tuple[Program, dict[str, Tensor], Ten
     return program, inputs, weights
 
 
+def test_rows_of_a_multiple_of_512_bytes_are_followed_by_a_cache_line() -> None:
+    assert [padded(width) for width in (0, 64, 511, 512, 520, 2048, 6144)] == [0, 64, 511, 576, 520, 2112, 6208]
+
+
 def run_in_arena(program: Program, plan: MemoryPlan, inputs: dict[str, Tensor], weights: Tensors) -> list[Tensor]:
     """Run with every placed value in one buffer of the planned size, read back whenever it is used."""
     sizes = (TOKENS, ROWS, 11)
     arena = torch.full((plan.arena_bytes(*sizes),), 0xFF, dtype=torch.uint8)
     shapes: dict[fx.Node, tuple[torch.Size, torch.dtype]] = {}
+
+    def rows_of(node: fx.Node, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        stride, start = plan.values[node.name].row_bytes, plan.address(node.name, *sizes)
+        rows = arena[start : start + shape[0] * stride].view(shape[0], stride)
+        return rows[:, : math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
 
     def load(node: fx.Node) -> Any:
         if node.op == "placeholder":
@@ -149,15 +167,12 @@ def run_in_arena(program: Program, plan: MemoryPlan, inputs: dict[str, Tensor], 
             return weights.tensors[str(node.target)]
         if node.name in plan.values:
             shape, dtype = shapes[node]
-            start = plan.address(node.name, *sizes)
-            return arena[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape).clone()
+            return rows_of(node, shape, dtype).clone()
         return node.target(*fx.map_arg(node.args, load))  # type: ignore[operator]
 
     def store(node: fx.Node, value: Tensor) -> None:
         shapes[node] = (value.shape, value.dtype)
-        start = plan.address(node.name, *sizes)
-        data = value.contiguous().view(-1).view(torch.uint8)
-        arena[start : start + len(data)] = data
+        rows_of(node, value.shape, value.dtype).copy_(value)
 
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target not in (aten.view.default, aten.slice.Tensor, operator.getitem):
@@ -170,10 +185,10 @@ def run_in_arena(program: Program, plan: MemoryPlan, inputs: dict[str, Tensor], 
     return [load(node) for node in program.output().all_input_nodes]
 
 
-@given(STEPS)
+@given(STEPS, st.sampled_from([8, 128]))  # rows of 512 bytes are padded
 @settings(max_examples=30, deadline=None)
-def test_programs_run_in_the_planned_arena(steps: list[tuple[str, int]]) -> None:
-    program, inputs, weights = build(steps)
+def test_programs_run_in_the_planned_arena(steps: list[tuple[str, int]], width: int) -> None:
+    program, inputs, weights = build(steps, width)
     expected = program.run(inputs, weights.tensors.__getitem__)
     plan = memory_plan(program)
     torch.testing.assert_close(tuple(run_in_arena(program, plan, inputs, weights)), expected, rtol=0, atol=0)

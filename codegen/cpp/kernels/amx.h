@@ -43,6 +43,11 @@ template <int T>
 INLINE void load(const void* from, i64 stride) {
   asm volatile("tileloadd\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
 }
+// The same for what is not read again soon: it leaves the first-level cache to others.
+template <int T>
+INLINE void stream(const void* from, i64 stride) {
+  asm volatile("tileloaddt1\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+}
 template <int T>
 INLINE void store(void* to, i64 stride) {
   asm volatile("tilestored\t%%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");

@@ -8,11 +8,13 @@ namespace inferc {
 
 template <class T>
 constexpr i64 TILE_K = TILE_LINE / i64(sizeof(T));
-// Of k at a time, in bytes of a row. The tiles of 192 rows and four panels then take half of a 2 MB L2. Smaller blocks,
-// for one side to stay in L1, load and store sums more often, which by the rates of L1 and L2 costs as much as it gains.
-constexpr i64 TILE_BLOCK = 4096;
-// Weights in int8 are widened for so many k at a time: into L1, or for more rows into L2.
-constexpr i64 TILE_WIDE_K = 256, TILE_WIDE_K_MANY = 1024;
+// Of k at a time, in bytes of a row: two panels are then 32 KB of a first-level cache of 48 KB, and rows pass by them.
+constexpr i64 TILE_BLOCK = 1024;
+// Weights in int8 are widened for so many k at a time for few rows.
+constexpr i64 TILE_WIDE_K = 256;
+// From so many rows on the next two panels are fetched meanwhile, a line in two: the processor fetches its neighbour. For
+// fewer rows that gains nothing, since all that a core waits for from beyond its first cache shares a few buffers.
+constexpr i64 TILE_FETCH_ROWS = 256, TILE_FETCH_BYTES = 128;
 
 // One or two tiles of rows: those of k step i start `step` bytes behind those of step i - 1, rows are `stride` bytes apart.
 struct RowTiles {
@@ -21,69 +23,78 @@ struct RowTiles {
   INLINE RowTiles from(i64 i) const { return {first + i * step, second + i * step, stride, step}; }
 };
 
-// M tiles of rows times P panels over whole tiles of k: sums[row * stride + p * 16 + lane], started at zero if `fresh`,
-// else continued. `ahead`, unless null, is fetched meanwhile, as many bytes as each panel has.
-template <class T, int M, int P>
-__attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const* b, const T* const* ahead, i64 steps,
-                                              float* sums, i64 stride, bool fresh) {
+// What is fetched beside a product: `bytes` from each of both addresses, or from the first alone, with every step of it.
+struct TileAhead {
+  const char *first = nullptr, *second = nullptr;
+  i64 bytes = 0, apart = 64;
+};
+
+// Which operand is not read again before it has left the first-level cache, while the other is.
+enum Streams { NEITHER, ROWS, PANELS };
+
+// M tiles of rows times P panels over whole tiles of k: to[row * stride + p * 16 + lane], started at zero, or with what
+// lies at `from`.
+template <class T, int M, int P, Streams STREAMS>
+__attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const* b, const TileAhead& next, i64 steps,
+                                              const float* from, float* to, i64 stride) {
+  TileAhead ahead = next;
   constexpr T* type = nullptr;
-  const char *rows = a.first, *more = a.second, *panels[P], *next[P];
+  const char *rows = a.first, *more = a.second, *panels[P];
   const i64 row_stride = a.stride, row_step = a.step, line = stride * i64(sizeof(float));
-  for (int p = 0; p < P; ++p) {
-    panels[p] = reinterpret_cast<const char*>(b[p]);
-    next[p] = ahead ? reinterpret_cast<const char*>(ahead[p]) : nullptr;
-  }
+  for (int p = 0; p < P; ++p) panels[p] = reinterpret_cast<const char*>(b[p]);
   auto on_sums = [&](auto f) {
     f.template operator()<0, 0>();
-    if constexpr (P == 2) f.template operator()<0, 1>();
     if constexpr (M == 2) f.template operator()<1, 0>();
+    if constexpr (P == 2) f.template operator()<0, 1>();
     if constexpr (M == 2 && P == 2) f.template operator()<1, 1>();
   };
   on_sums([&]<int m, int p>() {
-    if (fresh) amx::zero<2 * m + p>();
-    else amx::load<2 * m + p>(sums + m * TILE_HEIGHT * stride + p * LANES, line);
+    if (!from) amx::zero<2 * m + p>();
+    else amx::load<2 * m + p>(from + m * TILE_HEIGHT * stride + p * LANES, line);
   });
+  auto load = [&]<int R>(std::integral_constant<int, R>, const char* at, i64 apart) {
+    if constexpr (STREAMS == (R < 6 ? ROWS : PANELS)) amx::stream<R>(at, apart);
+    else amx::load<R>(at, apart);
+  };
   for (i64 i = 0; i < steps; ++i) {
-    for (int p = 0; p < P && ahead; ++p) {
-      for (i64 at = 0; at < TILE_BYTES; at += 64) fetch_l2(next[p] + at);
-      next[p] += TILE_BYTES;
+    for (i64 at = 0; at < ahead.bytes; at += ahead.apart) {
+      fetch_l2(ahead.first + at);
+      if (ahead.second) fetch_l2(ahead.second + at);
     }
-    amx::load<4>(rows, row_stride);
-    amx::load<6>(panels[0], TILE_LINE);
+    ahead.first += ahead.bytes;
+    if (ahead.second) ahead.second += ahead.bytes;
+    load(std::integral_constant<int, 4>(), rows, row_stride);
+    if constexpr (M == 2) load(std::integral_constant<int, 5>(), more, row_stride);
+    load(std::integral_constant<int, 6>(), panels[0], TILE_LINE);
+    if constexpr (P == 2) load(std::integral_constant<int, 7>(), panels[1], TILE_LINE);
     amx::dot<0, 4, 6>(type);
-    if constexpr (P == 2) {
-      amx::load<7>(panels[1], TILE_LINE);
-      amx::dot<1, 4, 7>(type);
-    }
-    if constexpr (M == 2) {
-      amx::load<5>(more, row_stride);
-      amx::dot<2, 5, 6>(type);
-    }
+    if constexpr (M == 2) amx::dot<2, 5, 6>(type);
+    if constexpr (P == 2) amx::dot<1, 4, 7>(type);
     if constexpr (M == 2 && P == 2) amx::dot<3, 5, 7>(type);
     rows += row_step, more += row_step;
     for (int p = 0; p < P; ++p) panels[p] += TILE_BYTES;
   }
-  on_sums([&]<int m, int p>() { amx::store<2 * m + p>(sums + m * TILE_HEIGHT * stride + p * LANES, line); });
+  on_sums([&]<int m, int p>() { amx::store<2 * m + p>(to + m * TILE_HEIGHT * stride + p * LANES, line); });
 }
 
 // The same for up to 32 rows and one or two panels over any k. Its last, no whole tile: `a` goes on with zeros, and
 // last[p] has the panel's.
-template <class T>
+template <class T, Streams STREAMS>
 INLINE void tile_product(i64 height, const RowTiles& a, i64 count, const T* const* b, const T* const* last,
-                         const T* const* ahead, i64 k, float* sums, i64 stride, bool fresh) {
-  auto run = [&](const RowTiles& rows, const T* const* panels, const T* const* next, i64 steps, bool start) {
+                         const TileAhead& ahead, i64 k, const float* from, float* to, i64 stride) {
+  auto run = [&](const RowTiles& rows, const T* const* panels, const TileAhead& next, i64 steps, const float* start) {
     if (height > TILE_HEIGHT) {
-      if (count > 1) multiply_tiles<T, 2, 2>(rows, panels, next, steps, sums, stride, start);
-      else multiply_tiles<T, 2, 1>(rows, panels, next, steps, sums, stride, start);
+      if (count > 1) multiply_tiles<T, 2, 2, STREAMS>(rows, panels, next, steps, start, to, stride);
+      else multiply_tiles<T, 2, 1, STREAMS>(rows, panels, next, steps, start, to, stride);
     } else {
-      if (count > 1) multiply_tiles<T, 1, 2>(rows, panels, next, steps, sums, stride, start);
-      else multiply_tiles<T, 1, 1>(rows, panels, next, steps, sums, stride, start);
+      if (count > 1) multiply_tiles<T, 1, 2, STREAMS>(rows, panels, next, steps, start, to, stride);
+      else multiply_tiles<T, 1, 1, STREAMS>(rows, panels, next, steps, start, to, stride);
     }
   };
   const i64 steps = k / TILE_K<T>;
   shape_tiles(height < TILE_HEIGHT ? height : TILE_HEIGHT, height > TILE_HEIGHT ? height - TILE_HEIGHT : 0);
-  if (steps) run(a, b, ahead, steps, fresh);
-  if (k % TILE_K<T>) run(a.from(steps), last, nullptr, 1, fresh && steps == 0);
+  if (steps) run(a, b, ahead, steps, from);
+  if (k % TILE_K<T>) run(a.from(steps), last, {}, 1, steps ? to : from);
 }
 
 // What of a panel over k is left behind whole tiles, as a tile.
@@ -103,6 +114,10 @@ INLINE void pack_rows(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 per_line
     T* to = out + (r / TILE_HEIGHT * steps * TILE_HEIGHT + r % TILE_HEIGHT) * per_line;
     for (i64 at = 0; at < k; at += per_line, to += TILE_HEIGHT * per_line) {
       const i64 count = k - at < per_line ? k - at : per_line;
+      if (count * i64(sizeof(T)) == TILE_LINE) {
+        memcpy(to, from + at, TILE_LINE);
+        continue;
+      }
       memcpy(to, from + at, count * sizeof(T));
       memset(static_cast<void*>(to + count), 0, (per_line - count) * sizeof(T));
     }
@@ -130,40 +145,81 @@ INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 p
   return packed_tiles(room, 0, k, per_line);
 }
 
-// Not inlined: what it takes of the stack it then gives back.
+INLINE i64 bytes_between(const void* a, const void* b) { return static_cast<const char*>(b) - static_cast<const char*>(a); }
+
+// Rows as tiles: where they lie, or packed.
+struct TiledRows {
+  const char* data;
+  i64 tile, stride, step;  // bytes from 16 rows to the next 16, from a row to the next, from a tile of k to the next
+  INLINE RowTiles at(i64 row, i64 step_of_k) const {
+    const char* first = data + row / TILE_HEIGHT * tile + step_of_k * step;
+    return {first, first + tile, stride, step};
+  }
+};
+
+// Whether rows lie equally far apart.
+template <class R>
+INLINE bool is_regular(R row_of, i64 rows) {
+  for (i64 row = 2; row < rows; ++row)
+    if (bytes_between(row_of(0), row_of(row)) != row * bytes_between(row_of(0), row_of(1))) return false;
+  return true;
+}
+
+// Two panels at a time, a block of their k at a time, all rows: a block of the panels stays in the first-level cache, the
+// rows in the second. Not inlined: what it takes of the stack it then gives back.
 template <class T, class W, class R, class E>
-__attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+__attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit,
+                                           Beside beside) {
   constexpr bool widens = !std::is_same_v<T, W>;
-  constexpr i64 group = 4, width = group * LANES, most = TILE_BLOCK / i64(sizeof(T)), height = 2 * TILE_HEIGHT;
-  const i64 block = !widens ? most : rows <= TILE_HEIGHT ? TILE_WIDE_K : TILE_WIDE_K_MANY;
-  alignas(64) float sums[BLOCK_ROWS * width];
-  alignas(64) T room[height * most], last_tiles[group * TILE_HEIGHT * TILE_K<T>];
-  alignas(64) T wide[widens ? group * TILE_WIDE_K_MANY * 16 : 1];
-  for (i64 panel = begin; panel < end; panel += group) {
-    const i64 count = end - panel < group ? end - panel : group;
-    for (i64 k0 = 0; k0 < w.k; k0 += block) {
-      const bool is_last = k0 + block >= w.k;
-      const i64 k = is_last ? w.k - k0 : block;
-      const T *panels[group], *last[group];
+  constexpr i64 width = 2 * LANES, wide_k = TILE_BLOCK / i64(sizeof(T)), tile = TILE_HEIGHT * TILE_K<T>;
+  const i64 k = w.k, steps = (k + TILE_K<T> - 1) / TILE_K<T>;
+  // A weight that one tile of rows or two read once streams through whole panels.
+  const i64 block = rows > TILE_PAIR ? wide_k : widens ? TILE_WIDE_K : steps * TILE_K<T>;
+  TiledRows x;
+  if (k % TILE_K<T> == 0 && is_regular(row_of, rows)) {
+    const i64 stride = rows > 1 ? bytes_between(row_of(0), row_of(1)) : 0;
+    x = {reinterpret_cast<const char*>(row_of(0)), TILE_HEIGHT * stride, stride, TILE_LINE};
+  } else {
+    const i64 tiles = (rows + TILE_HEIGHT - 1) / TILE_HEIGHT;
+    T* packed = static_cast<T*>(__builtin_alloca_with_align(size_t(tiles * steps * TILE_BYTES), 8 * TILE_LINE));
+    pack_rows(row_of, 0, rows, 0, k, TILE_K<T>, packed);
+    x = {reinterpret_cast<const char*>(packed), steps * TILE_BYTES, TILE_LINE, TILE_BYTES};
+  }
+  alignas(64) float sums[TILE_BLOCK_ROWS * width], done[TILE_PAIR * width];
+  alignas(64) T last_tiles[2 * tile], wide[widens ? 2 * wide_k * 16 : 1];
+  const i64 fetches = (rows + TILE_PAIR - 1) / TILE_PAIR * steps * TILE_FETCH_BYTES;  // bytes, if each step fetches once
+  const i64 pair = 2 * bytes_between(w.panel(0), w.panel(1));
+  const i64 fetched = rows < TILE_FETCH_ROWS ? 0 : (pair + fetches - 1) / fetches * TILE_FETCH_BYTES;
+  for (i64 panel = begin; panel < end; panel += 2) {
+    const i64 count = end - panel < 2 ? 1 : 2;
+    TileAhead ahead{reinterpret_cast<const char*>(w.panel(panel + 2)), nullptr, panel + 2 < end ? fetched : 0,
+                    TILE_FETCH_BYTES};
+    for (i64 k0 = 0; k0 < k; k0 += block) {
+      const bool is_last = k0 + block >= k;
+      const i64 here = is_last ? k - k0 : block;
+      const T *panels[2], *last[2] = {last_tiles, last_tiles + tile};
       for (i64 p = 0; p < count; ++p) {
         if constexpr (widens) {
-          widen(w.panel(panel + p) + k0 * 16, k, wide + p * block * 16);
-          panels[p] = wide + p * block * 16;
+          widen(w.panel(panel + p) + k0 * 16, here, wide + p * wide_k * 16);
+          panels[p] = wide + p * wide_k * 16;
         } else {
           panels[p] = w.panel(panel + p) + k0 * 16;
         }
-        last[p] = last_tiles + p * TILE_HEIGHT * TILE_K<T>;
-        if (k % TILE_K<T>) last_tile(panels[p], k, last_tiles + p * TILE_HEIGHT * TILE_K<T>);
+        if (here % TILE_K<T>) last_tile(panels[p], here, last_tiles + p * tile);
       }
-      for (i64 row = 0; row < rows; row += height) {
-        const i64 high = rows - row < height ? rows - row : height;
-        const RowTiles a = row_tiles_of<T>(row_of, row, high, k0, k, TILE_K<T>, room);
-        float* part = sums + (w.k > block ? row * width : 0);
-        for (i64 p = 0; p < count; p += 2)
-          tile_product<T>(high, a, count - p, panels + p, last + p, nullptr, k, part + p * LANES, width, k0 == 0);
+      for (i64 row = 0; row < rows; row += TILE_PAIR) {
+        const i64 high = rows - row < TILE_PAIR ? rows - row : TILE_PAIR;
+        const RowTiles a = x.at(row, k0 / TILE_K<T>);
+        float *part = sums + row * width, *to = is_last ? done : part;
+        const float* from = k0 ? part : nullptr;
+        if (is_last && beside.data)
+          for (i64 m = 0; m < high; ++m) beside.fetch(row + m, panel * 16);
+        if (rows > TILE_PAIR) tile_product<T, ROWS>(high, a, count, panels, last, ahead, here, from, to, width);
+        else tile_product<T, NEITHER>(high, a, count, panels, last, ahead, here, from, to, width);
+        if (ahead.bytes) ahead.first += here / TILE_K<T> * ahead.bytes;
         if (!is_last) continue;
         for (i64 m = 0; m < high; ++m)
-          for (i64 p = 0; p < count; ++p) emit(row + m, panel + p, Dot<T>::sum(part + m * width + p * LANES));
+          for (i64 p = 0; p < count; ++p) emit(row + m, panel + p, Dot<T>::sum(done + m * width + p * LANES));
       }
     }
   }

@@ -1,6 +1,6 @@
 // Paged attention: new queries of each sequence over its blocks, prefill and decode alike.
 // For one kv head the query rows are (token, head of the group): rows of a small matrix multiplication. Keys go in
-// tiles of 64 at absolute positions; splits of 512 keys are finished on their own and merged ascending. A fully masked
+// tiles of 64 or 128 at absolute positions; splits of 512 keys are finished on their own and merged ascending. A fully masked
 // tile changes no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps.
 // Probabilities are rounded to T before they meet the values, whose products then go as those of a weight do; what they
 // are divided by is the sum of them as they were.
@@ -12,7 +12,9 @@
 
 namespace inferc {
 
-constexpr i64 KEY_TILE = 64, KEY_SPLIT = 512, QUERY_ROWS = 48;
+// With tiles a larger piece shares what vectors do for it, and sums are loaded and stored less often.
+constexpr i64 KEY_TILE = AMX ? 128 : 64, KEY_SPLIT = 512, QUERY_ROWS = AMX ? 128 : 48;
+constexpr int PIECES = KEY_TILE / 16;  // of 16 keys
 constexpr int NARROW_ROWS = TALL_ROWS ? 6 : 4;  // at most so many rows widen keys in int8 in registers
 constexpr float MINUS_INF = -__builtin_inff();
 
@@ -76,11 +78,11 @@ INLINE Piece piece_of(const A& a, i64 seq, i64 index, i64 begin, i64 end) {
   return {seq, head, first, left < a.part_size() ? left : a.part_size(), begin, end};
 }
 
-// The pieces of a tile's 64 keys and of their values, in the pool, and those of the next tile: they are fetched a whole
+// The pieces of a tile's keys and of their values, in the pool, and those of the next tile: they are fetched a whole
 // tile ahead, into the second-level cache, which takes more lines at a time than the first.
 template <class S>
 struct Tile {
-  const S *keys[4], *values[4], *next_keys[4], *next_values[4];
+  const S *keys[PIECES], *values[PIECES], *next_keys[PIECES], *next_values[PIECES];
   i64 dim;  // of a piece's rows
 
   // Sums of q with 16 keys, or probabilities of 16 values, times the scales of what they are multiplied with.
@@ -91,13 +93,13 @@ struct Tile {
   // The next tile's scales, which lie behind the rows that are fetched as this one's are read.
   INLINE void fetch_scales() const {
     if constexpr (std::is_same_v<S, i8>)
-      for (int p = 0; p < 4; ++p)
+      for (int p = 0; p < PIECES; ++p)
         for (const S* piece : {next_keys[p], next_values[p]})
           fetch_l2(piece + 16 * dim);
   }
 };
 
-// 64 latents as panels, as K lies in a Cache: the rows of one tile are each read by all query heads.
+// A tile of latents as panels, as K lies in a Cache: the rows of one tile are each read by all query heads.
 template <class T, class S>
 INLINE void pack_keys(const Tile<S>& tile, T* panels) {
   constexpr i64 unit = Dot<T>::unit;
@@ -113,34 +115,34 @@ INLINE void pack_keys(const Tile<S>& tile, T* panels) {
   }
 }
 
-// scores [rows][64] = q @ K.T of panels in T; row_of(r) is q's row r. Fetches `ahead` meanwhile unless it is null.
+// scores [rows][KEY_TILE] = q @ K.T of panels in T; row_of(r) is q's row r. Fetches `ahead` meanwhile unless it is null.
 template <class T, class R>
 INLINE void score_panels(const T* const* panels, const T* const* ahead, i64 rows, R row_of, i64 dim, float* scores) {
   row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
     const T* left[TILE_ROWS];
     for (i64 m = 0; m < height; ++m) left[m] = row_of(row + m);
-    for (int p = 0; p < 4; p += TILE_PANELS)
+    for (int p = 0; p < PIECES; p += TILE_PANELS)
       multiply<T, TILE_PANELS>(height, left, panels + p, ahead ? ahead + p : nullptr, dim,
                                scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
   });
 }
 
-// The same with q's rows as `pack_rows` left them, on tiles.
+// The same for at most 32 rows that `pack_rows` left, from `row` on, on tiles. Fetches `ahead` meanwhile unless it is null.
 template <class T>
-INLINE void score_packed(const T* packed, i64 dim, const T* const* panels, const T* const* ahead, i64 rows, float* scores) {
-  constexpr i64 K = TILE_K<T>, high = 2 * TILE_HEIGHT;
-  alignas(64) T last_tiles[4 * TILE_HEIGHT * K];
-  const T* last[4];
-  for (int p = 0; p < 4; ++p) {
+INLINE void score_packed(const T* packed, i64 row, i64 dim, const T* const* panels, const T* const* ahead, i64 height,
+                         float* scores) {
+  constexpr i64 K = TILE_K<T>;
+  alignas(64) T last_tiles[PIECES * TILE_HEIGHT * K];
+  const T* last[PIECES];
+  for (int p = 0; p < PIECES; ++p) {
     last[p] = last_tiles + p * TILE_HEIGHT * K;
     if (dim % K) last_tile(panels[p], dim, last_tiles + p * TILE_HEIGHT * K);
   }
-  for (i64 row = 0; row < rows; row += high) {
-    const i64 height = rows - row < high ? rows - row : high;
-    const RowTiles a = packed_tiles(packed, row / TILE_HEIGHT, dim, K);
-    for (int p = 0; p < 4; p += 2)
-      tile_product<T>(height, a, 2, panels + p, last + p, ahead && row == 0 ? ahead + p : nullptr, dim,
-                      scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
+  const RowTiles a = packed_tiles(packed, row / TILE_HEIGHT, dim, K);
+  for (int p = 0; p < PIECES; p += 2) {
+    TileAhead next;
+    if (ahead) next = {reinterpret_cast<const char*>(ahead[p]), reinterpret_cast<const char*>(ahead[p + 1]), TILE_BYTES};
+    tile_product<T, PANELS>(height, a, 2, panels + p, last + p, next, dim, nullptr, scores + p * LANES, KEY_TILE);
   }
 }
 
@@ -149,68 +151,100 @@ template <class T, int M, int P, class R>
 INLINE void score_int8(const Tile<i8>& tile, i64 rows, R row_of, float* scores) {
   const T* left[M];
   for (i64 m = 0; m < rows; ++m) left[m] = row_of(m);
-  for (int p = 0; p < 4; p += P)
+  for (int p = 0; p < PIECES; p += P)
     int8_multiply<T, M, P, true>(rows, left, tile.keys + p, tile.next_keys + p, tile.dim, scores + p * LANES, KEY_TILE);
 }
 
 // A tile's keys in int8 as panels in T. Fetches the next tile's meanwhile.
 template <class T>
 INLINE void widen_keys(const Tile<i8>& tile, T* panels) {
-  for (int p = 0; p < 4; ++p)
+  for (int p = 0; p < PIECES; ++p)
     for (i64 at = 0; at < 16 * tile.dim; at += 64) {
       fetch_l2(tile.next_keys[p] + at);
       widen_line(tile.keys[p] + at, panels + p * 16 * tile.dim + at);
     }
 }
 
-// scores [rows][64] = q @ K.T of one tile, without the scales. `packed` has q's rows if they go through tiles: then all
-// do, so that no row's bits depend on the others. `wide` is room for the tile's keys as panels in T.
+// A tile's keys as panels in T, those of the next one if they lie so in the pool, and room for them if they do not.
+template <class T, class C>
+struct KeyPanels {
+  static constexpr bool in_place = !C::latent && std::is_same_v<T, typename C::Stored>;
+  const T *panels[PIECES], *next[PIECES];
+  alignas(64) T wide[in_place ? 1 : KEY_TILE * (C::latent ? MAX_LATENT_DIM : MAX_HEAD_DIM)];
+
+  INLINE void read(const Tile<typename C::Stored>& tile) {
+    if constexpr (C::latent) pack_keys(tile, wide);
+    else if constexpr (!in_place) widen_keys(tile, wide);
+    for (int p = 0; p < PIECES; ++p) {
+      if constexpr (in_place) panels[p] = tile.keys[p], next[p] = tile.next_keys[p];
+      else panels[p] = wide + p * 16 * tile.dim;
+    }
+  }
+};
+
+// scores [rows][KEY_TILE] = q @ K.T of one tile, without the scales, of the piece's rows from `row` on. `packed` has q's
+// rows if they go through tiles: then all do, so that no row's bits depend on the others.
 template <class T, class C, class R>
-INLINE void score_tile(const Attention<T, C>& a, const Tile<typename C::Stored>& tile, i64 rows, R row_of, const T* packed,
-                       T* wide, float* scores) {
+INLINE void score_tile(const Attention<T, C>& a, const Tile<typename C::Stored>& tile, i64 row, i64 rows, R row_of,
+                       const T* packed, KeyPanels<T, C>& keys, float* scores) {
   if constexpr (a.widens && !a.latent && !a.tiled) {
     if (rows <= 2) return score_int8<T, 2, TILE_PANELS>(tile, rows, row_of, scores);
     if (rows <= NARROW_ROWS) return score_int8<T, NARROW_ROWS, TALL_ROWS ? 2 : 1>(tile, rows, row_of, scores);
   }
-  const T *panels[4], *next[4];
-  if constexpr (a.latent) pack_keys(tile, wide);
-  else if constexpr (a.widens) widen_keys(tile, wide);
-  constexpr bool in_place = !a.latent && !a.widens;
-  for (int p = 0; p < 4; ++p) {
-    if constexpr (in_place) panels[p] = tile.keys[p], next[p] = tile.next_keys[p];
-    else panels[p] = wide + p * 16 * tile.dim;
-  }
-  if constexpr (a.tiled) score_packed(packed, tile.dim, panels, in_place ? next : nullptr, rows, scores);
-  else score_panels(panels, in_place ? next : nullptr, rows, row_of, tile.dim, scores);
+  if (row == 0) keys.read(tile);
+  const T* const* next = keys.in_place && row == 0 ? keys.next : nullptr;
+  if constexpr (a.tiled) score_packed(packed, row, tile.dim, keys.panels, next, rows, scores);
+  else score_panels(keys.panels, next, rows, row_of, tile.dim, scores);
 }
 
-// One row of scores -> probabilities in T, times the values' scales; keys outside [low, high) of the tile are masked.
-// Returns the factor that what was summed before must be multiplied by.
-template <class T, class S>
+// e^(x - base), for probabilities in T: bfloat16 has 8 bits of them, and takes 2^x within 3e-6.
+template <class T>
+INLINE Vec probability(Vec x, Vec base) {
+  if constexpr (!std::is_same_v<T, bf16>) return exp(sub(x, base));
+  const Vec least = set1(-126.0f);  // no denormals, as in `exp`
+  Vec power = mul(sub(x, base), set1(1.44269504088896341f));
+  Vec within = max(least, power);
+  Vec n = nearest(within), r = sub(within, n);
+  Vec p = set1(9.582852945e-3f);
+  p = fma(p, r, set1(5.590642616e-2f));
+  p = fma(p, r, set1(2.402409911e-1f));
+  p = fma(p, r, set1(6.931241751e-1f));
+  p = fma(p, r, set1(1.0f));
+  return less(power, least, zero(), scale2(p, n));
+}
+
+// One row of scores -> probabilities in T, times the values' scales; MASKED: keys outside [low, high) of the tile are not
+// there. Adds them to total [16], and returns the factor that what was summed before must be multiplied by.
+template <class T, bool MASKED, class S>
 INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, float scale, float softcap, float& top,
-                         float& total, T* probabilities) {
-  const bool masked = low > 0 || high < KEY_TILE;
+                         float* total, T* probabilities) {
   auto seen = [&](Vec x, int p, Vec other) {
-    return masked ? keep(x, int(low) - p * LANES, int(high) - p * LANES, other) : x;
+    return MASKED ? keep(x, int(low) - p * LANES, int(high) - p * LANES, other) : x;
   };
-  Vec s[4], tile_top = set1(MINUS_INF);
-#pragma GCC unroll 4
-  for (int p = 0; p < 4; ++p) {
+  Vec s[PIECES], tile_top = set1(MINUS_INF);
+#pragma GCC unroll 8
+  for (int p = 0; p < PIECES; ++p) {
     s[p] = mul(tile.by_scales(load(scores + p * LANES), tile.keys[p]), set1(scale));
     if (softcap != 0.0f) s[p] = mul(tanh(div(s[p], set1(softcap))), set1(softcap));
     s[p] = seen(s[p], p, set1(MINUS_INF));
     tile_top = max(tile_top, s[p]);
   }
-  float new_top = fmaxf(top, maximum(tile_top));
-  float base = new_top == MINUS_INF ? 0.0f : new_top;
-#pragma GCC unroll 4
-  for (int p = 0; p < 4; ++p) {
-    s[p] = seen(exp(sub(s[p], set1(base))), p, zero());
+  float factor = 1.0f;
+  Vec sum = load(total);
+  if (lanes_less(set1(top), tile_top)) {  // ever more rarely
+    const float before = top;
+    top = maximum(tile_top);
+    factor = exp(before - top);
+    sum = mul(sum, set1(factor));
+  }
+  const Vec base = set1(top == MINUS_INF ? 0.0f : top);
+#pragma GCC unroll 8
+  for (int p = 0; p < PIECES; ++p) {
+    s[p] = seen(probability<T>(s[p], base), p, zero());
+    sum = add(sum, s[p]);
     store(probabilities + p * LANES, seen(tile.by_scales(s[p], tile.values[p]), p, zero()));
   }
-  float factor = new_top == top ? 1.0f : exp(top - base);
-  total = total * factor + sum(add(add(s[0], s[1]), add(s[2], s[3])));
-  top = new_top;
+  store(total, sum);
   return factor;
 }
 
@@ -237,7 +271,7 @@ INLINE void fetch_values(const Tile<S>& tile, i64 key, i64 column, i64 width) {
   for (i64 at = 0; at < unit * width * i64(sizeof(S)); at += 64) fetch_l2(next + at);
 }
 
-// A tile's values as panels over its keys, [dim / 16][64 / unit][16][unit] in T.
+// A tile's values as panels over its keys, [dim / 16][KEY_TILE / unit][16][unit] in T.
 template <class T, class S>
 INLINE void pack_values(const Tile<S>& tile, i64 first, i64 end, i64 dim, T* panels) {
   for (i64 key = 0; key < KEY_TILE; key += Dot<T>::unit) {
@@ -297,15 +331,12 @@ INLINE void weigh_packed(const Attention<T, C>& a, const T* probabilities, const
     for (i64 d = 0; d < dim; d += LANES) store(acc + r * dim + d, mul(load(acc + r * dim + d), set1(factor[r])));
   }
   if constexpr (a.tiled) {
-    constexpr i64 high = 2 * TILE_HEIGHT, line = KEY_TILE * i64(sizeof(T));
-    for (i64 row = 0; row < rows; row += high) {
-      const char* first = reinterpret_cast<const char*>(probabilities + row * KEY_TILE);
-      const RowTiles left{first, first + TILE_HEIGHT * line, line, TILE_LINE};
-      for (i64 d = 0; d < dim; d += 2 * LANES) {
-        const T* panels[2] = {values + d * KEY_TILE, values + d * KEY_TILE + panel};
-        tile_product<T>(rows - row < high ? rows - row : high, left, (dim - d) / LANES, panels, panels, nullptr, KEY_TILE,
-                        acc + row * dim + d, dim, false);
-      }
+    constexpr i64 line = KEY_TILE * i64(sizeof(T));
+    const char* first = reinterpret_cast<const char*>(probabilities);
+    const RowTiles left{first, first + TILE_HEIGHT * line, line, TILE_LINE};
+    for (i64 d = 0; d < dim; d += 2 * LANES) {
+      const T* panels[2] = {values + d * KEY_TILE, values + d * KEY_TILE + panel};
+      tile_product<T, PANELS>(rows, left, (dim - d) / LANES, panels, panels, {}, KEY_TILE, acc + d, acc + d, dim);
     }
     return;
   }
@@ -324,11 +355,12 @@ INLINE void weigh_packed(const Attention<T, C>& a, const T* probabilities, const
   });
 }
 
-// acc [rows, dim] = acc * factor [rows] + probabilities [rows][64] @ the tile's values from `first` to `end`. `packed` is
-// room for a copy of those, which few rows do without; the additions are the same.
+// acc [rows, dim] = acc * factor [rows] + probabilities [rows][KEY_TILE] @ the tile's values from `first` to `end`. `packed` is
+// room for a copy of those, which few rows do without; the additions are the same. It is made for the piece's rows from
+// `row` = 0 on, and kept for the others.
 template <class T, class C>
 INLINE void weigh_tile(const Attention<T, C>& a, const T* probabilities, const Tile<typename C::Stored>& tile, i64 first,
-                       i64 end, i64 rows, const float* factor, T* packed, float* acc) {
+                       i64 end, i64 row, i64 rows, const float* factor, T* packed, float* acc) {
   using S = typename C::Stored;
 #define ROWS(M) \
   case M: return weigh_few<T, S, M>(probabilities, tile, first, end, a.v_dim(), factor, acc);
@@ -338,31 +370,51 @@ INLINE void weigh_tile(const Attention<T, C>& a, const T* probabilities, const T
       switch (rows) { ROWS(5) ROWS(6) }
   }
 #undef ROWS
-  pack_values(tile, first, end, a.v_dim(), packed);
+  if (row == 0) pack_values(tile, first, end, a.v_dim(), packed);
   weigh_packed(a, probabilities, packed, rows, factor, acc);
 }
 
-// One split of 512 keys for the rows of a piece: state starts empty.
+// q's rows of a piece.
 template <class T, class C>
-void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State state) {
+struct Queries {
+  const Attention<T, C>& a;
+  i64 first_token, first_head, heads;
+  INLINE Queries(const Attention<T, C>& a_, const Piece& piece)
+      : a(a_), first_token(a.query_start_loc[piece.seq] + piece.begin), first_head(piece.head * a.group() + piece.first),
+        heads(piece.heads) {}
+  INLINE const T* operator()(i64 row) const { return a.q[first_token + row / heads] + (first_head + row % heads) * a.dim(); }
+};
+
+// The same as tiles multiply them.
+template <class T, class C>
+struct PackedQueries {
+  alignas(64) T rows[Attention<T, C>::tiled ? QUERY_ROWS * (C::latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
+  INLINE PackedQueries(const Attention<T, C>& a, const Piece& piece) {
+    if constexpr (a.tiled) pack_rows(Queries<T, C>(a, piece), 0, piece.rows(), 0, a.dim(), TILE_K<T>, rows);
+  }
+};
+
+// One split of 512 keys for the rows of a piece: state starts empty. On tiles a few rows at a time go through all that is
+// done with a tile, in the first-level cache.
+template <class T, class C>
+void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 split, State state) {
+  constexpr i64 at_once = a.tiled ? TILE_PAIR : QUERY_ROWS;
   i64 dim = a.v_dim(), heads = piece.heads, rows = piece.rows(), size = a.cache.block_size;
-  i64 start = a.query_start_loc[piece.seq], first_new = a.seq_lens[piece.seq] - (a.query_start_loc[piece.seq + 1] - start);
-  i64 first_head = piece.head * a.group() + piece.first;
-  auto row_of = [&](i64 r) { return a.q[start + piece.begin + r / heads] + (first_head + r % heads) * a.dim(); };
+  i64 first_new = a.seq_lens[piece.seq] - (a.query_start_loc[piece.seq + 1] - a.query_start_loc[piece.seq]);
   i64 key_end = first_new + piece.end, key_begin = a.first_key(first_new + piece.begin);
+  const Queries<T, C> row_of(a, piece);
   const i32* blocks = a.block_table + piece.seq * a.max_blocks;
-  alignas(64) float scores[QUERY_ROWS * KEY_TILE], factor[QUERY_ROWS];
-  alignas(64) T probabilities[QUERY_ROWS * KEY_TILE], packed_values[KEY_TILE * MAX_HEAD_DIM];
-  alignas(64) T wide[a.latent ? KEY_TILE * MAX_LATENT_DIM : a.widens ? KEY_TILE * MAX_HEAD_DIM : 1];
-  alignas(64) T packed[a.tiled ? QUERY_ROWS * (a.latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
-  if constexpr (a.tiled) pack_rows(row_of, 0, rows, 0, a.dim(), TILE_K<T>, packed);
-  for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF, state.total[r] = 0.0f;
+  alignas(64) float scores[at_once * KEY_TILE], totals[QUERY_ROWS * LANES], factor[at_once];
+  alignas(64) T probabilities[at_once * KEY_TILE], values[KEY_TILE * MAX_HEAD_DIM];
+  KeyPanels<T, C> keys;
+  for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF;
+  memset(totals, 0, rows * LANES * sizeof(float));
   memset(state.acc, 0, rows * dim * sizeof(float));
   for (i64 key = split * KEY_SPLIT; key < (split + 1) * KEY_SPLIT && key < key_end; key += KEY_TILE) {
     if (key + KEY_TILE <= key_begin) continue;
     Tile<typename C::Stored> tile;
     tile.dim = a.dim();
-    for (i64 p = 0; p < 4; ++p) {
+    for (i64 p = 0; p < PIECES; ++p) {
       i64 token = key + p * 16 < key_end ? key + p * 16 : key;  // past the end: any panel, masked below
       i64 later = token + KEY_TILE < key_end ? token + KEY_TILE : token;
       tile.keys[p] = a.cache.keys(blocks[token / size], piece.head, token % size);
@@ -371,14 +423,23 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, i64 split, State
       tile.next_values[p] = a.cache.values(blocks[later / size], piece.head, later % size);
     }
     tile.fetch_scales();
-    score_tile(a, tile, rows, row_of, packed, wide, scores);
-    for (i64 r = 0; r < rows; ++r) {
-      i64 position = first_new + piece.begin + r / heads;
-      factor[r] = softmax_row(tile, scores + r * KEY_TILE, a.first_key(position) - key, position + 1 - key, a.scale,
-                              a.softcap, state.high[r], state.total[r], probabilities + r * KEY_TILE);
+    for (i64 row = 0; row < rows; row += at_once) {
+      const i64 count = rows - row < at_once ? rows - row : at_once;
+      score_tile(a, tile, row, count, row_of, packed.rows, keys, scores);
+      for (i64 r = 0; r < count; ++r) {
+        const i64 position = first_new + piece.begin + (row + r) / heads;
+        const i64 low = a.first_key(position) - key, high = position + 1 - key;
+        auto softmax = [&]<bool MASKED>(std::bool_constant<MASKED>) {
+          factor[r] = softmax_row<T, MASKED>(tile, scores + r * KEY_TILE, low, high, a.scale, a.softcap, state.high[row + r],
+                                             totals + (row + r) * LANES, probabilities + r * KEY_TILE);
+        };
+        if (low > 0 || high < KEY_TILE) softmax(std::true_type());
+        else softmax(std::false_type());
+      }
+      weigh_tile(a, probabilities, tile, key_begin - key, key_end - key, row, count, factor, values, state.acc + row * dim);
     }
-    weigh_tile(a, probabilities, tile, key_begin - key, key_end - key, rows, factor, packed_values, state.acc);
   }
+  for (i64 r = 0; r < rows; ++r) state.total[r] = sum(load(totals + r * LANES));
 }
 
 // into = into merged with one more split.
@@ -424,8 +485,9 @@ void attend_piece(const Attention<T, C>& a, const Piece& piece) {
   for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF, total[r] = 0.0f;
   memset(acc, 0, rows * dim * sizeof(float));
   split_range(a, piece, begin, end);
+  const PackedQueries<T, C> packed(a, piece);
   for (i64 split = begin; split < end; ++split) {
-    attend_split(a, piece, split, State{split_high, split_total, split_acc});
+    attend_split(a, piece, packed, split, State{split_high, split_total, split_acc});
     for (i64 r = 0; r < rows; ++r)
       merge_row(high[r], total[r], acc + r * dim, split_high[r], split_total[r], split_acc + r * dim, dim);
   }
@@ -445,7 +507,8 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
       Piece piece = piece_of(a, i / max_splits / parts, i / max_splits % parts, 0, 1);
       i64 first, last, split = i % max_splits;
       split_range(a, piece, first, last);
-      if (split >= first && split < last) attend_split(a, piece, split, state(partial(i / max_splits, split)));
+      if (split >= first && split < last)
+        attend_split(a, piece, PackedQueries<T, C>(a, piece), split, state(partial(i / max_splits, split)));
     }
   });
   team.barrier();

@@ -27,6 +27,12 @@ constexpr i64 INT8_TILE_ROWS = 2;
 #endif
 constexpr i64 PREFETCH_BYTES = 2048;
 constexpr i64 BLOCK_ROWS = 192;              // rows that share one pass over a group of panels
+// The same on tiles, which multiply TILE_PAIR at a time: of rows of `bytes`, as many as half of a 2 MB L2 holds.
+constexpr i64 TILE_BLOCK_ROWS = 512, TILE_PAIR = 32;
+INLINE i64 tile_block_rows(i64 bytes) {
+  const i64 rows = (5 << 18) / bytes / TILE_PAIR * TILE_PAIR;
+  return rows < 2 * TILE_PAIR ? 2 * TILE_PAIR : rows < TILE_BLOCK_ROWS ? rows : TILE_BLOCK_ROWS;
+}
 constexpr i64 BLOCK_K_BYTES = 8192;          // of one output row: a group of panels then takes half of a 1 MB L2
 constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widened into L1 for rows of another type
 
@@ -268,18 +274,28 @@ INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, offsets, row_of, emit);
 }
 
+// What `emit` will read, of an element for each output, where rows are equally far apart; or nothing.
+struct Beside {
+  const char* data = nullptr;
+  i64 stride = 0, size = 0;  // bytes of a row, of an element
+  INLINE Beside from(i64 row) const { return {data + row * stride, stride, size}; }
+  INLINE void fetch(i64 row, i64 column) const {
+    if (data) fetch_l2(data + row * stride + column * size);
+  }
+};
+
 template <class T, class W, class R, class E>
-void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit);  // amx_gemm.h
+void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit, Beside beside);  // amx_gemm.h
 
 // The panels [begin, end). Tiles round sums of bf16 otherwise than vectors, so there all rows go through them; integers
 // come out the same, and few rows are multiplied by vectors as fast as memory gives their weights.
 template <class T, class W, class R, class E>
-INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
+INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit, Beside beside = {}) {
   if constexpr (AMX && std::is_same_v<T, bf16>) {
-    tile_panels<T>(w, begin, end, rows, row_of, emit);
+    tile_panels<T>(w, begin, end, rows, row_of, emit, beside);
   } else {
     if constexpr (AMX && std::is_same_v<T, i8>)
-      if (rows > TALL_ROWS) return tile_panels<T>(w, begin, end, rows, row_of, emit);
+      if (rows > TALL_ROWS) return tile_panels<T>(w, begin, end, rows, row_of, emit, beside);
     vector_panels<T>(w, begin, end, after, rows, row_of, emit);
   }
 }
@@ -294,31 +310,50 @@ INLINE Ahead first_piece(const Team& team, const P& w) {
   return {w.panel(0) + team.tid * groups * 4 * panel, groups * 4 * panel * i64(sizeof(*w.data))};
 }
 
+// Rows in blocks of nearly equal height: at most `most`, of `unit` rows or a multiple but for the last.
+struct RowBlocks {
+  i64 rows, most, unit = 1;
+  INLINE i64 count() const { return (rows + most - 1) / most; }
+  INLINE i64 begin(i64 block) const {
+    const i64 row = (rows + unit - 1) / unit * block / count() * unit;
+    return row < rows ? row : rows;
+  }
+};
+
+// Those in which rows of T over k go through a product.
+template <class T>
+INLINE RowBlocks row_blocks_of(i64 rows, i64 k) {
+  if (AMX && sizeof(T) < 4 && rows > TALL_ROWS) return {rows, tile_block_rows(k * i64(sizeof(T))), TILE_PAIR};
+  return {rows, BLOCK_ROWS};
+}
+
 // Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end, the
-// panel that the thread goes on with or -1), of at most `most` rows. early: to know that panel.
+// panel that the thread goes on with or -1). early: to know that panel.
 template <class F>
-INLINE void pieces(Team& team, i64 rows, i64 panels, i64 most, bool early, F f) {
-  i64 groups = (panels + 3) / 4, blocks = (rows + most - 1) / most;
-  team.each_early(groups * blocks, piece_grain(team, groups * blocks), early, [&](i64 begin, i64 end, i64 after) {
+INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, F f) {
+  i64 groups = (panels + 3) / 4, items = groups * rows.count();
+  team.each_early(items, piece_grain(team, items), early, [&](i64 begin, i64 end, i64 after) {
     // Items in the order (row block, panel group): neighbours share rows of x and stream the weight.
     while (begin < end) {
       i64 block = begin / groups, group = begin % groups;
       i64 stop = end - begin < groups - group ? group + end - begin : groups;
-      f(rows * block / blocks, rows * (block + 1) / blocks, group * 4, stop * 4 < panels ? stop * 4 : panels,
+      f(rows.begin(block), rows.begin(block + 1), group * 4, stop * 4 < panels ? stop * 4 : panels,
         early && after * 4 + TILE_PANELS <= panels ? after * 4 : -1);
       begin += stop - group;
     }
   });
 }
 
-// x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16.
+// x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16. It should have
+// captured by value: what lies in memory is read anew for every vector, since the last may have been stored over it.
 template <class T, class W, class E>
-INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit) {
+INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit, Beside beside = {}) {
   const bool early = fetches_weights<T, W>(rows);
-  pieces(team, rows, w.count(), BLOCK_ROWS, early, [&](i64 row0, i64 row1, i64 first, i64 last, i64 after) {
+  pieces(team, row_blocks_of<T>(rows, w.k), w.count(), early, [&](i64 row0, i64 row1, i64 first, i64 last, i64 after) {
     gemm_panels<T>(
         w, first, last, after, row1 - row0, [&](i64 row) { return x[row0 + row]; },
-        [&](i64 row, i64 panel, auto sums) { emit(row0 + row, panel * 16, sums, w.n - panel * 16); });
+        [emit, row0, n = w.n](i64 row, i64 panel, auto sums) { emit(row0 + row, panel * 16, sums, n - panel * 16); },
+        beside.from(row0));
   });
 }
 
@@ -329,50 +364,68 @@ INLINE Vec finished(Vec sums, const float* scale, const T* bias, i64 at, i64 cou
   return bias ? add(sums, load(bias + at, count)) : sums;
 }
 
-// out [rows, n] in O; bias [n] or null.
-template <class T, class O>
-KERNEL void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
-  linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
-    store(out[row] + column, finished<T>(acc, nullptr, bias, column, width), width);
-  });
-}
-
-// out = residual + the product, which is rounded first. out may be where residual is.
-template <class T, class O>
-KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual, Rows<O> out) {
-  linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
-    Vec product = rounded<O>(finished<T>(acc, nullptr, bias, column, width));
-    store(out[row] + column, add(load(residual[row] + column, width), product), width);
-  });
-}
+constexpr i64 PAST_BYTES = 1 << 20;
 
 // Writes a product, rounded, or its sum with the residual unless that is null.
 template <class T>
 struct Written {
   Rows<const T> residual;
   Rows<T> out;
+  bool past = false;  // the caches
+  // The same for so many rows: of more than half of a second-level cache, on tiles, the fetching of the lines that they
+  // replace would take a quarter of a product's time.
+  INLINE Written of(i64 rows) const {
+    return {residual, out, AMX && !residual.data && rows * out.stride * i64(sizeof(T)) > PAST_BYTES};
+  }
+  INLINE Beside beside() const {
+    return {reinterpret_cast<const char*>(residual.data), residual.stride * i64(sizeof(T)), i64(sizeof(T))};
+  }
   INLINE void operator()(i64 row, i64 column, Vec product, i64 width) const {
     if (residual.data) product = add(load(residual[row] + column, width), rounded<T>(product));
+    else if (past) return store_past(out[row] + column, product, width);
     store(out[row] + column, product, width);
   }
 };
 
+// out [rows, n] in O; bias [n] or null.
+template <class T, class O>
+KERNEL void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
+  const Written<O> written = Written<O>{{nullptr, 0}, out}.of(rows);
+  linear_to(team, x, rows, w, [=](i64 row, i64 column, Vec acc, i64 width) {
+    written(row, column, finished<T>(acc, nullptr, bias, column, width), width);
+  });
+}
+
+// out = residual + the product, which is rounded first. out may be where residual is.
+template <class T, class O>
+KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual, Rows<O> out) {
+  const Written<O> written{residual, out};
+  auto emit = [=](i64 row, i64 column, Vec acc, i64 width) {
+    written(row, column, finished<T>(acc, nullptr, bias, column, width), width);
+  };
+  linear_to(team, x, rows, w, emit, written.beside());
+}
+
 // Weights in int8 with a scale for each output, which multiplies the whole sum. The result is in O.
 template <class T, class O>
 KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<O> out) {
-  linear_to(team, x, rows, w, [&](i64 row, i64 column, Vec acc, i64 width) {
-    out(row, column, finished(acc, scale, bias, column, width), width);
-  });
+  const Written<O> written = out.of(rows);
+  auto emit = [=](i64 row, i64 column, Vec acc, i64 width) {
+    written(row, column, finished(acc, scale, bias, column, width), width);
+  };
+  linear_to(team, x, rows, w, emit, written.beside());
 }
 
 // Rows in int8 too, x_scale [rows, 1]; the bias in T.
 template <class T, class O>
 KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
                         const T* bias, Written<O> out) {
-  linear_to(team, x, rows, w, [&](i64 row, i64 column, IVec acc, i64 width) {
+  const Written<O> written = out.of(rows);
+  auto emit = [=](i64 row, i64 column, IVec acc, i64 width) {
     Vec sums = mul(to_float(acc), set1(*x_scale[row]));
-    out(row, column, finished(sums, scale, bias, column, width), width);
-  });
+    written(row, column, finished(sums, scale, bias, column, width), width);
+  };
+  linear_to(team, x, rows, w, emit, written.beside());
 }
 
 // Each of `heads` consecutive pieces of k elements of a row times its own weight of w.n output rows.

@@ -144,14 +144,21 @@ KERNEL void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half,
   });
 }
 
+// f(row, head) for all of them. 16 rows of one head go to a thread one behind the other: they write to the same lines of K.
+template <class F>
+INLINE void each_head(Team& team, i64 rows, i64 heads, i64 dim, F f) {
+  const i64 blocks = (rows + 15) / 16;
+  team.each(blocks * heads, (row_grain(dim) + 15) / 16, [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i)
+      for (i64 row = i / heads * 16; row < rows && row < i / heads * 16 + 16; ++row) f(row, i % heads);
+  });
+}
+
 template <class T, class S>
 KERNEL void kv_write(Team& team, Cache<S> cache, Rows<const T> k, Rows<const T> v, const i64* slots, i64 rows) {
-  team.each(rows * cache.heads, row_grain(cache.dim), [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      i64 row = i / cache.heads, head = i % cache.heads;
-      write_key(cache, slots[row], head, k[row] + head * cache.dim);
-      write_value(cache, slots[row], head, v[row] + head * cache.dim);
-    }
+  each_head(team, rows, cache.heads, cache.dim, [&](i64 row, i64 head) {
+    write_key(cache, slots[row], head, k[row] + head * cache.dim);
+    write_value(cache, slots[row], head, v[row] + head * cache.dim);
   });
 }
 
@@ -170,20 +177,14 @@ KERNEL void latent_write(Team& team, Latent<S> cache, Rows<const T> k, const i64
 template <class T, class S>
 KERNEL void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table, i64 half,
                           Pairs pairs, Cache<S> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
-  i64 dim = cache.dim, all = heads + cache.heads;
-  team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      i64 row = i / all, head = i % all;
-      if (head < heads) {
-        rope_head(q[row] + head * dim, table[row], half, pairs, dim, out[row] + head * dim);
-      } else {
-        head -= heads;
-        T rotated[MAX_HEAD_DIM];
-        rope_head(k[row] + head * dim, table[row], half, pairs, dim, rotated);
-        write_key(cache, slots[row], head, rotated);
-        write_value(cache, slots[row], head, v[row] + head * dim);
-      }
-    }
+  const i64 dim = cache.dim;
+  each_head(team, rows, heads + cache.heads, dim, [&](i64 row, i64 head) {
+    if (head < heads) return rope_head(q[row] + head * dim, table[row], half, pairs, dim, out[row] + head * dim);
+    head -= heads;
+    T rotated[MAX_HEAD_DIM];
+    rope_head(k[row] + head * dim, table[row], half, pairs, dim, rotated);
+    write_key(cache, slots[row], head, rotated);
+    write_value(cache, slots[row], head, v[row] + head * dim);
   });
 }
 
@@ -192,22 +193,18 @@ template <class T, class S>
 KERNEL void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, const T* q_weight,
                                const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache,
                                const i64* slots, i64 rows, i64 heads, Rows<T> out) {
-  i64 dim = cache.dim, all = heads + cache.heads;
-  team.each(rows * all, row_grain(dim), [&](i64 begin, i64 end) {
+  const i64 dim = cache.dim;
+  each_head(team, rows, heads + cache.heads, dim, [&](i64 row, i64 head) {
     T normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
-    for (i64 i = begin; i < end; ++i) {
-      i64 row = i / all, head = i % all;
-      if (head < heads) {
-        norm_row(q[row] + head * dim, q_weight, norm, dim, normed);
-        rope_head(normed, table[row], half, pairs, dim, out[row] + head * dim);
-      } else {
-        head -= heads;
-        norm_row(k[row] + head * dim, k_weight, norm, dim, normed);
-        rope_head(normed, table[row], half, pairs, dim, rotated);
-        write_key(cache, slots[row], head, rotated);
-        write_value(cache, slots[row], head, v[row] + head * dim);
-      }
+    if (head < heads) {
+      norm_row(q[row] + head * dim, q_weight, norm, dim, normed);
+      return rope_head(normed, table[row], half, pairs, dim, out[row] + head * dim);
     }
+    head -= heads;
+    norm_row(k[row] + head * dim, k_weight, norm, dim, normed);
+    rope_head(normed, table[row], half, pairs, dim, rotated);
+    write_key(cache, slots[row], head, rotated);
+    write_value(cache, slots[row], head, v[row] + head * dim);
   });
 }
 
@@ -218,12 +215,13 @@ KERNEL void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T*
                               Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache, const i64* slots,
                               i64 rows, i64 heads, Rows<T> out) {
   const i64 dim = cache.dim, of_head = dim / 16, all = heads + 2 * cache.heads;
-  const i64 blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const RowBlocks row_blocks = row_blocks_of<T>(rows, w.k);
+  const i64 blocks = row_blocks.count();
   const bool early = blocks == 1 && fetches_weights<T, T>(rows);
   team.each_early(all * blocks, 1, early, [&](i64 item, i64, i64 after) {
     i64 block = item / all, head = item % all;
-    i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;
-    T projected[BLOCK_ROWS * MAX_HEAD_DIM];
+    i64 row0 = row_blocks.begin(block), row1 = row_blocks.begin(block + 1);
+    alignas(64) T projected[(AMX ? TILE_BLOCK_ROWS : BLOCK_ROWS) * MAX_HEAD_DIM];
     gemm_panels<T>(
         w, head * of_head, (head + 1) * of_head, early && after < all ? after * of_head : -1, row1 - row0,
         [&](i64 row) { return x[row0 + row]; },

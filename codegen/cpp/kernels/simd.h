@@ -82,6 +82,11 @@ INLINE void store(T* p, Vec x, i64 n) {
   store(lanes, x);
   memcpy(p, lanes, n * sizeof(T));
 }
+template <class T>
+INLINE void store_past(T* p, Vec x, i64 n) {
+  if (n >= LANES) store_past(p, x);
+  else store(p, x, n);
+}
 INLINE Vec rounded_to(const float*, Vec x) { return x; }
 INLINE Vec rounded_to(const bf16*, Vec x) {
   bf16 lanes[LANES];
@@ -93,10 +98,12 @@ INLINE Vec rounded(Vec x) {
   return rounded_to(static_cast<const T*>(nullptr), x);
 }
 
-// e^x within about 1 ulp; 0 below -104, inf above 88.8; NaN stays (min and max return their second operand for it).
-// exp(0) is exactly 1.
-INLINE Vec exp(Vec x) {
-  x = max(set1(-105.0f), min(set1(89.0f), x));
+// e^x within about 1 ulp; 0 below -87.3, where it would be denormal (which some processors take a hundred times as long
+// for, and a masked score is -inf); inf above 88.8; NaN stays (min and max return their second operand for it). exp(0) is
+// exactly 1.
+INLINE Vec exp(Vec power) {
+  const Vec least = set1(-87.3f);
+  Vec x = max(least, min(set1(89.0f), power));
   Vec n = nearest(mul(x, set1(1.44269504088896341f)));
   Vec r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -107,7 +114,7 @@ INLINE Vec exp(Vec x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = add(fma(mul(r, r), p, r), set1(1.0f));
-  return scale2(p, n);
+  return less(power, least, zero(), scale2(p, n));
 }
 INLINE float exp(float x) { return first(exp(set1(x))); }
 INLINE Vec silu(Vec x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }

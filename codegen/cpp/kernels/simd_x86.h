@@ -21,14 +21,15 @@ INLINE Vec load(const i8* p) {
 }
 INLINE Vec load_half(const u16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
-INLINE void store(bf16* p, Vec x) {
-  // By integer arithmetic and not vcvtneps2bf16, which flushes denormals; both variants then round alike.
+// As bfloat16, denormals too, which vcvtneps2bf16 makes zero: both variants then round alike.
+INLINE __m256i narrow(Vec x) {
+  if (__builtin_expect(_mm512_fpclass_ps_mask(x.v, 0x20) == 0, 1)) return __m256i(_mm512_cvtneps_pbh(x.v));
   __m512i bits = _mm512_castps_si512(x.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
   __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
   __m512i out = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), quiet);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(out));
+  return _mm512_cvtepi32_epi16(out);
 }
 INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -118,9 +119,8 @@ INLINE __m256i narrow(__m256 x) {
   __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
   return _mm256_blendv_epi8(near, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
-INLINE void store(bf16* p, Vec x) {
-  __m256i packed = _mm256_packus_epi32(narrow(x.l), narrow(x.h));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+INLINE __m256i narrow(Vec x) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow(x.l), narrow(x.h)), 0xd8);
 }
 INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.l, b.l), _mm256_add_ps(a.h, b.h)}; }
 INLINE Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.l, b.l), _mm256_sub_ps(a.h, b.h)}; }
@@ -280,8 +280,18 @@ INLINE i32 byte_sum(const i8* p, i64 count) {
 #endif
 }
 
+INLINE void store(bf16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
 INLINE void relax() { _mm_pause(); }
 INLINE u64 ticks() { return __rdtsc(); }
 INLINE u64 ticks_of(u64 cycles) { return cycles; }
+
+// Writes what is larger than the caches, and not read soon: without fetching the line that it replaces. Other threads may
+// see it late, unless `settle` comes between.
+INLINE void store_past(float* p, Vec x) { store(p, x); }
+INLINE void store_past(bf16* p, Vec x) {
+  if (reinterpret_cast<u64>(p) % 32) store(p, x);
+  else _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x));
+}
+INLINE void settle() { _mm_sfence(); }
 
 }  // namespace inferc

@@ -59,6 +59,11 @@ void load(const void* from, i64 stride) {
 }
 
 template <int T>
+void stream(const void* from, i64 stride) {
+  load<T>(from, stride);
+}
+
+template <int T>
 void store(void* to, i64 stride) {
   const u8(*tile)[64] = used(T);
   for (int r = 0; r < tile_file.config.rows[T]; ++r)
