@@ -14,6 +14,7 @@ from inferc.config import CompileConfig
 from inferc.errors import VerifyError
 from inferc.frontend.load import load
 from inferc.frontend.reference import reference_logits
+from inferc.runtime.abi import detect_isa
 from inferc.runtime.artifact import load_artifact
 
 PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
@@ -52,7 +53,7 @@ def test_float32(tiny_llama_folder: Path, tmp_path: Path) -> None:
         assert row["dtype"] == "float32"
     kernels = certificate["rows"][-1]
     assert kernels["greedy_equal"] == len(certificate["prompts"])
-    assert kernels["ran_by"].startswith("cpu kernels (avx")
+    assert kernels["ran_by"].startswith(f"cpu kernels ({detect_isa()[0]})")
     assert {row["ran_by"] for row in certificate["rows"][:-1]} == {"reference"}
     load_artifact(tmp_path / "out").verify_weights().wait()
 

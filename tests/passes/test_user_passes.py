@@ -344,7 +344,7 @@ def test_faults_of_a_kernel_are_told_as_the_users() -> None:
 def test_source_that_does_not_compile_is_one_line(tiny_llama_folder: Path, tmp_path: Path) -> None:
     own = with_kernel(tmp_path, halve_logits)
     (tmp_path / "own" / "halve.h").write_text("int broken() { return nothing; }\n")
-    with pytest.raises(InfercError, match=r"failed for avx\w+: halve\.h:1:\d+: error: .*nothing.*") as caught:
+    with pytest.raises(InfercError, match=r"failed for \w+: halve\.h:1:\d+: error: .*nothing.*") as caught:
         compiled(tiny_llama_folder, tmp_path / "out", own, target="cpu")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 

@@ -174,7 +174,7 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
   constexpr i64 width = 2 * LANES, wide_k = TILE_BLOCK / i64(sizeof(T)), tile = TILE_HEIGHT * TILE_K<T>;
   const i64 k = w.k, steps = (k + TILE_K<T> - 1) / TILE_K<T>;
   // A weight that one tile of rows or two read once streams through whole panels.
-  const i64 block = rows > TILE_PAIR ? wide_k : widens ? TILE_WIDE_K : steps * TILE_K<T>;
+  const i64 block = rows > TILE_HEIGHT && (widens || rows > TILE_PAIR) ? wide_k : widens ? TILE_WIDE_K : steps * TILE_K<T>;
   TiledRows x;
   if (k % TILE_K<T> == 0 && is_regular(row_of, rows)) {
     const i64 stride = rows > 1 ? bytes_between(row_of(0), row_of(1)) : 0;
@@ -190,12 +190,16 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
   const i64 fetches = (rows + TILE_PAIR - 1) / TILE_PAIR * steps * TILE_FETCH_BYTES;  // bytes, if each step fetches once
   const i64 pair = 2 * bytes_between(w.panel(0), w.panel(1));
   const i64 fetched = rows < TILE_FETCH_ROWS ? 0 : (pair + fetches - 1) / fetches * TILE_FETCH_BYTES;
+  const auto* bytes = reinterpret_cast<const char*>(w.data);
   for (i64 panel = begin; panel < end; panel += 2) {
     const i64 count = end - panel < 2 ? 1 : 2;
-    TileAhead ahead{reinterpret_cast<const char*>(w.panel(panel + 2)), nullptr, panel + 2 < end ? fetched : 0,
-                    TILE_FETCH_BYTES};
+    TileAhead ahead{bytes + (panel + 2) * pair / 2, nullptr, panel + 2 < end ? fetched : 0, TILE_FETCH_BYTES};
     for (i64 k0 = 0; k0 < k; k0 += block) {
       const bool is_last = k0 + block >= k;
+      if (widens && rows <= TILE_PAIR) {  // the next blocks, while this one is multiplied: widening them would wait for memory
+        const char* next = is_last ? bytes + (panel + 2) * pair / 2 : bytes + panel * pair / 2 + (k0 + block) * 16;
+        ahead = {next, next + pair / 2, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
+      }
       const i64 here = is_last ? k - k0 : block;
       const T *panels[2], *last[2] = {last_tiles, last_tiles + tile};
       for (i64 p = 0; p < count; ++p) {
