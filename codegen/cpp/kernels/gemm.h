@@ -364,25 +364,16 @@ INLINE Vec finished(Vec sums, const float* scale, const T* bias, i64 at, i64 cou
   return bias ? add(sums, load(bias + at, count)) : sums;
 }
 
-constexpr i64 PAST_BYTES = 1 << 20;
-
 // Writes a product, rounded, or its sum with the residual unless that is null.
 template <class T>
 struct Written {
   Rows<const T> residual;
   Rows<T> out;
-  bool past = false;  // the caches
-  // The same for so many rows: of more than half of a second-level cache, on tiles, the fetching of the lines that they
-  // replace would take a quarter of a product's time.
-  INLINE Written of(i64 rows) const {
-    return {residual, out, AMX && !residual.data && rows * out.stride * i64(sizeof(T)) > PAST_BYTES};
-  }
   INLINE Beside beside() const {
     return {reinterpret_cast<const char*>(residual.data), residual.stride * i64(sizeof(T)), i64(sizeof(T))};
   }
   INLINE void operator()(i64 row, i64 column, Vec product, i64 width) const {
     if (residual.data) product = add(load(residual[row] + column, width), rounded<T>(product));
-    else if (past) return store_past(out[row] + column, product, width);
     store(out[row] + column, product, width);
   }
 };
@@ -390,7 +381,7 @@ struct Written {
 // out [rows, n] in O; bias [n] or null.
 template <class T, class O>
 KERNEL void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<O> out) {
-  const Written<O> written = Written<O>{{nullptr, 0}, out}.of(rows);
+  const Written<O> written{{nullptr, 0}, out};
   linear_to(team, x, rows, w, [=](i64 row, i64 column, Vec acc, i64 width) {
     written(row, column, finished<T>(acc, nullptr, bias, column, width), width);
   });
@@ -409,23 +400,21 @@ KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const
 // Weights in int8 with a scale for each output, which multiplies the whole sum. The result is in O.
 template <class T, class O>
 KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<O> out) {
-  const Written<O> written = out.of(rows);
   auto emit = [=](i64 row, i64 column, Vec acc, i64 width) {
-    written(row, column, finished(acc, scale, bias, column, width), width);
+    out(row, column, finished(acc, scale, bias, column, width), width);
   };
-  linear_to(team, x, rows, w, emit, written.beside());
+  linear_to(team, x, rows, w, emit, out.beside());
 }
 
 // Rows in int8 too, x_scale [rows, 1]; the bias in T.
 template <class T, class O>
 KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
                         const T* bias, Written<O> out) {
-  const Written<O> written = out.of(rows);
   auto emit = [=](i64 row, i64 column, IVec acc, i64 width) {
     Vec sums = mul(to_float(acc), set1(*x_scale[row]));
-    written(row, column, finished(sums, scale, bias, column, width), width);
+    out(row, column, finished(sums, scale, bias, column, width), width);
   };
-  linear_to(team, x, rows, w, emit, written.beside());
+  linear_to(team, x, rows, w, emit, out.beside());
 }
 
 // Each of `heads` consecutive pieces of k elements of a row times its own weight of w.n output rows.

@@ -82,11 +82,6 @@ INLINE void store(T* p, Vec x, i64 n) {
   store(lanes, x);
   memcpy(p, lanes, n * sizeof(T));
 }
-template <class T>
-INLINE void store_past(T* p, Vec x, i64 n) {
-  if (n >= LANES) store_past(p, x);
-  else store(p, x, n);
-}
 INLINE Vec rounded_to(const float*, Vec x) { return x; }
 INLINE Vec rounded_to(const bf16*, Vec x) {
   bf16 lanes[LANES];

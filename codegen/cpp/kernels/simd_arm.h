@@ -220,10 +220,4 @@ INLINE u64 ticks_of(u64 cycles) {
   return cycles * per_second / 3'000'000'000;
 }
 
-template <class T>
-INLINE void store_past(T* p, Vec x) {
-  store(p, x);
-}
-INLINE void settle() {}
-
 }  // namespace inferc

@@ -285,13 +285,4 @@ INLINE void relax() { _mm_pause(); }
 INLINE u64 ticks() { return __rdtsc(); }
 INLINE u64 ticks_of(u64 cycles) { return cycles; }
 
-// Writes what is larger than the caches, and not read soon: without fetching the line that it replaces. Other threads may
-// see it late, unless `settle` comes between.
-INLINE void store_past(float* p, Vec x) { store(p, x); }
-INLINE void store_past(bf16* p, Vec x) {
-  if (reinterpret_cast<u64>(p) % 32) store(p, x);
-  else _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x));
-}
-INLINE void settle() { _mm_sfence(); }
-
 }  // namespace inferc

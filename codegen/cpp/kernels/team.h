@@ -123,7 +123,6 @@ struct Team {
 
   void barrier(Ahead ahead = {}) {
     release_tiles();
-    settle();
     ticket = 0;
     if (count == 1) {
       for (auto& counter : pool.tickets) counter.next.store(0, std::memory_order_relaxed);
