@@ -132,19 +132,6 @@ INLINE RowTiles packed_tiles(const T* packed, i64 tile, i64 k, i64 per_line) {
   return {first, first + size, per_line * i64(sizeof(T)), TILE_HEIGHT * per_line * i64(sizeof(T))};
 }
 
-// Up to 32 rows where they lie, if they are equally far apart and k is made of whole tiles; else packed.
-template <class T, class R>
-INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 per_line, T* room) {
-  const char* first = reinterpret_cast<const char*>(row_of(row) + k0);
-  auto apart = [&](i64 r) { return reinterpret_cast<const char*>(row_of(row + r) + k0) - first; };
-  const i64 stride = height > 1 ? apart(1) : 0;
-  bool regular = k % per_line == 0;
-  for (i64 r = 2; r < height && regular; ++r) regular = apart(r) == r * stride;
-  if (regular) return {first, first + TILE_HEIGHT * stride, stride, per_line * i64(sizeof(T))};
-  pack_rows(row_of, row, height, k0, k, per_line, room);
-  return packed_tiles(room, 0, k, per_line);
-}
-
 INLINE i64 bytes_between(const void* a, const void* b) { return static_cast<const char*>(b) - static_cast<const char*>(a); }
 
 // Rows as tiles: where they lie, or packed.
@@ -163,6 +150,19 @@ INLINE bool is_regular(R row_of, i64 rows) {
   for (i64 row = 2; row < rows; ++row)
     if (bytes_between(row_of(0), row_of(row)) != row * bytes_between(row_of(0), row_of(1))) return false;
   return true;
+}
+
+// Up to 32 rows where they lie, if they are equally far apart and k is made of whole tiles; else packed.
+template <class T, class R>
+INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 per_line, T* room) {
+  auto from_k0 = [&](i64 r) { return row_of(row + r) + k0; };
+  if (k % per_line == 0 && is_regular(from_k0, height)) {
+    const char* first = reinterpret_cast<const char*>(from_k0(0));
+    const i64 stride = height > 1 ? bytes_between(from_k0(0), from_k0(1)) : 0;
+    return {first, first + TILE_HEIGHT * stride, stride, per_line * i64(sizeof(T))};
+  }
+  pack_rows(row_of, row, height, k0, k, per_line, room);
+  return packed_tiles(room, 0, k, per_line);
 }
 
 // Two panels at a time, a block of their k at a time, all rows: a block of the panels stays in the first-level cache, the

@@ -13,7 +13,7 @@
 namespace inferc {
 
 // With tiles a larger piece shares what vectors do for it, and sums are loaded and stored less often.
-constexpr i64 KEY_TILE = AMX ? 128 : 64, KEY_SPLIT = 512, QUERY_ROWS = AMX ? 128 : 48;
+constexpr i64 KEY_TILE = AMX ? 128 : 64, KEY_SPLIT = 512, QUERY_ROWS = AMX ? 256 : 48;
 constexpr int PIECES = KEY_TILE / 16;  // of 16 keys
 constexpr int NARROW_ROWS = TALL_ROWS ? 6 : 4;  // at most so many rows widen keys in int8 in registers
 constexpr float MINUS_INF = -__builtin_inff();
@@ -532,13 +532,17 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
 
 template <class A>
 KERNEL void paged_attention(Team& team, const A& a) {
-  i64 parts = a.cache.heads * a.parts(), tile = QUERY_ROWS / a.part_size();
-  i64 pieces = 0, longest = 0, new_tokens = a.query_start_loc[a.num_seqs];
+  const i64 parts = a.cache.heads * a.parts(), new_tokens = a.query_start_loc[a.num_seqs];
+  i64 tile = QUERY_ROWS / a.part_size(), longest = 0;  // tile: tokens of a piece
   auto tiles = [&](i64 seq) { return (a.query_start_loc[seq + 1] - a.query_start_loc[seq] + tile - 1) / tile; };
-  for (i64 seq = 0; seq < a.num_seqs; ++seq) {
-    pieces += tiles(seq) * parts;
-    longest = a.seq_lens[seq] > longest ? a.seq_lens[seq] : longest;
-  }
+  auto all_pieces = [&] {
+    i64 count = 0;
+    for (i64 seq = 0; seq < a.num_seqs; ++seq) count += tiles(seq) * parts;
+    return count;
+  };
+  while (AMX && tile * a.part_size() > 2 * TILE_PAIR && all_pieces() < 4 * team.count) tile /= 2;
+  const i64 pieces = all_pieces();
+  for (i64 seq = 0; seq < a.num_seqs; ++seq) longest = a.seq_lens[seq] > longest ? a.seq_lens[seq] : longest;
   i64 max_splits = (longest + KEY_SPLIT - 1) / KEY_SPLIT;
   i64 needed = a.num_seqs * parts * max_splits * a.part_size() * (a.v_dim() + 2);
   bool few = pieces < 2 * team.count && new_tokens == a.num_seqs && max_splits > 1;
@@ -549,7 +553,8 @@ KERNEL void paged_attention(Team& team, const A& a) {
     i64 piece = pieces - 1 - begin;
     while (piece < base) base -= tiles(--seq) * parts;
     i64 count = a.query_start_loc[seq + 1] - a.query_start_loc[seq];
-    i64 part = (piece - base) % parts, token = (piece - base) / parts * tile;
+    // All of a KV head behind each other: its K and V then stay in the second-level cache.
+    i64 part = (piece - base) / tiles(seq), token = (piece - base) % tiles(seq) * tile;
     attend_piece(a, piece_of(a, seq, part, token, token + tile < count ? token + tile : count));
   });
 }
