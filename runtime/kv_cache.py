@@ -6,7 +6,6 @@ Knows block ids only; the bytes are the model runner's.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,26 +17,23 @@ from inferc.runtime.step import I32, I64
 class BlockPool:
     """The blocks of one KV group. Block 0 is reserved: padding is written there.
 
-    A block is free when its ref_count is 0. Freed blocks go to the back of the queue and are taken from its front,
-    so what was freed first is overwritten first.
+    A block is free when its ref_count is 0. What was freed last is taken first: blocks that were never needed never
+    become resident memory, and those in use stay in the processor's caches.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.size = num_blocks - 1  # that can be given out
-        self.free: deque[int] = deque(range(1, num_blocks))
+        self.free = list(range(num_blocks - 1, 0, -1))  # taken from the end
         self.ref_count = np.zeros(num_blocks, np.int32)
 
     def take(self, count: int) -> list[int]:
-        blocks = [self.free.popleft() for _ in range(count)]
+        blocks = [self.free.pop() for _ in range(count)]
         self.ref_count[blocks] += 1
         return blocks
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each block; those without any left become free, the last of a sequence first.
-
-        A prefix is worth more than what follows it, so tails are overwritten before it.
-        """
+        """Give up one reference to each block; those without any left become free, the first of a sequence on top."""
         for block in reversed(blocks):
             self.ref_count[block] -= 1
             if self.ref_count[block] == 0:

@@ -22,6 +22,15 @@ def make_cache(
     return KVCacheManager(groups, (num_blocks,) * len(groups), limits)
 
 
+def test_sequences_after_one_another_use_the_same_blocks() -> None:
+    """Memory that one of them made resident is enough for the next."""
+    cache = make_cache(num_blocks=20, block_size=4, num_slots=2, max_model_len=32)
+    for _ in range(5):
+        assert cache.grow(0, 12)
+        assert cache.tables[0][0].tolist()[:3] == [1, 2, 3]
+        cache.release(0)
+
+
 def test_blocks_are_taken_as_a_sequence_grows_and_come_back() -> None:
     cache = make_cache(num_blocks=6, block_size=4, num_slots=2, max_model_len=16, groups=(FULL, FULL))
     assert cache.max_tokens == 20
@@ -37,7 +46,7 @@ def test_blocks_are_taken_as_a_sequence_grows_and_come_back() -> None:
     cache.release(0)
     assert cache.num_free == (2, 2)
     assert cache.grow(1, 16)
-    assert cache.tables[0][1].tolist() == [3, 4, 5, 2], "what was freed first is overwritten first, tails before heads"
+    assert cache.tables[0][1].tolist() == [3, 4, 5, 1], "what was freed last is taken first"
     cache.check_integrity()
 
 
@@ -86,7 +95,7 @@ def test_a_prompt_takes_blocks_at_once_only_where_they_stay() -> None:
     assert cache.extend(0, 8, 8) == 8
     assert cache.tables[1][0].tolist() == [1, 2, 3, 4, 0], "3 to 7 are still seen from 8 on"
     assert cache.extend(0, 16, 2) == 2
-    assert cache.tables[1][0].tolist() == [0, 0, 3, 4, 5]
+    assert cache.tables[1][0].tolist() == [0, 0, 3, 4, 1]
     cache.check_integrity()
     cache.release(0)
     assert cache.num_free == (5, 5)

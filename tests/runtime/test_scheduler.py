@@ -200,9 +200,9 @@ def test_a_block_passes_on_while_the_step_in_flight_still_reads_it() -> None:
         in_flight = following
     assert in_flight.positions.tolist() == [10, 3]
     (before,), (after,) = in_flight.block_tables, following.block_tables
-    assert before.tolist() == [[0, 2, 1], [3, 0, 0]], "7 to 10 lie in two blocks"
-    assert after.tolist() == [[0, 0, 1], [3, 2, 0]], "8 to 11 lie in one; b had none left to grow"
-    assert following.slot_mapping[0].tolist() == [1 * 4 + 3, 2 * 4], "written in the step after the last that reads it"
+    assert before.tolist() == [[0, 2, 3], [1, 0, 0]], "7 to 10 lie in two blocks"
+    assert after.tolist() == [[0, 0, 3], [1, 2, 0]], "8 to 11 lie in one; b had none left to grow"
+    assert following.slot_mapping[0].tolist() == [3 * 4 + 3, 2 * 4], "written in the step after the last that reads it"
     land(scheduler, in_flight)
     land(scheduler, following)
     assert scheduler.num_preemptions == 0
