@@ -18,7 +18,7 @@ class BlockPool:
     """The blocks of one KV group. Block 0 is reserved: padding is written there.
 
     A block is free when its ref_count is 0. What was freed last is taken first: blocks that were never needed never
-    become resident memory, and those in use stay in the processor's caches.
+    become resident memory.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -93,8 +93,8 @@ INLINE Vec rounded(Vec x) {
   return rounded_to(static_cast<const T*>(nullptr), x);
 }
 
-// e^x within about 1 ulp; 0 below -87.3, where it would be denormal (which some processors take a hundred times as long
-// for, and a masked score is -inf); inf above 88.8; NaN stays (min and max return their second operand for it). exp(0) is
+// e^x within about 1 ulp; 0 below -87.3, where it would be denormal (which is slow on some processors, and a masked
+// score is -inf); inf above 88.8; NaN stays (min and max return their second operand for it). exp(0) is
 // exactly 1.
 INLINE Vec exp(Vec power) {
   const Vec least = set1(-87.3f);
