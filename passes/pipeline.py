@@ -71,7 +71,7 @@ class LowerConfig:
     """
 
     target: Target
-    block_size: int = 16
+    block_size: int = 32
     passes: tuple[UserPass, ...] = ()
     quantize: str | None = None
     kv_dtype: str = "auto"

@@ -97,16 +97,16 @@ def test_compile_config_resolves_and_logs(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO, "inferc.config"):
         resolved = CompileConfig().resolve("bfloat16", CONTEXT, 1000)
     assert resolved.dtype == resolved.kv_dtype == "bfloat16"
-    assert (resolved.max_model_len, resolved.block_size, resolved.certify) == (4096, 16, "full")
+    assert (resolved.max_model_len, resolved.block_size, resolved.certify) == (4096, 32, "full")
     assert "max_model_len=4096" in caplog.text
     assert "auto" not in dataclasses.asdict(resolved).values()
 
 
 def test_given_values_stay() -> None:
-    config = CompileConfig(target="reference", dtype="float32", max_model_len=128, block_size=32, certify="none")
+    config = CompileConfig(target="reference", dtype="float32", max_model_len=128, block_size=16, certify="none")
     resolved = config.resolve("bfloat16", CONTEXT, 1000)
     assert (resolved.target, resolved.dtype, resolved.max_model_len) == ("reference", "float32", 128)
-    assert (resolved.block_size, resolved.certify) == (32, "none")
+    assert (resolved.block_size, resolved.certify) == (16, "none")
 
 
 def test_a_large_model_certifies_layers() -> None:

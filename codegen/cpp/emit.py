@@ -67,8 +67,8 @@ class CppUnit:
 
 HEADERS = (
     *("inferc_abi.h", "simd.h", "simd_x86.h", "simd_arm.h", "dot.h", "amx.h", "team.h", "gemm.h", "amx_gemm.h"),
-    *("rows.h", "kv.h", "attention.h", "moe.h", "quantize.h", "int4.h", "sample.h", "step.h", "collectives.h"),
-    *("exchange.h", "kernels.h", "peak.h", "entry.h"),
+    *("rows.h", "kv.h", "key_tile.h", "attention.h", "moe.h", "quantize.h", "int4.h", "sample.h", "step.h"),
+    *("collectives.h", "exchange.h", "kernels.h", "peak.h", "entry.h"),
 )
 COMMON_HEADER = "kernels.h"
 

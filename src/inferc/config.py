@@ -37,7 +37,7 @@ NOT_BUILT = {
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"float16|fp8"),
 }
-DEFAULT_BLOCK_SIZE = 16
+DEFAULT_BLOCK_SIZE = 32
 SIZE_UNITS = {
     "": 1,
     "k": 10**3,
@@ -89,7 +89,7 @@ class CompileConfig:
                 " give --expert-loads FILE (recorded by `inferc eval --record-expert-loads FILE`)"
             )
         if self.block_size != "auto" and self.block_size % 16:
-            raise ConfigError(f"block_size {self.block_size} is not a multiple of 16; use {DEFAULT_BLOCK_SIZE} or 32")
+            raise ConfigError(f"block_size {self.block_size} is not a multiple of 16; use 16 or {DEFAULT_BLOCK_SIZE}")
 
     def resolve(self, model_dtype: str, context: ContextLength, float32_bytes: int) -> ResolvedCompileConfig:
         """Turn every "auto" into a value for a model of this dtype, context and size (in float32), and log them."""

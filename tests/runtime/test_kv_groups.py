@@ -29,7 +29,7 @@ NEW_TOKENS = 40
 
 @pytest.fixture(scope="module", params=[False, True], ids=("plain", "int8"))
 def compiled(request: pytest.FixtureRequest) -> Compiled:
-    shape = Shape(layers=5, attention=LAYERS, max_positions=128, int8_kv=request.param)
+    shape = Shape(layers=5, attention=LAYERS, max_positions=128, int8_kv=request.param, block_size=16)
     return Compiled(shape, abi.detect_isa()[:1])
 
 

@@ -18,7 +18,7 @@ from inferc import LLM, ConfigError, InfercError, RequestError, SamplingParams
 
 PROMPTS = ["def add(first", "for name in", "The quick brown fox jumps over", "Café 東京 🙂"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # tokens, layers, K and V, KV heads, head_dim, float32
+BLOCK_BYTES = 32 * 2 * 2 * 2 * 16 * 4  # tokens, layers, K and V, KV heads, head_dim, float32
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(llm: LLM, alone: list[list[i
     [
         {"max_num_batched_tokens": 4, "max_num_seqs": 4},
         {"max_num_batched_tokens": 256, "chunked_prefill": False},
-        {"kv_memory_bytes": 6 * BLOCK_BYTES},
+        {"kv_memory_bytes": 4 * BLOCK_BYTES},
         {"pipeline": False},
     ],
 )

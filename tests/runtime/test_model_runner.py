@@ -157,18 +157,17 @@ def test_blocks_move_between_slots_and_the_canonical_form(int8_kv: bool) -> None
     compiled = Compiled(Shape(torch.bfloat16, layers=2, tied=True, int8_kv=int8_kv), ISA)
     runner = ModelRunner(compiled, config_of(compiled), poison=True)
     expected = generate(runner, 0, PROMPT, 2)
-    blocks = np.array([1], np.int32)  # slot 0 begins at block 1, slot 1 at block 9
-    packed = runner.pack_blocks(0, blocks)
-    assert packed.shape == (1, 2, 2, 16, 2, 16 + 4 if int8_kv else 16)
-    assert packed.nbytes == 16 * compiled.kv_bytes_per_token
-    runner.unpack_blocks(0, np.array([9], np.int32), packed)
+    size, plan = compiled.block_size, make_plan([(slot, PROMPT, 0) for slot in range(3)])
+    first = plan.block_tables[0][:, :1]  # of each slot
+    packed = runner.pack_blocks(0, first[0])
+    assert packed.shape == (1, 2, 2, size, 2, 16 + 4 if int8_kv else 16)
+    assert packed.nbytes == size * compiled.kv_bytes_per_token
+    runner.unpack_blocks(0, first[1], packed)
     assert run(runner, make_plan([(1, expected[:1], len(PROMPT))])) == expected[1:]
-    begin = np.arange(16, dtype=np.int64)
-    runner.copy_slots(0, 16 * 1 + begin, 16 * 17 + begin)
+    begin = np.arange(size, dtype=np.int64)
+    runner.copy_slots(0, size * first[0] + begin, size * first[2] + begin)
     assert run(runner, make_plan([(2, expected[:1], len(PROMPT))])) == expected[1:]
-    assert (
-        runner.pack_blocks(0, np.array([17], np.int32))[:, :, :, : len(PROMPT)] == packed[:, :, :, : len(PROMPT)]
-    ).all()
+    assert (runner.pack_blocks(0, first[2])[:, :, :, : len(PROMPT)] == packed[:, :, :, : len(PROMPT)]).all()
     runner.close()
 
 

@@ -55,7 +55,7 @@ class Shape:
     kv_heads: int = 2
     dim: int = 16
     vocab: int = 90
-    block_size: int = 16
+    block_size: int = 32
     tied: bool = False
     experts: int = 0
     top_k: int = 2
@@ -345,7 +345,7 @@ def as_torch(value: NDArray[Any]) -> Tensor:
 def make_plan(
     chunks: list[tuple[int, list[int], int]],
     *,
-    block_size: int = 16,
+    block_size: int = 32,
     max_blocks: int = 8,
     sample: SampleRows | None = None,
     all_rows: bool = False,

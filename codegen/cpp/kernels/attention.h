@@ -1,22 +1,19 @@
 // Paged attention: new queries of each sequence over its blocks, prefill and decode alike.
 // For one kv head the query rows are (token, head of the group): rows of a small matrix multiplication. Keys go in
-// tiles of 64 or 128 at absolute positions; splits of 512 keys are finished on their own and merged ascending. A fully masked
-// tile changes no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps.
+// tiles of 64 or 128 at absolute positions; splits of 512 keys are finished on their own and merged ascending. Keys that
+// are masked change no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps,
+// and what no row of a tile sees is not computed.
 // Probabilities are rounded to T before they meet the values, whose products then go as those of a weight do; what they
 // are divided by is the sum of them as they were.
 // K and V in int8 are multiplied as the integers they are, widened; a key's score is then multiplied by its scale, and a
 // probability by that of its value.
 // Source: Dao 2023, arXiv:2307.08691 (tiling); Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
 #pragma once
-#include "kv.h"
+#include "key_tile.h"
 
 namespace inferc {
 
-// With tiles a larger piece shares what vectors do for it, and sums are loaded and stored less often.
-constexpr i64 KEY_TILE = AMX ? 128 : 64, KEY_SPLIT = 512, QUERY_ROWS = AMX ? 256 : 48;
-constexpr int PIECES = KEY_TILE / 16;  // of 16 keys
-constexpr int NARROW_ROWS = TALL_ROWS ? 6 : 4;  // at most so many rows widen keys in int8 in registers
-constexpr float MINUS_INF = -__builtin_inff();
+constexpr i64 KEY_SPLIT = 512, QUERY_ROWS = AMX ? 256 : 48;
 
 enum Mask { CAUSAL, SLIDING, CHUNKED };
 
@@ -41,16 +38,20 @@ struct Attention {
 
   static constexpr bool latent = C::latent;
   static constexpr bool widens = !std::is_same_v<T, S>;
-  static constexpr bool tiled = AMX && std::is_same_v<T, bf16>;  // the products are on tiles
+  static constexpr bool tiled = ON_TILES<T>;  // the products are on tiles
   INLINE i64 group() const { return num_heads / cache.heads; }
   // The query heads of one kv head go in parts of at most QUERY_ROWS.
   INLINE i64 parts() const { return (group() + QUERY_ROWS - 1) / QUERY_ROWS; }
   INLINE i64 part_size() const { return (group() + parts() - 1) / parts(); }
+  // Pieces of 16 keys that vectors or tiles take at a time.
+  static constexpr int granule = tiled || TILE_PANELS < 2 ? 2 : TILE_PANELS;
   INLINE i64 dim() const { return cache.dim; }
   INLINE i64 v_dim() const {
     if constexpr (latent) return cache.v_dim;
     else return cache.dim;
   }
+  // The position of a sequence's first new token.
+  INLINE i64 first_new(i64 seq) const { return seq_lens[seq] - (query_start_loc[seq + 1] - query_start_loc[seq]); }
   // The first key that the query at `position` sees; the last is its own.
   INLINE i64 first_key(i64 position) const {
     if (mask == SLIDING) return position - window + 1 > 0 ? position - window + 1 : 0;
@@ -78,302 +79,6 @@ INLINE Piece piece_of(const A& a, i64 seq, i64 index, i64 begin, i64 end) {
   return {seq, head, first, left < a.part_size() ? left : a.part_size(), begin, end};
 }
 
-// The pieces of a tile's keys and of their values, in the pool, and those of the next tile: they are fetched a whole
-// tile ahead, into the second-level cache, which takes more lines at a time than the first.
-template <class S>
-struct Tile {
-  const S *keys[PIECES], *values[PIECES], *next_keys[PIECES], *next_values[PIECES];
-  i64 dim;  // of a piece's rows
-
-  // Sums of q with 16 keys, or probabilities of 16 values, times the scales of what they are multiplied with.
-  INLINE Vec by_scales(Vec x, const S* piece) const {
-    if constexpr (!std::is_same_v<S, i8>) return x;
-    else return mul(x, load(reinterpret_cast<const float*>(piece + 16 * dim)));
-  }
-  // The next tile's scales, which lie behind the rows that are fetched as this one's are read.
-  INLINE void fetch_scales() const {
-    if constexpr (std::is_same_v<S, i8>)
-      for (int p = 0; p < PIECES; ++p)
-        for (const S* piece : {next_keys[p], next_values[p]})
-          fetch_l2(piece + 16 * dim);
-  }
-};
-
-// A tile of latents as panels, as K lies in a Cache: the rows of one tile are each read by all query heads.
-template <class T, class S>
-INLINE void pack_keys(const Tile<S>& tile, T* panels) {
-  constexpr i64 unit = Dot<T>::unit;
-  T wide[MAX_LATENT_DIM];
-  for (i64 token = 0; token < KEY_TILE; ++token) {
-    const S* stored = tile.keys[token / 16] + token % 16 * tile.dim;
-    const T* row = wide;
-    if constexpr (std::is_same_v<T, S>) row = stored;
-    else
-      for (i64 d = 0; d < tile.dim; d += LANES) store(wide + d, load(stored + d));
-    T* to = panels + token / 16 * 16 * tile.dim + token % 16 * unit;
-    for (i64 d = 0; d < tile.dim; d += unit) memcpy(to + d * 16, row + d, sizeof(T) * unit);
-  }
-}
-
-// scores [rows][KEY_TILE] = q @ K.T of panels in T; row_of(r) is q's row r. Fetches `ahead` meanwhile unless it is null.
-template <class T, class R>
-INLINE void score_panels(const T* const* panels, const T* const* ahead, i64 rows, R row_of, i64 dim, float* scores) {
-  row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
-    const T* left[TILE_ROWS];
-    for (i64 m = 0; m < height; ++m) left[m] = row_of(row + m);
-    for (int p = 0; p < PIECES; p += TILE_PANELS)
-      multiply<T, TILE_PANELS>(height, left, panels + p, ahead ? ahead + p : nullptr, dim,
-                               scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
-  });
-}
-
-// The same for at most 32 rows that `pack_rows` left, from `row` on, on tiles. Fetches `ahead` meanwhile unless it is null.
-template <class T>
-INLINE void score_packed(const T* packed, i64 row, i64 dim, const T* const* panels, const T* const* ahead, i64 height,
-                         float* scores) {
-  constexpr i64 K = TILE_K<T>;
-  alignas(64) T last_tiles[PIECES * TILE_HEIGHT * K];
-  const T* last[PIECES];
-  for (int p = 0; p < PIECES; ++p) {
-    last[p] = last_tiles + p * TILE_HEIGHT * K;
-    if (dim % K) last_tile(panels[p], dim, last_tiles + p * TILE_HEIGHT * K);
-  }
-  const RowTiles a = packed_tiles(packed, row / TILE_HEIGHT, dim, K);
-  for (int p = 0; p < PIECES; p += 2) {
-    TileAhead next;
-    if (ahead) next = {reinterpret_cast<const char*>(ahead[p]), reinterpret_cast<const char*>(ahead[p + 1]), TILE_BYTES};
-    tile_product<T, PANELS>(height, a, 2, panels + p, last + p, next, dim, nullptr, scores + p * LANES, KEY_TILE);
-  }
-}
-
-// The same, of at most M rows, with a tile in int8, widened in registers, P panels at a time.
-template <class T, int M, int P, class R>
-INLINE void score_int8(const Tile<i8>& tile, i64 rows, R row_of, float* scores) {
-  const T* left[M];
-  for (i64 m = 0; m < rows; ++m) left[m] = row_of(m);
-  for (int p = 0; p < PIECES; p += P)
-    int8_multiply<T, M, P, true>(rows, left, tile.keys + p, tile.next_keys + p, tile.dim, scores + p * LANES, KEY_TILE);
-}
-
-// A tile's keys in int8 as panels in T. Fetches the next tile's meanwhile.
-template <class T>
-INLINE void widen_keys(const Tile<i8>& tile, T* panels) {
-  for (int p = 0; p < PIECES; ++p)
-    for (i64 at = 0; at < 16 * tile.dim; at += 64) {
-      fetch_l2(tile.next_keys[p] + at);
-      widen_line(tile.keys[p] + at, panels + p * 16 * tile.dim + at);
-    }
-}
-
-// A tile's keys as panels in T, those of the next one if they lie so in the pool, and room for them if they do not.
-template <class T, class C>
-struct KeyPanels {
-  static constexpr bool in_place = !C::latent && std::is_same_v<T, typename C::Stored>;
-  const T *panels[PIECES], *next[PIECES];
-  alignas(64) T wide[in_place ? 1 : KEY_TILE * (C::latent ? MAX_LATENT_DIM : MAX_HEAD_DIM)];
-
-  INLINE void read(const Tile<typename C::Stored>& tile) {
-    if constexpr (C::latent) pack_keys(tile, wide);
-    else if constexpr (!in_place) widen_keys(tile, wide);
-    for (int p = 0; p < PIECES; ++p) {
-      if constexpr (in_place) panels[p] = tile.keys[p], next[p] = tile.next_keys[p];
-      else panels[p] = wide + p * 16 * tile.dim;
-    }
-  }
-};
-
-// scores [rows][KEY_TILE] = q @ K.T of one tile, without the scales, of the piece's rows from `row` on. `packed` has q's
-// rows if they go through tiles: then all do, so that no row's bits depend on the others.
-template <class T, class C, class R>
-INLINE void score_tile(const Attention<T, C>& a, const Tile<typename C::Stored>& tile, i64 row, i64 rows, R row_of,
-                       const T* packed, KeyPanels<T, C>& keys, float* scores) {
-  if constexpr (a.widens && !a.latent && !a.tiled) {
-    if (rows <= 2) return score_int8<T, 2, TILE_PANELS>(tile, rows, row_of, scores);
-    if (rows <= NARROW_ROWS) return score_int8<T, NARROW_ROWS, TALL_ROWS ? 2 : 1>(tile, rows, row_of, scores);
-  }
-  if (row == 0) keys.read(tile);
-  const T* const* next = keys.in_place && row == 0 ? keys.next : nullptr;
-  if constexpr (a.tiled) score_packed(packed, row, tile.dim, keys.panels, next, rows, scores);
-  else score_panels(keys.panels, next, rows, row_of, tile.dim, scores);
-}
-
-// e^(x - base), for probabilities in T: bfloat16 has 8 bits of them, and takes 2^x within 3e-6.
-template <class T>
-INLINE Vec probability(Vec x, Vec base) {
-  if constexpr (!std::is_same_v<T, bf16>) return exp(sub(x, base));
-  const Vec least = set1(-126.0f);  // no denormals, as in `exp`
-  Vec power = mul(sub(x, base), set1(1.44269504088896341f));
-  Vec within = max(least, power);
-  Vec n = nearest(within), r = sub(within, n);
-  Vec p = set1(9.582852945e-3f);
-  p = fma(p, r, set1(5.590642616e-2f));
-  p = fma(p, r, set1(2.402409911e-1f));
-  p = fma(p, r, set1(6.931241751e-1f));
-  p = fma(p, r, set1(1.0f));
-  return less(power, least, zero(), scale2(p, n));
-}
-
-// One row of scores -> probabilities in T, times the values' scales; MASKED: keys outside [low, high) of the tile are not
-// there. Adds them to total [16], and returns the factor that what was summed before must be multiplied by.
-template <class T, bool MASKED, class S>
-INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, float scale, float softcap, float& top,
-                         float* total, T* probabilities) {
-  auto seen = [&](Vec x, int p, Vec other) {
-    return MASKED ? keep(x, int(low) - p * LANES, int(high) - p * LANES, other) : x;
-  };
-  Vec s[PIECES], tile_top = set1(MINUS_INF);
-#pragma GCC unroll 8
-  for (int p = 0; p < PIECES; ++p) {
-    s[p] = mul(tile.by_scales(load(scores + p * LANES), tile.keys[p]), set1(scale));
-    if (softcap != 0.0f) s[p] = mul(tanh(div(s[p], set1(softcap))), set1(softcap));
-    s[p] = seen(s[p], p, set1(MINUS_INF));
-    tile_top = max(tile_top, s[p]);
-  }
-  float factor = 1.0f;
-  Vec sum = load(total);
-  if (lanes_less(set1(top), tile_top)) {  // ever more rarely
-    const float before = top;
-    top = maximum(tile_top);
-    factor = exp(before - top);
-    sum = mul(sum, set1(factor));
-  }
-  const Vec base = set1(top == MINUS_INF ? 0.0f : top);
-#pragma GCC unroll 8
-  for (int p = 0; p < PIECES; ++p) {
-    s[p] = seen(probability<T>(s[p], base), p, zero());
-    sum = add(sum, s[p]);
-    store(probabilities + p * LANES, seen(tile.by_scales(s[p], tile.values[p]), p, zero()));
-  }
-  store(total, sum);
-  return factor;
-}
-
-// The rows of a tile's values that one step of k takes, from `key` on; zeros for those outside [first, end): they may lie
-// in block 0, where anything is, and 0 * NaN is NaN.
-template <class T, class S>
-struct ValueRows {
-  const S* rows[Dot<T>::unit];
-
-  INLINE ValueRows(const Tile<S>& tile, i64 key, i64 first, i64 end) {
-    static constexpr S nothing[MAX_HEAD_DIM] = {};
-    for (i64 u = 0; u < Dot<T>::unit; ++u) {
-      const i64 at = key + u;
-      rows[u] = at >= first && at < end ? tile.values[at / 16] + at % 16 * tile.dim : nothing;
-    }
-  }
-};
-
-// Fetches of the next tile's values the share of columns [column, column + width) of the keys that go into one step.
-template <class T, class S>
-INLINE void fetch_values(const Tile<S>& tile, i64 key, i64 column, i64 width) {
-  constexpr i64 unit = Dot<T>::unit;
-  const char* next = reinterpret_cast<const char*>(tile.next_values[key / 16] + column * 16 + key % 16 * width);
-  for (i64 at = 0; at < unit * width * i64(sizeof(S)); at += 64) fetch_l2(next + at);
-}
-
-// A tile's values as panels over its keys, [dim / 16][KEY_TILE / unit][16][unit] in T.
-template <class T, class S>
-INLINE void pack_values(const Tile<S>& tile, i64 first, i64 end, i64 dim, T* panels) {
-  for (i64 key = 0; key < KEY_TILE; key += Dot<T>::unit) {
-    const ValueRows<T, S> from(tile, key, first, end);
-    fetch_values<T>(tile, key, 0, dim);
-    for (i64 d = 0; d < dim; d += LANES) Dot<T>::put(panels + d * KEY_TILE + key * LANES, Dot<T>::right(from.rows, d));
-  }
-}
-
-// acc = acc * factor + probabilities @ values, for so few rows that the values are put together in registers: M rows, P
-// vectors of columns.
-template <class T, class S, int M, int P>
-__attribute__((noinline)) void weigh_columns(const T* probabilities, const Tile<S>& tile, i64 first, i64 end, i64 dim,
-                                             i64 column, const float* factor, float* acc) {
-  using D = Dot<T>;
-  Vec sums[M][P];
-#pragma GCC unroll 32
-  for (int i = 0; i < M * P; ++i)
-    sums[i / P][i % P] = mul(load(acc + i / P * dim + column + i % P * LANES), set1(factor[i / P]));
-  for (i64 key = 0; key < KEY_TILE; key += D::unit) {
-    const ValueRows<T, S> from(tile, key, first, end);
-    fetch_values<T>(tile, key, column, P * LANES);
-    typename D::B right[P];
-#pragma GCC unroll 16
-    for (int p = 0; p < P; ++p) right[p] = D::right(from.rows, column + p * LANES);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      const typename D::A left = D::left(probabilities + m * KEY_TILE + key);
-#pragma GCC unroll 16
-      for (int p = 0; p < P; ++p) sums[m][p] = D::step(sums[m][p], left, right[p]);
-    }
-  }
-#pragma GCC unroll 32
-  for (int i = 0; i < M * P; ++i) store(acc + i / P * dim + column + i % P * LANES, sums[i / P][i % P]);
-}
-
-template <class T, class S, int M>
-INLINE void weigh_few(const T* probabilities, const Tile<S>& tile, i64 first, i64 end, i64 dim, const float* factor,
-                      float* acc) {
-  constexpr int P = TILE_PANELS > 1 ? TILE_PANELS : M <= 2 ? 2 : 1;
-  i64 column = 0;
-  for (; column + P * LANES <= dim; column += P * LANES)
-    weigh_columns<T, S, M, P>(probabilities, tile, first, end, dim, column, factor, acc);
-  if constexpr (P > 1)
-    for (; column < dim; column += LANES)
-      weigh_columns<T, S, M, 1>(probabilities, tile, first, end, dim, column, factor, acc);
-}
-
-// The same with values that `pack_values` put together: their products are those of a weight.
-template <class T, class C>
-INLINE void weigh_packed(const Attention<T, C>& a, const T* probabilities, const T* values, i64 rows, const float* factor,
-                         float* acc) {
-  const i64 dim = a.v_dim();
-  constexpr i64 panel = KEY_TILE * LANES;
-  for (i64 r = 0; r < rows; ++r) {
-    if (factor[r] == 1.0f) continue;
-    for (i64 d = 0; d < dim; d += LANES) store(acc + r * dim + d, mul(load(acc + r * dim + d), set1(factor[r])));
-  }
-  if constexpr (a.tiled) {
-    constexpr i64 line = KEY_TILE * i64(sizeof(T));
-    const char* first = reinterpret_cast<const char*>(probabilities);
-    const RowTiles left{first, first + TILE_HEIGHT * line, line, TILE_LINE};
-    for (i64 d = 0; d < dim; d += 2 * LANES) {
-      const T* panels[2] = {values + d * KEY_TILE, values + d * KEY_TILE + panel};
-      tile_product<T, PANELS>(rows, left, (dim - d) / LANES, panels, panels, {}, KEY_TILE, acc + d, acc + d, dim);
-    }
-    return;
-  }
-  row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
-    const T *left[TILE_ROWS], *panels[TILE_PANELS];
-    for (i64 m = 0; m < height; ++m) left[m] = probabilities + (row + m) * KEY_TILE;
-    i64 d = 0;
-    auto columns = [&]<int P>(std::integral_constant<int, P>) {
-      for (; d + P * LANES <= dim; d += P * LANES) {
-        for (int p = 0; p < P; ++p) panels[p] = values + d * KEY_TILE + p * panel;
-        multiply<T, P>(height, left, panels, nullptr, KEY_TILE, acc + row * dim + d, dim, false);
-      }
-    };
-    columns(std::integral_constant<int, TILE_PANELS>());
-    columns(std::integral_constant<int, 1>());
-  });
-}
-
-// acc [rows, dim] = acc * factor [rows] + probabilities [rows][KEY_TILE] @ the tile's values from `first` to `end`. `packed` is
-// room for a copy of those, which few rows do without; the additions are the same. It is made for the piece's rows from
-// `row` = 0 on, and kept for the others.
-template <class T, class C>
-INLINE void weigh_tile(const Attention<T, C>& a, const T* probabilities, const Tile<typename C::Stored>& tile, i64 first,
-                       i64 end, i64 row, i64 rows, const float* factor, T* packed, float* acc) {
-  using S = typename C::Stored;
-#define ROWS(M) \
-  case M: return weigh_few<T, S, M>(probabilities, tile, first, end, a.v_dim(), factor, acc);
-  if constexpr (!a.tiled) {
-    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) }
-    if constexpr (NARROW_ROWS == 6)
-      switch (rows) { ROWS(5) ROWS(6) }
-  }
-#undef ROWS
-  if (row == 0) pack_values(tile, first, end, a.v_dim(), packed);
-  weigh_packed(a, probabilities, packed, rows, factor, acc);
-}
-
 // q's rows of a piece.
 template <class T, class C>
 struct Queries {
@@ -394,49 +99,172 @@ struct PackedQueries {
   }
 };
 
-// One split of 512 keys for the rows of a piece: state starts empty. On tiles a few rows at a time go through all that is
-// done with a tile, in the first-level cache.
+// The first tile of a split that a query which sees keys from `key_begin` on has a part in.
+INLINE i64 first_tile(i64 split, i64 key_begin) {
+  const i64 tile = key_begin / KEY_TILE * KEY_TILE;
+  return tile > split * KEY_SPLIT ? tile : split * KEY_SPLIT;
+}
+
+// The tile of a piece's keys from `key` on.
 template <class T, class C>
-void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 split, State state) {
-  constexpr i64 at_once = a.tiled ? TILE_PAIR : QUERY_ROWS;
-  i64 dim = a.v_dim(), heads = piece.heads, rows = piece.rows(), size = a.cache.block_size;
-  i64 first_new = a.seq_lens[piece.seq] - (a.query_start_loc[piece.seq + 1] - a.query_start_loc[piece.seq]);
-  i64 key_end = first_new + piece.end, key_begin = a.first_key(first_new + piece.begin);
-  const Queries<T, C> row_of(a, piece);
-  const i32* blocks = a.block_table + piece.seq * a.max_blocks;
-  alignas(64) float scores[at_once * KEY_TILE], totals[QUERY_ROWS * LANES], factor[at_once];
-  alignas(64) T probabilities[at_once * KEY_TILE], values[KEY_TILE * MAX_HEAD_DIM];
+INLINE Tile<typename C::Stored> tile_at(const Attention<T, C>& a, const Piece& piece, i64 key) {
+  return tile_of(a.cache, a.block_table + piece.seq * a.max_blocks, piece.head, key, a.first_new(piece.seq) + piece.end);
+}
+
+// Rows of a piece, from its row `row` on, over one tile of keys.
+template <class T, class C>
+struct RowGroup {
+  using S = typename C::Stored;
+  const Attention<T, C>& a;
+  i64 row, count, heads, position, key;  // position: of the piece's first token; key: the tile's first
+
+  INLINE Range seen_by(i64 r) const {  // of the tile's keys; it may reach beyond them
+    const i64 at = position + (row + r) / heads;
+    return {a.first_key(at) - key, at + 1 - key};
+  }
+  INLINE Range seen() const {  // by any row
+    const i64 first = seen_by(0).first, last = seen_by(count - 1).last;
+    return {first > 0 ? first : 0, last < KEY_TILE ? last : KEY_TILE};
+  }
+
+  // Softmax of the tile's first `pieces`, at most N. What was summed before is multiplied as the maxima rise.
+  template <int N>
+  INLINE void softmax(const Tile<S>& tile, i64 pieces, const float* scores, float* top, float* totals, T* probabilities,
+                      float* acc) const {
+    if constexpr (N > A::granule)
+      if (pieces <= N - A::granule)
+        return softmax<N - A::granule>(tile, pieces, scores, top, totals, probabilities, acc);
+    const i64 dim = a.v_dim();
+    for (i64 r = 0; r < count; ++r) {
+      const Range keys = seen_by(r);
+      auto run = [&]<bool MASKED>(std::bool_constant<MASKED>) {
+        return softmax_row<T, MASKED, N>(tile, scores + r * KEY_TILE, keys.first, keys.last, a.scale, a.softcap, top[r],
+                                         totals + r * LANES, probabilities + r * KEY_TILE);
+      };
+      const bool masked = keys.first > 0 || keys.last < N * 16;
+      const float factor = masked ? run(std::true_type()) : run(std::false_type());
+      if (factor == 1.0f) continue;
+      for (i64 d = 0; d < dim; d += LANES) store(acc + r * dim + d, mul(load(acc + r * dim + d), set1(factor)));
+    }
+  }
+
+ private:
+  using A = Attention<T, C>;
+};
+
+// One tile of keys for the rows of a piece.
+template <class T, class C>
+struct TileWork {
+  using A = Attention<T, C>;
+  using S = typename C::Stored;
+  static constexpr i64 at_once = A::tiled ? TILE_PAIR : QUERY_ROWS;  // rows
+  const A& a;
+  alignas(64) float scores[at_once * KEY_TILE];
+  alignas(64) T probabilities[at_once * KEY_TILE];
   KeyPanels<T, C> keys;
+  ValuePanels<T, C> values;
+  INLINE explicit TileWork(const A& a_) : a(a_) {}  // what is large stays as it is
+
+  INLINE void touch(const Tile<S>& next) {
+    for (i64 p = 0; p < next.count(); ++p) {
+      touch_pages(next.keys[p], 16 * next.dim * i64(sizeof(S)));
+      if (!C::latent && p % 2 == 0) touch_pages(next.values[p], VALUE_TOKENS * next.dim * i64(sizeof(S)));
+    }
+  }
+  // Fetches what is not fetched beside a product of `pieces`, and no more than will be read: the processor's own fetching
+  // slows down for a while after what it fetched was of no use.
+  INLINE void fetch_rest(const Tile<S>& next, Range pieces) {
+    for (i64 p = 0; p < next.count(); ++p) {
+      if (std::is_same_v<S, i8>) fetch_l2(next.key_scales[p]), fetch_l2(next.value_scales[p]);
+      const bool beside = pieces.first <= p && p < pieces.last;
+      if (!beside) fetch_elements(next.keys[p], 16 * next.dim);
+      if (C::latent || (beside && p < whole(next))) continue;
+      const i64 tokens = next.keys_there - p * 16 < 16 ? next.keys_there - p * 16 : 16;
+      for (i64 d = 0; d < next.dim; d += 16) fetch_elements(next.panel(p, d), tokens * 16);
+    }
+  }
+  // The pieces of those steps of values that are full.
+  INLINE static i64 whole(const Tile<S>& tile) { return tile.keys_there / VALUE_TOKENS * 2; }
+
+  // scores of `pieces`. first: of this tile, so that the next is fetched meanwhile, unless it is null.
+  template <class R>
+  INLINE void score(const Tile<S>& tile, const Tile<S>* next, bool first, Range pieces, const RowGroup<T, C>& group, R row_of,
+                    const T* packed) {
+    const T* const* ahead = nullptr;
+    if constexpr (keys.in_place)
+      if (first && next) ahead = next->keys;
+    if constexpr (A::tiled) score_packed(packed, group.row, tile.dim, keys.panels, ahead, pieces, group.count, scores);
+    else score_panels(keys.panels, ahead, pieces, group.count, row_of, tile.dim, scores);
+  }
+  INLINE void weigh(const Tile<S>& tile, const Tile<S>* next, bool first, Range steps, i64 rows, float* acc) {
+    const T *later[STEPS], *const *ahead = nullptr;
+    if constexpr (values.direct)
+      if (first && next && values.lies_so(tile)) {
+        for (int i = 0; i < STEPS; ++i) later[i] = 2 * i < whole(*next) ? next->values[2 * i] : nullptr;
+        ahead = later;
+      }
+    if constexpr (A::tiled) weigh_tiled<T>(probabilities, values.steps, ahead, steps, rows, a.v_dim(), acc);
+    else weigh_panels<T>(probabilities, values.steps, ahead, steps, rows, a.v_dim(), acc);
+  }
+};
+
+// One split of 512 keys for the rows of a piece: state starts empty. On tiles a few rows at a time go through all that is
+// done with a tile, in the first-level cache. after: the tile that is read when this is done, or null. To fetch
+// the first one of the next piece gained nothing, and what was fetched in vain slowed the next kernels.
+template <class T, class C>
+void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 split, State state,
+                  const Tile<typename C::Stored>* after) {
+  using A = Attention<T, C>;
+  using S = typename C::Stored;
+  const i64 dim = a.v_dim(), rows = piece.rows(), begin = a.first_new(piece.seq) + piece.begin;
+  const i64 key_begin = a.first_key(begin), key_end = a.first_new(piece.seq) + piece.end;
+  const i64 split_end = key_end < (split + 1) * KEY_SPLIT ? key_end : (split + 1) * KEY_SPLIT;
+  const Queries<T, C> row_of(a, piece);
+  TileWork<T, C> work(a);
+  alignas(64) float totals[QUERY_ROWS * LANES];
   for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF;
   memset(totals, 0, rows * LANES * sizeof(float));
   memset(state.acc, 0, rows * dim * sizeof(float));
-  for (i64 key = split * KEY_SPLIT; key < (split + 1) * KEY_SPLIT && key < key_end; key += KEY_TILE) {
-    if (key + KEY_TILE <= key_begin) continue;
-    Tile<typename C::Stored> tile;
-    tile.dim = a.dim();
-    for (i64 p = 0; p < PIECES; ++p) {
-      i64 token = key + p * 16 < key_end ? key + p * 16 : key;  // past the end: any panel, masked below
-      i64 later = token + KEY_TILE < key_end ? token + KEY_TILE : token;
-      tile.keys[p] = a.cache.keys(blocks[token / size], piece.head, token % size);
-      tile.values[p] = a.cache.values(blocks[token / size], piece.head, token % size);
-      tile.next_keys[p] = a.cache.keys(blocks[later / size], piece.head, later % size);
-      tile.next_values[p] = a.cache.values(blocks[later / size], piece.head, later % size);
-    }
-    tile.fetch_scales();
-    for (i64 row = 0; row < rows; row += at_once) {
-      const i64 count = rows - row < at_once ? rows - row : at_once;
-      score_tile(a, tile, row, count, row_of, packed.rows, keys, scores);
-      for (i64 r = 0; r < count; ++r) {
-        const i64 position = first_new + piece.begin + (row + r) / heads;
-        const i64 low = a.first_key(position) - key, high = position + 1 - key;
-        auto softmax = [&]<bool MASKED>(std::bool_constant<MASKED>) {
-          factor[r] = softmax_row<T, MASKED>(tile, scores + r * KEY_TILE, low, high, a.scale, a.softcap, state.high[row + r],
-                                             totals + (row + r) * LANES, probabilities + r * KEY_TILE);
-        };
-        if (low > 0 || high < KEY_TILE) softmax(std::true_type());
-        else softmax(std::false_type());
+  i64 key = first_tile(split, key_begin);
+  Tile<S> tile = tile_at(a, piece, key), following;
+  for (; key < split_end; key += KEY_TILE, tile = following) {
+    const bool is_last = key + KEY_TILE >= split_end;
+    if (!is_last) following = tile_at(a, piece, key + KEY_TILE);
+    const Tile<S>* next = is_last ? after : &following;
+    const Range there{key_begin > key ? key_begin - key : 0, key_end - key < KEY_TILE ? key_end - key : KEY_TILE};
+    bool first = true;
+    for (i64 row = 0; row < rows; row += work.at_once) {
+      const RowGroup<T, C> group{a, row, rows - row < work.at_once ? rows - row : work.at_once, piece.heads, begin, key};
+      const Range seen = group.seen(), pieces = seen.in(16).rounded_to(A::granule);
+      if (seen.first >= seen.last) continue;
+      if (first && next) work.touch(*next), work.fetch_rest(*next, seen.in(VALUE_TOKENS).times(2));
+      float *top = state.high + row, *acc = state.acc + row * dim;
+      auto softmax = [&] {
+        group.template softmax<PIECES>(tile, pieces.last, work.scores, top, totals + row * LANES, work.probabilities, acc);
+      };
+      if constexpr (A::widens && !A::latent && !A::tiled) {
+        const Tile<S>& ahead = next ? *next : tile;
+        const Range steps = seen.in(16);
+        if (rows <= 2) {
+          score_int8<T, 2, TILE_PANELS>(tile, ahead, pieces, rows, row_of, work.scores);
+          softmax();
+          weigh_int8<T, 2, TILE_PANELS>(work.probabilities, tile, ahead, steps, rows, dim, acc);
+          continue;
+        }
+        if (rows <= NARROW_ROWS) {
+          constexpr int P = TALL_ROWS ? 2 : 1;
+          score_int8<T, NARROW_ROWS, P>(tile, ahead, pieces, rows, row_of, work.scores);
+          softmax();
+          weigh_int8<T, NARROW_ROWS, P>(work.probabilities, tile, ahead, steps, rows, dim, acc);
+          continue;
+        }
       }
-      weigh_tile(a, probabilities, tile, key_begin - key, key_end - key, row, count, factor, values, state.acc + row * dim);
+      if (first) work.keys.read(tile, next, there.in(16).rounded_to(A::granule));
+      work.score(tile, next, first, pieces, group, row_of, packed.rows);
+      softmax();
+      if (first) work.values.read(tile, next, there, dim);
+      work.weigh(tile, next, first, seen.in(VALUE_TOKENS), group.count, acc);
+      first = false;
     }
   }
   for (i64 r = 0; r < rows; ++r) state.total[r] = sum(load(totals + r * LANES));
@@ -471,8 +299,7 @@ INLINE void finish_row(const Attention<T, C>& a, i64 token, i64 head, float high
 // The splits that any row of the piece sees: [first, last).
 template <class T, class C>
 INLINE void split_range(const Attention<T, C>& a, const Piece& piece, i64& begin, i64& end) {
-  i64 new_tokens = a.query_start_loc[piece.seq + 1] - a.query_start_loc[piece.seq];
-  i64 first_new = a.seq_lens[piece.seq] - new_tokens;
+  const i64 first_new = a.first_new(piece.seq);
   begin = a.first_key(first_new + piece.begin) / KEY_SPLIT;
   end = (first_new + piece.end + KEY_SPLIT - 1) / KEY_SPLIT;
 }
@@ -486,8 +313,11 @@ void attend_piece(const Attention<T, C>& a, const Piece& piece) {
   memset(acc, 0, rows * dim * sizeof(float));
   split_range(a, piece, begin, end);
   const PackedQueries<T, C> packed(a, piece);
+  Tile<typename C::Stored> next;
   for (i64 split = begin; split < end; ++split) {
-    attend_split(a, piece, packed, split, State{split_high, split_total, split_acc});
+    const bool is_last = split + 1 == end;
+    if (!is_last) next = tile_at(a, piece, (split + 1) * KEY_SPLIT);
+    attend_split(a, piece, packed, split, State{split_high, split_total, split_acc}, is_last ? nullptr : &next);
     for (i64 r = 0; r < rows; ++r)
       merge_row(high[r], total[r], acc + r * dim, split_high[r], split_total[r], split_acc + r * dim, dim);
   }
@@ -508,7 +338,7 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
       i64 first, last, split = i % max_splits;
       split_range(a, piece, first, last);
       if (split >= first && split < last)
-        attend_split(a, piece, PackedQueries<T, C>(a, piece), split, state(partial(i / max_splits, split)));
+        attend_split(a, piece, PackedQueries<T, C>(a, piece), split, state(partial(i / max_splits, split)), nullptr);
     }
   });
   team.barrier();

@@ -282,4 +282,22 @@ INLINE void widen_line(const i8* line, bf16* out) {
   store(static_cast<void*>(out + 32), second);
 }
 
+// 16 consecutive elements to every `unit`th place of a line, from `lane` on; the others stay, and are not written, since
+// another thread may do so.
+template <class T>
+INLINE void spread(const T* from, T* line, i64 lane) {
+  for (int i = 0; i < LANES; ++i) line[i * Dot<T>::unit + lane] = from[i];
+}
+INLINE void spread(const float* from, float* line, i64) { store(line, load(from)); }
+#ifdef __AVX512BW__
+INLINE void spread(const bf16* from, bf16* line, i64 lane) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  _mm512_mask_storeu_epi16(line, 0x55555555u << lane, _mm512_slli_epi32(wide, u32(lane) * 16));
+}
+INLINE void spread(const i8* from, i8* line, i64 lane) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  _mm512_mask_storeu_epi8(line, 0x1111111111111111ull << lane, _mm512_slli_epi32(wide, u32(lane) * 8));
+}
+#endif
+
 }  // namespace inferc

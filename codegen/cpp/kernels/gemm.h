@@ -134,15 +134,15 @@ INLINE void widen(const i8* panel, i64 k, T* out) {
 }
 
 // `tile` over all of k with weights in int8, for so few rows that widening in registers costs less than storing it.
-// Step by step it adds the same as `tile` of the widened weights. Fetches `ahead` meanwhile if FETCHES.
+// Step by step it adds the same as `tile` of the widened weights, from zero if `fresh`. Fetches `ahead` meanwhile if FETCHES.
 template <class T, int M, int P, bool FETCHES>
 __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
-                                         i64 stride) {
+                                         i64 stride, bool fresh) {
   using D = Dot<T>;
   constexpr int unit = D::unit;
   Vec acc[M][P];
 #pragma GCC unroll 16
-  for (int i = 0; i < M * P; ++i) acc[i / P][i % P] = zero();
+  for (int i = 0; i < M * P; ++i) acc[i / P][i % P] = fresh ? zero() : load(sums + i / P * stride + i % P * LANES);
   auto line = [&](i64 i, i64 left) {  // `left` of its four k are there
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
@@ -207,10 +207,10 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
 // `int8_tile` of any number of rows up to M.
 template <class T, int M, int P, bool FETCHES>
 INLINE void int8_multiply(i64 rows, const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
-                          i64 stride) {
+                          i64 stride, bool fresh) {
   auto run = [&]<int H>(std::integral_constant<int, H>) {
     if constexpr (H <= M)
-      if (rows == H) int8_tile<T, H, P, FETCHES>(a, b, ahead, k, sums, stride);
+      if (rows == H) int8_tile<T, H, P, FETCHES>(a, b, ahead, k, sums, stride, fresh);
   };
 #define ROWS(H) run(std::integral_constant<int, H>());
   ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
@@ -227,7 +227,7 @@ INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emi
   row_tiles(rows, M, [&](i64 row, i64 height) {
     const T* a[M];
     for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m);
-    int8_multiply<T, M, P, false>(height, a, panels, nullptr, w.k, sums, width);
+    int8_multiply<T, M, P, false>(height, a, panels, nullptr, w.k, sums, width, true);
     for (i64 m = 0; m < height; ++m)
       for (int p = 0; p < P; ++p) emit(row + m, panel + p, load(sums + m * width + p * LANES));
   });

@@ -1,8 +1,10 @@
 // Rope and the paged K,V pool.
 // A block holds every layer of its group, in a layer every head, of a head first K, then V, its tokens in pieces of 16:
-// attention reads both, and the longer it reads on in one place, the faster. A piece of K is a panel like a weight's,
-// [head_dim / unit][16 tokens][unit], so that q @ K.T is the same multiplication; one of V is rows, [16 tokens][head_dim].
-// What is stored in int8 has its 16 tokens' float32 scales at the end of the piece.
+// attention reads both, and the longer it reads on in one place, the faster. Both lie as a weight's panels do, and their
+// products are those of a weight: a piece of K is one of 16 tokens over the head, [head_dim / unit][16 tokens][unit], for
+// q @ K.T; a piece of V is those of 16 elements of the head over its 32 tokens, [head_dim / 16][32 / unit][16][unit], for
+// probabilities @ V. Where a block is no multiple of 32, V's pieces have 16 tokens.
+// What is stored in int8 has its tokens' float32 scales at the end of the piece.
 #pragma once
 #include <type_traits>
 
@@ -11,6 +13,7 @@
 namespace inferc {
 
 constexpr i64 MAX_HEAD_DIM = 512, MAX_LATENT_DIM = 1024;
+constexpr i64 VALUE_TOKENS = 32;  // of a piece of V: a step of k on tiles of bfloat16
 
 // Elements that a token's row takes: its own, and where they are integers its scale.
 template <class S>
@@ -18,7 +21,7 @@ INLINE i64 row_size(i64 dim) {
   return dim + (std::is_same_v<S, i8> ? i64(sizeof(float)) : 0);
 }
 
-// One token of a piece, in the storage type S.
+// One token of a piece of K or of latents, in the storage type S.
 template <class S>
 struct Place {
   S* piece;
@@ -28,6 +31,23 @@ struct Place {
   INLINE S* row() const { return piece + token * dim; }
   // Its elements [d, d + unit) of a panel.
   INLINE S* unit(i64 d) const { return piece + d * 16 + token * Dot<S>::unit; }
+};
+
+// One token of a piece of V.
+template <class S>
+struct ValuePlace {
+  S* piece;
+  i64 token, tokens, dim;  // tokens: of the piece
+
+  INLINE float* scale() const { return reinterpret_cast<float*>(piece + tokens * dim) + token; }
+  // The line of its elements [d, d + 16), which have the place `lane` of each `unit` there.
+  INLINE S* line(i64 d) const { return piece + d * tokens + token / Dot<S>::unit * Dot<S>::unit * 16; }
+  INLINE i64 lane() const { return token % Dot<S>::unit; }
+  // f(element of the piece, d) for each.
+  template <class F>
+  INLINE void each(F f) const {
+    for (i64 d = 0; d < dim; ++d) f(line(d / 16 * 16)[d % 16 * Dot<S>::unit + lane()], d);
+  }
 };
 
 // One layer of a group's pool.
@@ -44,16 +64,21 @@ struct Cache {
   INLINE S* keys(i64 block, i64 head, i64 offset) const {
     return data + ((block * layers + layer) * heads + head) * 2 * part_size() + offset * row_size<S>(dim);
   }
-  INLINE S* values(i64 block, i64 head, i64 offset) const { return keys(block, head, offset) + part_size(); }
+  INLINE i64 value_tokens() const { return block_size % VALUE_TOKENS ? 16 : VALUE_TOKENS; }
+  // The piece of V that token `offset` lies in.
+  INLINE S* value_piece(i64 block, i64 head, i64 offset) const {
+    return keys(block, head, offset / value_tokens() * value_tokens()) + part_size();
+  }
   INLINE Place<S> key(i64 slot, i64 head) const {
     return {keys(slot / block_size, head, slot % block_size / 16 * 16), slot % 16, dim};
   }
-  INLINE Place<S> value(i64 slot, i64 head) const {
-    return {values(slot / block_size, head, slot % block_size / 16 * 16), slot % 16, dim};
+  INLINE ValuePlace<S> value(i64 slot, i64 head) const {
+    const i64 offset = slot % block_size;
+    return {value_piece(slot / block_size, head, offset), offset % value_tokens(), value_tokens(), dim};
   }
 };
 
-// One layer of a pool that holds latents: [block][layer], then rows in pieces like V. K is the whole of a row, V its
+// One layer of a pool that holds latents: [block][layer], then rows in pieces of 16 tokens. K is the whole of a row, V its
 // first v_dim elements.
 template <class S>
 struct Latent {
@@ -66,7 +91,6 @@ struct Latent {
   INLINE S* keys(i64 block, i64, i64 offset) const {
     return data + ((block * layers + layer) * block_size + offset) * row_size<S>(dim);
   }
-  INLINE S* values(i64 block, i64 head, i64 offset) const { return keys(block, head, offset); }
   INLINE Place<S> at(i64 slot) const { return {keys(slot / block_size, 0, slot % block_size / 16 * 16), slot % 16, dim}; }
 };
 
@@ -108,8 +132,8 @@ INLINE void rope_head(const T* x, const float* table, i64 half, Pairs pairs, i64
 }
 
 // What is stored of a row: the row itself, or int8 made in `room`, whose scale then goes to its place.
-template <class T, class S>
-INLINE const S* stored(const T* row, const Place<S>& place, S* room) {
+template <class T, class S, class P>
+INLINE const S* stored(const T* row, const P& place, S* room) {
   if constexpr (std::is_same_v<T, S>) {
     return row;
   } else {
@@ -128,8 +152,9 @@ INLINE void write_key(const Cache<S>& cache, i64 slot, i64 head, const T* k) {
 template <class T, class S>
 INLINE void write_value(const Cache<S>& cache, i64 slot, i64 head, const T* v) {
   S room[MAX_HEAD_DIM];
-  const Place<S> to = cache.value(slot, head);
-  memcpy(to.row(), stored(v, to, room), sizeof(S) * cache.dim);
+  const ValuePlace<S> to = cache.value(slot, head);
+  const S* row = stored(v, to, room);
+  for (i64 d = 0; d < cache.dim; d += LANES) spread(row + d, to.line(d), to.lane());
 }
 
 // x, out [rows, heads * dim].
@@ -245,9 +270,8 @@ KERNEL void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T*
   });
 }
 
-template <class S>
-INLINE void copy_row(const Place<S>& from, const Place<S>& to) {
-  memmove(to.row(), from.row(), sizeof(S) * from.dim);
+template <class S, class P>
+INLINE void copy_scale(const P& from, const P& to) {
   if constexpr (std::is_same_v<S, i8>) *to.scale() = *from.scale();
 }
 
@@ -259,14 +283,20 @@ void copy_slots(Cache<S> cache, const i64* source, const i64* target, i64 count)
       for (i64 head = 0; head < cache.heads; ++head) {
         const Place<S> from = cache.key(source[i], head), to = cache.key(target[i], head);
         for (i64 d = 0; d < cache.dim; d += Dot<S>::unit) memmove(to.unit(d), from.unit(d), sizeof(S) * Dot<S>::unit);
-        if constexpr (std::is_same_v<S, i8>) *to.scale() = *from.scale();
-        copy_row(cache.value(source[i], head), cache.value(target[i], head));
+        copy_scale<S>(from, to);
+        const ValuePlace<S> value = cache.value(source[i], head), copy = cache.value(target[i], head);
+        value.each([&](S x, i64 d) { copy.line(d / 16 * 16)[d % 16 * Dot<S>::unit + copy.lane()] = x; });
+        copy_scale<S>(value, copy);
       }
 }
 template <class S>
 void copy_slots(Latent<S> cache, const i64* source, const i64* target, i64 count) {
   for (i64 i = 0; i < count; ++i)
-    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer) copy_row(cache.at(source[i]), cache.at(target[i]));
+    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer) {
+      const Place<S> from = cache.at(source[i]), to = cache.at(target[i]);
+      memmove(to.row(), from.row(), sizeof(S) * from.dim);
+      copy_scale<S>(from, to);
+    }
 }
 
 // Between a pool and the canonical form, `count` elements of either.
@@ -275,14 +305,9 @@ INLINE void move(S* pool, S* canonical, i64 count) {
   if (PACK) memcpy(canonical, pool, sizeof(S) * count);
   else memcpy(pool, canonical, sizeof(S) * count);
 }
-template <bool PACK, class S>
-INLINE void move_scale(const Place<S>& place, S* canonical) {
+template <bool PACK, class S, class P>
+INLINE void move_scale(const P& place, S* canonical) {
   if constexpr (std::is_same_v<S, i8>) move<PACK>(reinterpret_cast<S*>(place.scale()), canonical, sizeof(float));
-}
-template <bool PACK, class S>
-INLINE void move_row(const Place<S>& place, S* canonical) {
-  move<PACK>(place.row(), canonical, place.dim);
-  move_scale<PACK>(place, canonical + place.dim);
 }
 
 // canonical [count, layers, 2, block_size, heads, row_size], from the pool's blocks or into them.
@@ -295,7 +320,9 @@ void move_blocks(Cache<S> cache, const i32* blocks, i64 count, S* canonical) {
         for (i64 slot = blocks[i] * cache.block_size; slot < (blocks[i] + 1) * cache.block_size; ++slot)
           for (i64 head = 0; head < cache.heads; ++head, canonical += size) {
             if (which) {
-              move_row<PACK>(cache.value(slot, head), canonical);
+              const ValuePlace<S> value = cache.value(slot, head);
+              value.each([&](S& x, i64 d) { move<PACK>(&x, canonical + d, 1); });
+              move_scale<PACK>(value, canonical + cache.dim);
               continue;
             }
             const Place<S> key = cache.key(slot, head);
@@ -309,8 +336,11 @@ void move_blocks(Latent<S> cache, const i32* blocks, i64 count, S* canonical) {
   const i64 size = row_size<S>(cache.dim);
   for (i64 i = 0; i < count; ++i)
     for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
-      for (i64 slot = blocks[i] * cache.block_size; slot < (blocks[i] + 1) * cache.block_size; ++slot, canonical += size)
-        move_row<PACK>(cache.at(slot), canonical);
+      for (i64 slot = blocks[i] * cache.block_size; slot < (blocks[i] + 1) * cache.block_size; ++slot, canonical += size) {
+        const Place<S> place = cache.at(slot);
+        move<PACK>(place.row(), canonical, place.dim);
+        move_scale<PACK>(place, canonical + place.dim);
+      }
 }
 
 }  // namespace inferc

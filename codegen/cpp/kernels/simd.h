@@ -66,6 +66,12 @@ namespace inferc {
 // Fetches the line at p into the first-level cache, or the second.
 INLINE void fetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 INLINE void fetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Reads a byte of every page of [p, p + bytes). A fetch does nothing where the processor does not know the page, which it
+// learns from a load (measured in a guest of a virtual machine, whose pages it knows 4 KB at a time).
+INLINE void touch_pages(const void* p, i64 bytes) {
+  const auto* at = static_cast<const volatile u8*>(p);
+  for (i64 page = 0; page < bytes; page += 4096) (void)at[page];
+}
 
 // Tails: the first n lanes; the others read as zero and are not written.
 template <class T>

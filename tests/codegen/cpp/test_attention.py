@@ -25,7 +25,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 32
-    block_size: int = 16
+    block_size: int = 32
     mask: str = "causal"
     window: int = 0
     softcap: float = 0.0
@@ -108,10 +108,11 @@ def run_case(
 CASES = (
     Case(((0, 1),)),
     Case(((0, 17), (5, 1), (63, 1), (64, 1), (31, 33))),
+    Case(((0, 17), (5, 1), (63, 1), (64, 1), (31, 33)), block_size=16),
     Case(((0, 70), (600, 3), (1030, 1)), heads=6, kv_heads=1, dim=16),
-    Case(((0, 100), (511, 2)), heads=3, kv_heads=3, dim=80, block_size=32),
+    Case(((0, 100), (511, 2)), heads=3, kv_heads=3, dim=80, block_size=64),
     Case(((0, 90), (700, 1)), mask="sliding", window=37),
-    Case(((0, 90), (700, 5)), mask="chunked", window=50),
+    Case(((0, 90), (700, 5)), mask="chunked", window=50, block_size=48),
     Case(((10, 30), (130, 1)), softcap=5.0, sinks=True),
     Case(((3, 4),), heads=48, kv_heads=1, dim=128),
     Case(((0, 40), (200, 1)), heads=20, kv_heads=2, dim=112),
@@ -284,8 +285,11 @@ def test_the_projection_in_the_write_moves_no_bit(
     assert (fused.data.view(torch.uint8) != 0xFF).any()
 
 
-def test_blocks_pack_into_the_canonical_form_and_back(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
-    case = replace(CASES[3], seqs=((0, 64), (0, 40)))
+@pytest.mark.parametrize("block_size", [16, 32, 48], ids=lambda size: f"B{size}")
+def test_blocks_pack_into_the_canonical_form_and_back(
+    kernels: Kernels, dtype: torch.dtype, int8: bool, block_size: int
+) -> None:
+    case = replace(CASES[1], dim=80, seqs=((0, 96), (0, 40)), block_size=block_size)
     pool = Pool(kernels, case, dtype, int8)
     for layer in range(2):
         for seq, (_, new) in enumerate(case.seqs):

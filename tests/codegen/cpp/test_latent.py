@@ -24,7 +24,7 @@ class Case:
     heads: int = 4
     dim: int = 48
     v_dim: int = 32
-    block_size: int = 16
+    block_size: int = 32
     mask: str = "causal"
     window: int = 0
 
@@ -32,7 +32,7 @@ class Case:
 CASES = (
     Case(((0, 1),)),
     Case(((0, 17), (5, 1), (63, 1), (64, 1), (31, 33))),
-    Case(((0, 70), (600, 3), (1030, 1)), heads=16, block_size=32),
+    Case(((0, 70), (600, 3), (1030, 1)), heads=16, block_size=16),
     Case(((0, 30), (520, 1)), heads=128, dim=576, v_dim=512),  # DeepSeek V3: heads go in parts
     Case(((0, 9), (300, 1)), heads=50, dim=32, v_dim=16),
     Case(((0, 90), (700, 1)), mask="sliding", window=37),
@@ -107,10 +107,10 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, dtype: torch.
 
 
 def test_blocks_move_in_the_canonical_form(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
-    latents = Latents(kernels, Case(((0, 33),)), dtype, int8)
+    latents = Latents(kernels, Case(((0, 66),)), dtype, int8)
     blocks = latents.table[0, :2].contiguous()
     canonical = torch.zeros_like(latents.pool[:2])
-    sizes = (2, 16, 48)
+    sizes = (2, 32, 48)
     kernels("test_move_latents", DTYPES.index(dtype), int8, True, latents.pool, *sizes, blocks, 2, canonical)
     assert torch.equal(canonical[:, 1], latents.canonical[blocks.long(), 1])
     other = torch.full_like(latents.pool, -1)
