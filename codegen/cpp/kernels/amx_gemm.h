@@ -166,7 +166,8 @@ INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 p
 }
 
 // Two panels at a time, a block of their k at a time, all rows: a block of the panels stays in the first-level cache, the
-// rows in the second. Not inlined: what it takes of the stack it then gives back.
+// rows in the second. Where rows of all k are too much for that, a block of k goes through all panels before the next.
+// Not inlined: what it takes of the stack it then gives back.
 template <class T, class W, class R, class E>
 __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit,
                                            Beside beside) {
@@ -185,47 +186,69 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
     pack_rows(row_of, 0, rows, 0, k, TILE_K<T>, packed);
     x = {reinterpret_cast<const char*>(packed), steps * TILE_BYTES, TILE_LINE, TILE_BYTES};
   }
-  alignas(64) float sums[TILE_BLOCK_ROWS * width], done[TILE_PAIR * width];
+  const i64 all_pairs = (end - begin + 1) / 2;
+  const i64 pairs = rows > TILE_PAIR && is_deep(rows, k * i64(sizeof(T))) ? deep_pairs(rows) : 1;  // at a time
+  const i64 of_pair = rows * width;
+  const size_t room = size_t((pairs < all_pairs ? pairs : all_pairs) * of_pair) * sizeof(float);
+  float* sums = static_cast<float*>(__builtin_alloca_with_align(room, 8 * TILE_LINE));
+  alignas(64) float done[TILE_PAIR * width];
   alignas(64) T last_tiles[2 * tile], wide[widens ? 2 * wide_k * 16 : 1];
-  const i64 fetches = (rows + TILE_PAIR - 1) / TILE_PAIR * steps * TILE_FETCH_BYTES;  // bytes, if each step fetches once
-  const i64 pair = 2 * bytes_between(w.panel(0), w.panel(1));
-  const i64 fetched = rows < TILE_FETCH_ROWS ? 0 : (pair + fetches - 1) / fetches * TILE_FETCH_BYTES;
+  const i64 products = (rows + TILE_PAIR - 1) / TILE_PAIR;
+  const i64 panel_bytes = bytes_between(w.panel(0), w.panel(1));
+  const i64 fetches = products * steps * TILE_FETCH_BYTES;  // bytes, if each step fetches once
+  const i64 fetched = rows < TILE_FETCH_ROWS ? 0 : (2 * panel_bytes + fetches - 1) / fetches * TILE_FETCH_BYTES;
   const auto* bytes = reinterpret_cast<const char*>(w.data);
-  for (i64 panel = begin; panel < end; panel += 2) {
-    const i64 count = end - panel < 2 ? 1 : 2;
-    TileAhead ahead{bytes + (panel + 2) * pair / 2, nullptr, panel + 2 < end ? fetched : 0, TILE_FETCH_BYTES};
-    for (i64 k0 = 0; k0 < k; k0 += block) {
-      const bool is_last = k0 + block >= k;
-      if (widens && rows <= TILE_PAIR) {  // the next blocks, while this one is multiplied: widening them would wait for memory
-        const char* next = is_last ? bytes + (panel + 2) * pair / 2 : bytes + panel * pair / 2 + (k0 + block) * 16;
-        ahead = {next, next + pair / 2, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
+  auto multiply_pair = [&](i64 panel, i64 k0, float* pair_sums, TileAhead ahead) {
+    const i64 count = end - panel < 2 ? 1 : 2, here = k - k0 < block ? k - k0 : block;
+    const bool is_last = k0 + block >= k;
+    const T *panels[2], *last[2] = {last_tiles, last_tiles + tile};
+    for (i64 p = 0; p < count; ++p) {
+      if constexpr (widens) {
+        widen(w.panel(panel + p) + k0 * 16, here, wide + p * wide_k * 16);
+        panels[p] = wide + p * wide_k * 16;
+      } else {
+        panels[p] = w.panel(panel + p) + k0 * 16;
       }
-      const i64 here = is_last ? k - k0 : block;
-      const T *panels[2], *last[2] = {last_tiles, last_tiles + tile};
-      for (i64 p = 0; p < count; ++p) {
-        if constexpr (widens) {
-          widen(w.panel(panel + p) + k0 * 16, here, wide + p * wide_k * 16);
-          panels[p] = wide + p * wide_k * 16;
-        } else {
-          panels[p] = w.panel(panel + p) + k0 * 16;
-        }
-        if (here % TILE_K<T>) last_tile(panels[p], here, last_tiles + p * tile);
-      }
-      for (i64 row = 0; row < rows; row += TILE_PAIR) {
-        const i64 high = rows - row < TILE_PAIR ? rows - row : TILE_PAIR;
-        const RowTiles a = x.at(row, k0 / TILE_K<T>);
-        float *part = sums + row * width, *to = is_last ? done : part;
-        const float* from = k0 ? part : nullptr;
-        if (is_last && beside.data)
-          for (i64 m = 0; m < high; ++m) beside.fetch(row + m, panel * 16);
-        if (rows > TILE_PAIR) tile_product<T, ROWS>(high, a, count, panels, last, ahead, here, from, to, width);
-        else tile_product<T, NEITHER>(high, a, count, panels, last, ahead, here, from, to, width);
-        if (ahead.bytes) ahead.first += here / TILE_K<T> * ahead.bytes;
-        if (!is_last) continue;
-        for (i64 m = 0; m < high; ++m)
-          for (i64 p = 0; p < count; ++p) emit(row + m, panel + p, Dot<T>::sum(done + m * width + p * LANES));
-      }
+      if (here % TILE_K<T>) last_tile(panels[p], here, last_tiles + p * tile);
     }
+    for (i64 row = 0; row < rows; row += TILE_PAIR) {
+      const i64 high = rows - row < TILE_PAIR ? rows - row : TILE_PAIR;
+      const RowTiles a = x.at(row, k0 / TILE_K<T>);
+      float *part = pair_sums + row * width, *to = is_last ? done : part;
+      const float* from = k0 ? part : nullptr;
+      if (is_last && beside.data)
+        for (i64 m = 0; m < high; ++m) beside.fetch(row + m, panel * 16);
+      if (rows > TILE_PAIR) tile_product<T, ROWS>(high, a, count, panels, last, ahead, here, from, to, width);
+      else tile_product<T, NEITHER>(high, a, count, panels, last, ahead, here, from, to, width);
+      const i64 passed = here / TILE_K<T> * ahead.bytes;
+      ahead.first += passed;
+      if (ahead.second) ahead.second += passed;
+      if (!is_last) continue;
+      for (i64 m = 0; m < high; ++m)
+        for (i64 p = 0; p < count; ++p) emit(row + m, panel + p, Dot<T>::sum(done + m * width + p * LANES));
+    }
+  };
+  for (i64 first = begin; first < end; first += 2 * pairs) {
+    const i64 stop = first + 2 * pairs < end ? first + 2 * pairs : end;
+    for (i64 k0 = 0; k0 < k; k0 += block)
+      for (i64 panel = first; panel < stop; panel += 2) {
+        const bool is_last = k0 + block >= k;
+        // What is read next: this pair's next block if it goes on alone, else the same block of the next pair.
+        const i64 at = bytes_between(w.panel(0), w.panel(0) + k0 * 16), size = bytes_between(w.panel(0), w.panel(0) + block * 16);
+        TileAhead ahead;
+        if (pairs > 1) {
+          const bool turns = panel + 2 >= stop;
+          const char* next = bytes + (turns ? first : panel + 2) * panel_bytes + at + (turns ? size : 0);
+          if (fetched && !(turns && is_last)) ahead = {next, next + panel_bytes, (size / (products * (block / TILE_K<T>)) + 63) / 64 * 64};
+        } else if (widens && rows <= TILE_PAIR) {  // widening them would wait for memory
+          const char* next = is_last ? bytes + (panel + 2) * panel_bytes : bytes + panel * panel_bytes + at + size;
+          ahead = {next, next + panel_bytes, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
+        } else if (panel + 2 < end) {
+          const i64 passed = fetched * products * (k0 / TILE_K<T>);
+          ahead = {bytes + (panel + 2) * panel_bytes + passed, nullptr, fetched, TILE_FETCH_BYTES};
+        }
+        multiply_pair(panel, k0, sums + (panel - first) / 2 * of_pair, ahead);
+      }
   }
 }
 

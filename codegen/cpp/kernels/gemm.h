@@ -27,12 +27,15 @@ constexpr i64 INT8_TILE_ROWS = 2;
 #endif
 constexpr i64 PREFETCH_BYTES = 2048;
 constexpr i64 BLOCK_ROWS = 192;              // rows that share one pass over a group of panels
-// The same on tiles, which multiply TILE_PAIR at a time: of rows of `bytes`, as many as half of a 2 MB L2 holds.
-constexpr i64 TILE_BLOCK_ROWS = 512, TILE_PAIR = 32;
+// The same on tiles, which multiply TILE_PAIR at a time, with more than half of a 2 MB L2 for rows of `bytes` each.
+constexpr i64 TILE_BLOCK_ROWS = 512, TILE_PAIR = 32, TILE_ROW_BYTES = 5 << 18;
 INLINE i64 tile_block_rows(i64 bytes) {
-  const i64 rows = (5 << 18) / bytes / TILE_PAIR * TILE_PAIR;
+  const i64 rows = TILE_ROW_BYTES / bytes / TILE_PAIR * TILE_PAIR;
   return rows < 2 * TILE_PAIR ? 2 * TILE_PAIR : rows < TILE_BLOCK_ROWS ? rows : TILE_BLOCK_ROWS;
 }
+// Whether they do not fit there; and of how many pairs of panels the sums do, beside a block of the rows' k.
+INLINE bool is_deep(i64 rows, i64 bytes) { return rows * bytes > TILE_ROW_BYTES; }
+INLINE i64 deep_pairs(i64 rows) { return (1 << 19) / (rows * 2 * LANES * i64(sizeof(float))); }
 constexpr i64 BLOCK_K_BYTES = 8192;          // of one output row: a group of panels then takes half of a 1 MB L2
 constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widened into L1 for rows of another type
 
@@ -328,11 +331,11 @@ INLINE RowBlocks row_blocks_of(i64 rows, i64 k) {
 }
 
 // Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end, the
-// panel that the thread goes on with or -1). early: to know that panel.
+// panel that the thread goes on with or -1). early: to know that panel. most: groups of four at a time, if not 0.
 template <class F>
-INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, F f) {
+INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, i64 most, F f) {
   i64 groups = (panels + 3) / 4, items = groups * rows.count();
-  team.each_early(items, piece_grain(team, items), early, [&](i64 begin, i64 end, i64 after) {
+  team.each_early(items, most ? most : piece_grain(team, items), early, [&](i64 begin, i64 end, i64 after) {
     // Items in the order (row block, panel group): neighbours share rows of x and stream the weight.
     while (begin < end) {
       i64 block = begin / groups, group = begin % groups;
@@ -349,7 +352,16 @@ INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, F 
 template <class T, class W, class E>
 INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit, Beside beside = {}) {
   const bool early = fetches_weights<T, W>(rows);
-  pieces(team, row_blocks_of<T>(rows, w.k), w.count(), early, [&](i64 row0, i64 row1, i64 first, i64 last, i64 after) {
+  RowBlocks blocks = row_blocks_of<T>(rows, w.k);
+  i64 groups = 0;
+  if (AMX && sizeof(T) < 4 && rows > TALL_ROWS && blocks.most < rows && blocks.most < TILE_BLOCK_ROWS) {
+    // Rows over long k are read from beyond the second-level cache, once for each piece: by as few as there are threads.
+    blocks.most = TILE_BLOCK_ROWS;
+    const i64 most = deep_pairs(blocks.begin(1)) / 2, all = (w.count() + 3) / 4, share = (all + team.count - 1) / team.count;
+    const i64 of_thread = (share + most - 1) / most;
+    groups = (share + of_thread - 1) / of_thread;
+  }
+  pieces(team, blocks, w.count(), early, groups, [&](i64 row0, i64 row1, i64 first, i64 last, i64 after) {
     gemm_panels<T>(
         w, first, last, after, row1 - row0, [&](i64 row) { return x[row0 + row]; },
         [emit, row0, n = w.n](i64 row, i64 panel, auto sums) { emit(row0 + row, panel * 16, sums, n - panel * 16); },

@@ -105,6 +105,20 @@ def test_a_row_of_linear_does_not_depend_on_the_others(kernels: Kernels, dtype: 
         assert torch.equal(together, alone[:count])
 
 
+@pytest.mark.parametrize(("rows", "n", "k"), [(70, 40, 16_400), (517, 72, 1401)])
+def test_many_rows_over_long_k_have_the_bits_of_few(
+    kernels: Kernels, dtype: torch.dtype, rows: int, n: int, k: int
+) -> None:
+    """More of x than the second-level cache holds: on tiles a block of k goes through many panels before the next."""
+    x, plain = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype)
+    weight, few, all_rows = packed(plain), nan(16, n, dtype=dtype), nan(rows, n, dtype=dtype)
+    first = rows - 16
+    kernels.run("test_linear", dtype, x[first:], k, 16, weight, n, k, None, few, n, False)
+    kernels.run("test_linear", dtype, x, k, rows, weight, n, k, None, all_rows, n, False)
+    assert torch.equal(all_rows[first:], few)
+    assert_near(all_rows, x.float() @ plain.float().T, factor=8.0)
+
+
 @pytest.mark.parametrize(("offset", "early"), [(0.0, True), (0.0, False), (1.0, False), (1.0, True)])
 def test_rms_norm(kernels: Kernels, dtype: torch.dtype, offset: float, early: bool) -> None:
     for rows, parts, width in ((1, 1, 1), (5, 1, 33), (3, 4, 16), (70, 2, 80)):
