@@ -121,12 +121,11 @@ INLINE void rope_head(const T* x, const float* table, i64 half, Pairs pairs, i64
       from_float(out[second], b * c + a * s);
     }
   } else {
-    for (i64 i = 0; i < half; i += LANES) {
-      i64 n = half - i;
+    each_vector(half, [&](i64 i, auto n) {
       Vec a = load(x + i, n), b = load(x + half + i, n), c = load(table + i, n), s = load(table + half + i, n);
       store(out + i, sub(mul(a, c), mul(b, s)), n);
       store(out + half + i, add(mul(b, c), mul(a, s)), n);
-    }
+    });
   }
   if (dim > 2 * half) memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
 }
@@ -137,7 +136,7 @@ INLINE const S* stored(const T* row, const P& place, S* room) {
   if constexpr (std::is_same_v<T, S>) {
     return row;
   } else {
-    quantize_row<T>(place.dim, [&](i64 i) { return load(row + i, place.dim - i); }, room, place.scale());
+    quantize_row(row, place.dim, room, place.scale());
     return room;
   }
 }
@@ -167,6 +166,13 @@ KERNEL void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half,
       rope_head(x[row] + column, table[row], half, pairs, dim, out[row] + column);
     }
   });
+}
+
+// The head of a row that is read a little later: what other threads have written lies far away.
+template <class T>
+INLINE void fetch_head(Rows<const T> x, i64 row, i64 rows, i64 column, i64 dim) {
+  const char* next = reinterpret_cast<const char*>(x[row + 4 < rows ? row + 4 : row] + column);
+  for (i64 at = 0; at < dim * i64(sizeof(T)); at += 64) fetch_l1(next + at);
 }
 
 // f(row, head) for all of them. 16 rows of one head go to a thread one behind the other: they write to the same lines of K.
@@ -222,10 +228,13 @@ KERNEL void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Row
   each_head(team, rows, heads + cache.heads, dim, [&](i64 row, i64 head) {
     T normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
     if (head < heads) {
+      fetch_head(q, row, rows, head * dim, dim);
       norm_row(q[row] + head * dim, q_weight, norm, dim, normed);
       return rope_head(normed, table[row], half, pairs, dim, out[row] + head * dim);
     }
     head -= heads;
+    fetch_head(k, row, rows, head * dim, dim);
+    fetch_head(v, row, rows, head * dim, dim);
     norm_row(k[row] + head * dim, k_weight, norm, dim, normed);
     rope_head(normed, table[row], half, pairs, dim, rotated);
     write_key(cache, slots[row], head, rotated);

@@ -4,39 +4,56 @@
 
 namespace inferc {
 
-// value_of(i): the elements from i on, in float32, rounded to T here; called twice for each.
-template <class T, class F>
-INLINE void quantize_row(i64 width, F value_of, i8* out, float* scale) {
-  auto value = [&](i64 i) { return keep(rounded<T>(value_of(i)), 0, int(width - i < 16 ? width - i : 16), zero()); };
+// Divisions by one number, to the same bits: each takes a product and two corrections, of which the last is exact.
+// Source: Markstein 1990, IBM Journal of Research and Development 34(1).
+struct Divisor {
+  Vec by, inverse, minus;
+  bool is_plain;  // too small or large for that: divided
+  INLINE explicit Divisor(float x)
+      : by(set1(x)), inverse(set1(1.0f / x)), minus(set1(-x)), is_plain(!(x > 0x1p-100f && x < 0x1p100f)) {}
+  INLINE Vec corrected(Vec quotient, Vec x) const { return fma(fma(quotient, minus, x), inverse, quotient); }
+  INLINE Vec of(Vec x) const { return is_plain ? div(x, by) : corrected(corrected(mul(x, inverse), x), x); }
+};
+
+// A row as int8 and its scale.
+template <class T>
+INLINE void quantize_row(const T* row, i64 width, i8* out, float* scale) {
   Vec top = zero(), broken = zero();
-  for (i64 i = 0; i < width; i += LANES) {
-    Vec v = value(i);
+  each_vector(width, [&](i64 i, auto n) {
+    const Vec v = load(row + i, n);
     top = max(top, absolute(v));
     broken = add(broken, sub(v, v));  // 0, or NaN if anything is NaN or infinite, which a maximum may lose
-  }
+  });
   float step = maximum(top) / 127.0f + sum(broken);
   *scale = step == 0.0f ? 1.0f : step;
-  const Vec by = set1(*scale);
-  for (i64 i = 0; i < width; i += LANES) {
-    Vec whole = max(min(nearest(div(value(i), by)), set1(127.0f)), set1(-127.0f));
-    store(out + i, whole, width - i);
-  }
+  const Divisor divisor(*scale);
+  each_vector(width, [&](i64 i, auto n) {
+    Vec whole = max(min(nearest(divisor.of(load(row + i, n))), set1(127.0f)), set1(-127.0f));
+    store(out + i, whole, n);
+  });
 }
 
-// The same for elements that are dearer to compute than to keep.
+// The same of what value_of(i, n) gives: n elements from i on, in float32, which are rounded to T.
 template <class T, class F>
-__attribute__((noinline)) void quantize_dear_row(i64 width, F value_of, i8* out, float* scale) {
+__attribute__((noinline)) void quantize_values(i64 width, F value_of, i8* out, float* scale) {
   T* kept = static_cast<T*>(__builtin_alloca(size_t(width) * sizeof(T)));
-  for (i64 i = 0; i < width; i += LANES) store(kept + i, value_of(i), width - i);
-  quantize_row<T>(width, [&](i64 i) { return load(kept + i, width - i); }, out, scale);
+  each_vector(width, [&](i64 i, auto n) { store(kept + i, value_of(i, n), n); });
+  quantize_row(kept, width, out, scale);
 }
 
 template <class T>
 KERNEL void quantize_rows(Team& team, Rows<const T> x, i64 rows, i64 width, Rows<i8> out, Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
-      quantize_row<T>(width, [&](i64 i) { return load(x[row] + i, width - i); }, out[row], scale[row]);
+      quantize_row(x[row], width, out[row], scale[row]);
   });
+}
+
+template <class T>
+INLINE void quantize_normed(const T* x, const T* weight, const Norm& norm, i64 width, i8* out, float* scale) {
+  T* kept = static_cast<T*>(__builtin_alloca(size_t(width) * sizeof(T)));
+  norm_row(x, weight, norm, width, kept);
+  quantize_row(kept, width, out, scale);
 }
 
 template <class T>
@@ -44,7 +61,7 @@ KERNEL void rms_norm_quantize(Team& team, Rows<const T> x, const T* weight, Norm
                               Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
-      quantize_row<T>(width, NormedRow<T>(x[row], weight, norm, width), out[row], scale[row]);
+      quantize_normed(x[row], weight, norm, width, out[row], scale[row]);
   });
 }
 
@@ -54,9 +71,8 @@ KERNEL void rms_norm_add_quantize(Team& team, Rows<const T> x, Rows<const T> res
                                   i64 width, Rows<i8> out, Rows<float> scale, Rows<T> total) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
-      for (i64 i = 0; i < width; i += LANES)
-        store(total[row] + i, add(load(x[row] + i, width - i), load(residual[row] + i, width - i)), width - i);
-      quantize_row<T>(width, NormedRow<T>(total[row], weight, norm, width), out[row], scale[row]);
+      add_row(x[row], residual[row], width, total[row]);
+      quantize_normed<T>(total[row], weight, norm, width, out[row], scale[row]);
     }
   });
 }
@@ -66,7 +82,7 @@ KERNEL void layer_norm_quantize(Team& team, Rows<const T> x, const T* weight, co
                                 Rows<i8> out, Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
-      quantize_row<T>(width, LayerNormedRow<T>(x[row], weight, bias, eps, width), out[row], scale[row]);
+      quantize_values<T>(width, LayerNormedRow<T>(x[row], weight, bias, eps, width), out[row], scale[row]);
   });
 }
 
@@ -75,8 +91,8 @@ KERNEL void silu_mul_quantize(Team& team, Rows<const T> gate, Rows<const T> up, 
                               Rows<float> scale) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
-      auto value = [&](i64 i) { return mul(silu(load(gate[row] + i, width - i)), load(up[row] + i, width - i)); };
-      quantize_dear_row<T>(width, value, out[row], scale[row]);
+      auto value = [&](i64 i, auto n) { return mul(silu(load(gate[row] + i, n)), load(up[row] + i, n)); };
+      quantize_values<T>(width, value, out[row], scale[row]);
     }
   });
 }

@@ -93,8 +93,7 @@ template <class T, class F>
 INLINE void zip(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out, F f) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
-      for (i64 i = 0; i < width; i += LANES)
-        store(out[row] + i, f(load(a[row] + i, width - i), load(b[row] + i, width - i)), width - i);
+      each_vector(width, [&](i64 i, auto n) { store(out[row] + i, f(load(a[row] + i, n), load(b[row] + i, n)), n); });
   });
 }
 template <class T>
@@ -143,34 +142,24 @@ struct Norm {
 };
 
 template <class T>
-struct NormedRow {
-  const T *x, *weight;
-  Norm norm;
-  i64 width;
-  Vec scale;
-
-  INLINE NormedRow(const T* x_, const T* weight_, const Norm& norm_, i64 width_)
-      : x(x_), weight(weight_), norm(norm_), width(width_) {
-    Vec squares = zero();
-    for (i64 i = 0; i < width; i += LANES) {
-      Vec v = load(x + i, width - i);
-      squares = fma(v, v, squares);
-    }
-    scale = set1(1.0f / sqrtf(sum(squares) / float(width) + norm.eps));
-  }
-  // The elements from i on, not rounded.
-  INLINE Vec operator()(i64 i) const {
-    Vec v = mul(load(x + i, width - i), scale), w = weight ? load(weight + i, width - i) : set1(1.0f);
-    if (norm.offset != 0.0f) w = add(w, set1(norm.offset));
-    if (norm.early) v = rounded<T>(v), w = rounded<T>(w);
-    return mul(v, w);
-  }
-};
-
-template <class T>
 INLINE void norm_row(const T* x, const T* weight, const Norm& norm, i64 width, T* out) {
-  NormedRow<T> normed(x, weight, norm, width);
-  for (i64 i = 0; i < width; i += LANES) store(out + i, normed(i), width - i);
+  Vec squares = zero();
+  each_vector(width, [&](i64 i, auto n) {
+    const Vec v = load(x + i, n);
+    squares = fma(v, v, squares);
+  });
+  const Vec scale = set1(1.0f / sqrtf(sum(squares) / float(width) + norm.eps));
+  auto run = [&]<bool PLAIN, bool EARLY>() {  // PLAIN: has weights, and without an offset
+    each_vector(width, [&](i64 i, auto n) {
+      Vec v = mul(load(x + i, n), scale), w = PLAIN || weight ? load(weight + i, n) : set1(1.0f);
+      if (!PLAIN && norm.offset != 0.0f) w = add(w, set1(norm.offset));
+      if (EARLY) v = rounded<T>(v), w = PLAIN ? w : rounded<T>(w);
+      store(out + i, mul(v, w), n);
+    });
+  };
+  const bool is_plain = weight && norm.offset == 0.0f;
+  if (norm.early) is_plain ? run.template operator()<true, true>() : run.template operator()<false, true>();
+  else is_plain ? run.template operator()<true, false>() : run.template operator()<false, false>();
 }
 
 // Each of `parts` consecutive pieces of `width` elements of a row is normalised on its own (heads, or the whole row).
@@ -201,17 +190,17 @@ struct LayerNormedRow {
     }
     scale = set1(1.0f / sqrtf(sum(squares) / float(width) + eps));
   }
-  INLINE Vec operator()(i64 i) const {
-    Vec v = mul(sub(load(x + i, width - i), mean), scale);
-    if (weight) v = mul(v, load(weight + i, width - i));
-    return bias ? add(v, load(bias + i, width - i)) : v;
+  INLINE Vec operator()(i64 i, i64 n) const {
+    Vec v = mul(sub(load(x + i, n), mean), scale);
+    if (weight) v = mul(v, load(weight + i, n));
+    return bias ? add(v, load(bias + i, n)) : v;
   }
 };
 
 template <class T>
 INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, i64 width, T* out) {
   LayerNormedRow<T> normed(x, weight, bias, eps, width);
-  for (i64 i = 0; i < width; i += LANES) store(out + i, normed(i), width - i);
+  each_vector(width, [&](i64 i, auto n) { store(out + i, normed(i, n), n); });
 }
 
 // Weights and biases (or null) of part p of a row start at p * own elements.
@@ -228,14 +217,18 @@ KERNEL void layer_norm(Team& team, Rows<const T> x, const T* weight, const T* bi
   });
 }
 
+template <class T>
+INLINE void add_row(const T* x, const T* residual, i64 width, T* total) {
+  each_vector(width, [&](i64 i, auto n) { store(total + i, add(load(x + i, n), load(residual + i, n)), n); });
+}
+
 // total = x + residual, rounded, and its norm. total may be where residual or x is.
 template <class T>
 KERNEL void rms_norm_add(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows, i64 width,
                          Rows<T> out, Rows<T> total) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
-      for (i64 i = 0; i < width; i += LANES)
-        store(total[row] + i, add(load(x[row] + i, width - i), load(residual[row] + i, width - i)), width - i);
+      add_row(x[row], residual[row], width, total[row]);
       norm_row<T>(total[row], weight, norm, width, out[row]);
     }
   });

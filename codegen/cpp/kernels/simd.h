@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
 #define INLINE inline __attribute__((always_inline))
 // What generated code calls: compiled apart from it, so g++ may draw nothing from a body that it happens to see.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -88,12 +90,23 @@ INLINE void store(T* p, Vec x, i64 n) {
   store(lanes, x);
   memcpy(p, lanes, n * sizeof(T));
 }
+// f(i, n) for every vector of `width` elements, of which n are there: LANES, as a constant, but for the last.
+template <class F>
+INLINE void each_vector(i64 width, F f) {
+  i64 i = 0;
+  for (; i + LANES <= width; i += LANES) f(i, std::integral_constant<i64, LANES>());
+  if (i < width) f(i, width - i);
+}
 INLINE Vec rounded_to(const float*, Vec x) { return x; }
+#ifdef __AVX512F__
+INLINE Vec rounded_to(const bf16*, Vec x) { return widened(narrow(x)); }
+#else
 INLINE Vec rounded_to(const bf16*, Vec x) {
   bf16 lanes[LANES];
   store(lanes, x);
   return load(lanes);
 }
+#endif
 template <class T>
 INLINE Vec rounded(Vec x) {
   return rounded_to(static_cast<const T*>(nullptr), x);
@@ -118,7 +131,7 @@ INLINE Vec exp(Vec power) {
   return less(power, least, zero(), scale2(p, n));
 }
 INLINE float exp(float x) { return first(exp(set1(x))); }
-INLINE Vec silu(Vec x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+INLINE Vec silu(Vec x) { return near_div(x, min(add(set1(1.0f), exp(sub(zero(), x))), set1(0x1p126f))); }
 // tanh for the softcap: absolute error about 1e-7.
 INLINE Vec tanh(Vec x) {
   return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));

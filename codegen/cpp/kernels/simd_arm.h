@@ -53,6 +53,7 @@ INLINE Vec add(Vec a, Vec b) { return INFERC_FOUR_2(vaddq_f32, a, b); }
 INLINE Vec sub(Vec a, Vec b) { return INFERC_FOUR_2(vsubq_f32, a, b); }
 INLINE Vec mul(Vec a, Vec b) { return INFERC_FOUR_2(vmulq_f32, a, b); }
 INLINE Vec div(Vec a, Vec b) { return INFERC_FOUR_2(vdivq_f32, a, b); }
+INLINE Vec near_div(Vec a, Vec b) { return div(a, b); }
 INLINE float32x4_t fma(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 INLINE Vec fma(Vec a, Vec b, Vec c) {
   return {{fma(a.q[0], b.q[0], c.q[0]), fma(a.q[1], b.q[1], c.q[1]), fma(a.q[2], b.q[2], c.q[2]), fma(a.q[3], b.q[3], c.q[3])}};
