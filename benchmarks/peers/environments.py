@@ -9,6 +9,7 @@ another one, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ class Peer:
     formats: tuple[str, ...]
     note: str
     env: dict[str, str] = field(default_factory=dict)
+    build: dict[str, str] = field(default_factory=dict)  # variables for pip, of what is built from source
 
     @property
     def lock(self) -> Path:
@@ -40,19 +42,31 @@ class Peer:
         return AT / self.name / "bin" / "python" if self.lock.exists() else Path(sys.executable)
 
     def is_made(self) -> bool:
-        """Whether its environment is there, of the lock as it is now."""
-        stamp = AT / self.name / "lock.txt"
-        return not self.lock.exists() or (stamp.exists() and stamp.read_bytes() == self.lock.read_bytes())
+        """Whether its environment is there, of the lock and the build as they are now."""
+        return not self.lock.exists() or (self.stamp.exists() and self.stamp.read_text(encoding="utf-8") == self.recipe)
+
+    @property
+    def stamp(self) -> Path:
+        return AT / self.name / "lock.txt"
+
+    @property
+    def recipe(self) -> str:
+        built = "".join(f"# {name}={value}\n" for name, value in self.build.items())
+        return built + self.lock.read_text(encoding="utf-8")
 
 
 def peers() -> dict[str, Peer]:
     rows = tomllib.loads((HERE / "peers.toml").read_text(encoding="utf-8"))
     return {
         name: Peer(
-            name, tuple(row["formats"]), row["note"], {key: str(value) for key, value in row.get("env", {}).items()}
+            name, tuple(row["formats"]), row["note"], _variables(row.get("env", {})), _variables(row.get("build", {}))
         )
         for name, row in rows.items()
     }
+
+
+def _variables(table: dict[str, object]) -> dict[str, str]:
+    return {key: str(value) for key, value in table.items()}
 
 
 def make(peer: Peer) -> None:
@@ -62,8 +76,10 @@ def make(peer: Peer) -> None:
     folder = AT / peer.name
     venv.create(folder, with_pip=True, clear=True)
     command = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*command, "-r", str(peer.lock)], check=True)
-    (folder / "lock.txt").write_bytes(peer.lock.read_bytes())
+    # What pip keeps may have been built in another way.
+    how = ["--no-cache-dir"] if peer.build else []
+    subprocess.run([*command, *how, "-r", str(peer.lock)], check=True, env={**os.environ, **peer.build})
+    peer.stamp.write_text(peer.recipe, encoding="utf-8")
 
 
 def main() -> int:
