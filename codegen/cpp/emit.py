@@ -221,14 +221,15 @@ def _formula(arena: Mapping[str, int]) -> dict[str, int]:
 def _kv_layout(program: Program) -> dict[str, Any]:
     """How a block of each group lies in the pool (kv.h)."""
     int8 = any(group.dtype == torch.int8 for group in program.kv_groups)
+    tokens = 32 if program.block_size % 32 == 0 else 16
     return {
         "block_size": program.block_size,
         "k": "[block_size/16][head_dim/unit][16][unit]",
-        "v": "[block_size][head_dim]",
-        "latent": "[block_size][head_dim]",
+        "v": f"[block_size/{tokens}][head_dim/16][{tokens}/unit][16][unit]",
+        "latent": "[block_size/16][16][head_dim]",
         "order": "block, layer, kv head, k before v",
         "units": [KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
-        **({"scales": "of int8: [16] float32 behind every 16 tokens of k, v and latent"} if int8 else {}),
+        **({"scales": f"of int8: float32, [16] behind every 16 tokens of k and latent, [{tokens}] of v"} if int8 else {}),
     }
 
 

@@ -208,27 +208,33 @@ struct TileWork {
   }
 };
 
-// One split of 512 keys for the rows of a piece: state starts empty. On tiles a few rows at a time go through all that is
-// done with a tile, in the first-level cache. after: the tile that is read when this is done, or null. To fetch
-// the first one of the next piece gained nothing, and what was fetched in vain slowed the next kernels.
+// The same while a split is under way: its sums [rows][16] are still apart by lane.
+struct Running {
+  float *high, *totals, *acc;
+  INLINE Running from(i64 row, i64 dim) const { return {high + row, totals + row * LANES, acc + row * dim}; }
+  INLINE void start(i64 rows, i64 dim) const {
+    for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF;
+    memset(totals, 0, rows * LANES * sizeof(float));
+    memset(acc, 0, rows * dim * sizeof(float));
+  }
+};
+
+// The tiles [begin, end) of a split for the rows of a piece. On tiles a few rows at a time go through all that is done with
+// a tile, in the first-level cache. after: the tile that is read when this is done, or null. To fetch the first one
+// of the next piece gained nothing, and what was fetched in vain slowed the next kernels.
 template <class T, class C>
-void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 split, State state,
-                  const Tile<typename C::Stored>* after) {
+void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 tiles_begin,
+                  i64 tiles_end, const Running& state, const Tile<typename C::Stored>* after) {
   using A = Attention<T, C>;
   using S = typename C::Stored;
   const i64 dim = a.v_dim(), rows = piece.rows(), begin = a.first_new(piece.seq) + piece.begin;
   const i64 key_begin = a.first_key(begin), key_end = a.first_new(piece.seq) + piece.end;
-  const i64 split_end = key_end < (split + 1) * KEY_SPLIT ? key_end : (split + 1) * KEY_SPLIT;
   const Queries<T, C> row_of(a, piece);
   TileWork<T, C> work(a);
-  alignas(64) float totals[QUERY_ROWS * LANES];
-  for (i64 r = 0; r < rows; ++r) state.high[r] = MINUS_INF;
-  memset(totals, 0, rows * LANES * sizeof(float));
-  memset(state.acc, 0, rows * dim * sizeof(float));
-  i64 key = first_tile(split, key_begin);
+  i64 key = tiles_begin;
   Tile<S> tile = tile_at(a, piece, key), following;
-  for (; key < split_end; key += KEY_TILE, tile = following) {
-    const bool is_last = key + KEY_TILE >= split_end;
+  for (; key < tiles_end; key += KEY_TILE, tile = following) {
+    const bool is_last = key + KEY_TILE >= tiles_end;
     if (!is_last) following = tile_at(a, piece, key + KEY_TILE);
     const Tile<S>* next = is_last ? after : &following;
     const Range there{key_begin > key ? key_begin - key : 0, key_end - key < KEY_TILE ? key_end - key : KEY_TILE};
@@ -238,9 +244,9 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQuer
       const Range seen = group.seen(), pieces = seen.in(16).rounded_to(A::granule);
       if (seen.first >= seen.last) continue;
       if (first && next) work.touch(*next), work.fetch_rest(*next, seen.in(VALUE_TOKENS).times(2));
-      float *top = state.high + row, *acc = state.acc + row * dim;
-      auto softmax = [&] {
-        group.template softmax<PIECES>(tile, pieces.last, work.scores, top, totals + row * LANES, work.probabilities, acc);
+      const auto [top, totals, acc] = state.from(row, dim);
+      auto softmax = [&, top = top, totals = totals, acc = acc] {
+        group.template softmax<PIECES>(tile, pieces.last, work.scores, top, totals, work.probabilities, acc);
       };
       if constexpr (A::widens && !A::latent && !A::tiled) {
         const Tile<S>& ahead = next ? *next : tile;
@@ -267,6 +273,18 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQuer
       first = false;
     }
   }
+}
+
+// One split of 512 keys for the rows of a piece: state starts empty.
+template <class T, class C>
+void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 split, State state,
+                  const Tile<typename C::Stored>* after) {
+  alignas(64) float totals[QUERY_ROWS * LANES];
+  const Running running{state.high, totals, state.acc};
+  const i64 rows = piece.rows(), first_new = a.first_new(piece.seq), key_end = first_new + piece.end;
+  const i64 begin = first_tile(split, a.first_key(first_new + piece.begin)), end = (split + 1) * KEY_SPLIT;
+  running.start(rows, a.v_dim());
+  attend_tiles(a, piece, packed, begin, key_end < end ? key_end : end, running, after);
   for (i64 r = 0; r < rows; ++r) state.total[r] = sum(load(totals + r * LANES));
 }
 
@@ -326,6 +344,68 @@ void attend_piece(const Attention<T, C>& a, const Piece& piece) {
     finish_row(a, token + r / piece.heads, first_head + r % piece.heads, high[r], total[r], acc + r * dim);
 }
 
+// `count` sequences from `seq` on, of one new token each, whose first `shared` keys (whole tiles) are the same: those are
+// read once for all of them. A row goes through what it would go through alone.
+template <class T, class C>
+void attend_shared(const Attention<T, C>& a, i64 seq, i64 count, i64 index, i64 shared) {
+  const Piece all = piece_of(a, seq, index, 0, count);
+  const i64 dim = a.v_dim(), rows = all.rows(), heads = all.heads;
+  alignas(64) float acc[QUERY_ROWS * MAX_HEAD_DIM], split_acc[QUERY_ROWS * MAX_HEAD_DIM], totals[QUERY_ROWS * LANES];
+  float high[QUERY_ROWS], total[QUERY_ROWS], split_high[QUERY_ROWS];
+  const Running running{split_high, totals, split_acc};
+  for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF, total[r] = 0.0f;
+  memset(acc, 0, rows * dim * sizeof(float));
+  const PackedQueries<T, C> packed(a, all);
+  i64 longest = 0;
+  for (i64 i = 0; i < count; ++i) longest = a.seq_lens[seq + i] > longest ? a.seq_lens[seq + i] : longest;
+  for (i64 begin = 0; begin < longest; begin += KEY_SPLIT) {
+    const i64 end = begin + KEY_SPLIT, own = begin < shared ? shared : begin;  // where each goes on for itself
+    running.start(rows, dim);
+    if (begin < shared) attend_tiles(a, all, packed, begin, shared < end ? shared : end, running, nullptr);
+    for (i64 i = 0; i < count; ++i) {
+      const i64 length = a.seq_lens[seq + i], stop = length < end ? length : end;
+      const Piece one = piece_of(a, seq + i, index, 0, 1);
+      if (own < stop) attend_tiles(a, one, PackedQueries<T, C>(a, one), own, stop, running.from(i * heads, dim), nullptr);
+      for (i64 r = i * heads; r < (i + 1) * heads && begin < length; ++r)
+        merge_row(high[r], total[r], acc + r * dim, split_high[r], sum(load(totals + r * LANES)), split_acc + r * dim, dim);
+    }
+  }
+  for (i64 r = 0; r < rows; ++r)
+    finish_row(a, a.query_start_loc[seq] + r / heads, all.head * a.group() + all.first + r % heads, high[r], total[r],
+               acc + r * dim);
+}
+
+// Sequences behind each other whose first blocks are the same: `count` from each one that leads, and their common keys.
+struct Sharing {
+  i64 leaders, *seq, *count, *keys;
+};
+
+// most: sequences that go together.
+template <class T, class C>
+INLINE void find_sharing(const Attention<T, C>& a, i64 most, Sharing& found) {
+  auto common = [&](i64 one, i64 other) {
+    const i32 *x = a.block_table + one * a.max_blocks, *y = a.block_table + other * a.max_blocks;
+    const i64 shorter = a.seq_lens[one] < a.seq_lens[other] ? a.seq_lens[one] : a.seq_lens[other];
+    i64 blocks = 0;
+    while (blocks < shorter / a.cache.block_size && x[blocks] == y[blocks]) ++blocks;
+    return blocks * a.cache.block_size / KEY_TILE * KEY_TILE;
+  };
+  found.leaders = 0;
+  for (i64 seq = 0; seq < a.num_seqs; ++seq) {
+    const i64 last = found.leaders - 1;
+    if (last >= 0 && found.count[last] < most) {
+      const i64 keys = common(found.seq[last], seq);
+      // One that has little in common would take from the others what they have.
+      if (keys > 0 && 2 * keys >= found.keys[last]) {
+        ++found.count[last];
+        found.keys[last] = found.count[last] == 2 || keys < found.keys[last] ? keys : found.keys[last];
+        continue;
+      }
+    }
+    found.seq[found.leaders] = seq, found.count[found.leaders] = 1, found.keys[found.leaders++] = 0;
+  }
+}
+
 // Decode of few sequences: every split of every (sequence, part of heads) is a piece of its own, merged after a barrier.
 template <class T, class C>
 void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
@@ -377,6 +457,18 @@ KERNEL void paged_attention(Team& team, const A& a) {
   i64 needed = a.num_seqs * parts * max_splits * a.part_size() * (a.v_dim() + 2);
   bool few = pieces < 2 * team.count && new_tokens == a.num_seqs && max_splits > 1;
   if (few && a.partials && needed <= a.max_partials) return attend_by_splits(team, a, max_splits);
+  if (new_tokens == a.num_seqs && a.num_seqs > 1 && a.mask == CAUSAL) {
+    const i64 enough = a.num_seqs * parts / (2 * team.count);  // for all threads to have work
+    i64* room = static_cast<i64*>(__builtin_alloca(size_t(3 * a.num_seqs) * sizeof(i64)));
+    Sharing sharing{0, room, room + a.num_seqs, room + 2 * a.num_seqs};
+    find_sharing(a, enough < tile ? enough : tile, sharing);
+    if (sharing.leaders < a.num_seqs)
+      return team.each(sharing.leaders * parts, 1, [&](i64 index, i64) {
+        const i64 group = index / parts, part = index % parts;
+        if (sharing.count[group] > 1) attend_shared(a, sharing.seq[group], sharing.count[group], part, sharing.keys[group]);
+        else attend_piece(a, piece_of(a, sharing.seq[group], part, 0, 1));
+      });
+  }
   // Backwards, so that the longest pieces of a prompt (its last tokens) start first.
   i64 seq = a.num_seqs, base = pieces;
   team.each(pieces, 1, [&](i64 begin, i64) {

@@ -135,6 +135,56 @@ def test_decode_split_over_threads_gives_the_same_bits(kernels: Kernels, dtype: 
         assert_near(split, expected, factor=2.0)
 
 
+# Sequences that share blocks with the one before: (tokens, blocks of 32 in common with the first of them, or 0).
+SHARED = ((700, 0), (690, 20), (641, 20), (1300, 20), (300, 0), (513, 9), (290, 8), (40, 1))
+
+
+def shared_table(table: Tensor) -> Tensor:
+    leader = 0
+    for seq, (_, blocks) in enumerate(SHARED):
+        leader = leader if blocks else seq
+        table[seq, :blocks] = table[leader, :blocks]
+    return table
+
+
+def test_sequences_with_blocks_in_common_are_found(kernels: Kernels) -> None:
+    table = shared_table(torch.arange(1, 8 * 41 + 1, dtype=torch.int32).view(8, 41))
+    lengths = torch.tensor([tokens for tokens, _ in SHARED], dtype=torch.int32)
+    tile = 128 if kernels.isa.startswith("amx") else 64
+    for most, groups in (
+        (8, [(0, 4, 640), (4, 3, 256), (7, 1, 0)]),
+        (3, [(0, 3, 640), (3, 1, 0), (4, 3, 256), (7, 1, 0)]),
+        (1, [(seq, 1, 0) for seq in range(8)]),
+    ):
+        out = torch.full((25,), -1)
+        kernels("test_sharing", table, 41, lengths, 8, 32, most, out)
+        found = out[1:].view(3, 8)[:, : int(out[0])].T.tolist()
+        assert found == [[seq, count, keys // tile * tile] for seq, count, keys in groups]
+
+
+@pytest.mark.parametrize("heads", [4, 16], ids=lambda heads: f"{heads}h")
+def test_keys_read_once_for_several_sequences_change_no_bit(
+    kernels: Kernels, dtype: torch.dtype, int8: bool, heads: int
+) -> None:
+    case = Case(tuple((tokens - 1, 1) for tokens, _ in SHARED), heads=heads, sinks=True, softcap=9.0)
+    pool = Pool(kernels, case, dtype, int8)
+    pool.table = shared_table(pool.table)
+    for seq, (tokens, _) in enumerate(SHARED):
+        k, v = (torch.randn(tokens, case.kv_heads, case.dim).to(dtype) for _ in range(2))
+        pool.write(k, v, pool.slots(seq, 0, tokens), 0)
+    q, sinks = torch.randn(8, heads, case.dim).to(dtype) * 2, torch.randn(heads).to(dtype)
+    lengths = torch.tensor([tokens for tokens, _ in SHARED], dtype=torch.int32)
+    together = pool.attend(q, torch.arange(9).int(), lengths, 0, sinks, False)
+    rest = (0, case.dim**-0.5, "causal", 0, case.softcap)
+    expected = ops.paged_attention(q, pool.canonical, pool.table, torch.arange(9).int(), lengths, sinks, *rest)
+    assert_near(together, expected, factor=2.0)
+    table = pool.table
+    for seq in range(8):
+        pool.table = table[seq : seq + 1].contiguous()
+        alone = pool.attend(q[seq : seq + 1], torch.tensor([0, 1]).int(), lengths[seq : seq + 1], 0, sinks, False)
+        assert torch.equal(alone[0], together[seq])
+
+
 @pytest.mark.parametrize("heads", [2, 6, 14, 20], ids=lambda heads: f"{heads}h")
 def test_integers_attend_as_the_numbers_they_are(kernels: Kernels, dtype: torch.dtype, heads: int) -> None:
     """Where all scales are 1 the additions are those over K and V in the dtype of the queries: widened in registers for

@@ -26,3 +26,16 @@ EXPORT void test_latent(void* pool, i64 dtype, i64 int8, i64 write, const void* 
     });
   })
 }
+
+// out: the number of groups, then of each its first sequence, how many, and the keys that they share.
+EXPORT void test_sharing(const i32* table, i64 max_blocks, const i32* lengths, i64 seqs, i64 block_size, i64 most, i64* out) {
+  Attention<float> a{};
+  a.cache.block_size = block_size;
+  a.block_table = table;
+  a.max_blocks = max_blocks;
+  a.seq_lens = lengths;
+  a.num_seqs = seqs;
+  Sharing found{0, out + 1, out + 1 + seqs, out + 1 + 2 * seqs};
+  find_sharing(a, most, found);
+  out[0] = found.leaders;
+}
