@@ -194,7 +194,7 @@ def test_the_manifest_holds_what_the_runtime_asks(tiny_artifact: Path) -> None:
     artifact = load_artifact(tiny_artifact, target="cpu")
     assert artifact.model["vocab_size"] == 320
     assert artifact.model["eos_token_ids"] == [1]
-    assert (artifact.max_model_len, artifact.block_size) == (256, 16)
+    assert (artifact.max_model_len, artifact.block_size) == (256, 32)
     assert artifact.kv_bytes_per_token == 512, "2 layers, K and V, 2 heads of 16, float32"
     assert artifact.isas == ("amx", "avx512", "avx2")
     assert all(artifact.library(isa).is_file() for isa in artifact.isas)

@@ -77,8 +77,8 @@ def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits]
     budget = data.draw(st.integers(8, 96), label="token budget")
     threads = data.draw(st.integers(1, 3), label="threads")
     spare = data.draw(st.integers(0, 12), label="spare blocks")
-    blocks = -(-(max(lengths) + NEW_TOKENS) // 16) + 1 + spare
-    block_bytes = 16 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    blocks = -(-(max(lengths) + NEW_TOKENS) // 32) + 1 + spare
+    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
     bits, _ = run(
         artifact,
         [prompt(length) for length in lengths],
@@ -92,10 +92,10 @@ def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits]
 
 
 def test_preemption_gives_the_same_bits(artifact: Path) -> None:
-    prompts = [prompt(length) for length in (16, 14, 10, 7, 5, 1)]  # a block each at first, four at the end
-    block_bytes = 16 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    prompts = [prompt(length) for length in (16, 14, 10, 7, 5, 1)]  # a block each at first, two at the end
+    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
     bits, preemptions = run(
-        artifact, prompts, 45, max_num_batched_tokens=32, max_num_seqs=8, kv_memory_bytes=13 * block_bytes
+        artifact, prompts, 45, max_num_batched_tokens=32, max_num_seqs=8, kv_memory_bytes=8 * block_bytes
     )
     assert preemptions > 0
     assert bits == [run(artifact, [ids], 45)[0][0] for ids in prompts]

@@ -64,7 +64,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]
         folder = tmp_path_factory.mktemp(kind)
         family, fields = FAMILIES[kind]
         make_random_model(family, folder / "model", dtype, **fields)
-        compile(folder / "model", folder / "artifact", CompileConfig(certify="none"))
+        compile(folder / "model", folder / "artifact", CompileConfig(certify="none", block_size=16))
         return Made(kind, folder / "model", folder / "artifact")
 
     return make_one
