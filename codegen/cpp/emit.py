@@ -229,7 +229,7 @@ def _kv_layout(program: Program) -> dict[str, Any]:
         "latent": "[block_size/16][16][head_dim]",
         "order": "block, layer, kv head, k before v",
         "units": [KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
-        **({"scales": f"of int8: float32, [16] behind every 16 tokens of k and latent, [{tokens}] of v"} if int8 else {}),
+        **({"scales": f"of int8: float32, 16 behind every 16 tokens of k and latent, {tokens} of v"} if int8 else {}),
     }
 
 
