@@ -187,7 +187,7 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
     x = {reinterpret_cast<const char*>(packed), steps * TILE_BYTES, TILE_LINE, TILE_BYTES};
   }
   const i64 all_pairs = (end - begin + 1) / 2;
-  const i64 pairs = rows > TILE_PAIR && is_deep(rows, k * i64(sizeof(T))) ? deep_pairs(rows) : 1;  // at a time
+  const i64 pairs = is_deep(rows, k * i64(sizeof(T))) ? deep_pairs(rows) : 1;  // at a time
   const i64 of_pair = rows * width;
   const size_t room = size_t((pairs < all_pairs ? pairs : all_pairs) * of_pair) * sizeof(float);
   float* sums = static_cast<float*>(__builtin_alloca_with_align(room, 8 * TILE_LINE));

@@ -168,11 +168,11 @@ struct TileWork {
   INLINE void touch(const Tile<S>& next) {
     for (i64 p = 0; p < next.count(); ++p) {
       touch_pages(next.keys[p], 16 * next.dim * i64(sizeof(S)));
-      if (!C::latent && p % 2 == 0) touch_pages(next.values[p], VALUE_TOKENS * next.dim * i64(sizeof(S)));
+      // Where a piece of V begins; one of latents is the keys'.
+      if (!C::latent && p * 256 % next.apart == 0) touch_pages(next.values[p], next.apart / 16 * next.dim * i64(sizeof(S)));
     }
   }
-  // Fetches what is not fetched beside a product of `pieces`, and no more than will be read: the processor's own fetching
-  // slows down for a while after what it fetched was of no use.
+  // Fetches what is not fetched beside a product of `pieces`, and no more than will be read.
   INLINE void fetch_rest(const Tile<S>& next, Range pieces) {
     for (i64 p = 0; p < next.count(); ++p) {
       if (std::is_same_v<S, i8>) fetch_l2(next.key_scales[p]), fetch_l2(next.value_scales[p]);
@@ -221,7 +221,7 @@ struct Running {
 
 // The tiles [begin, end) of a split for the rows of a piece. On tiles a few rows at a time go through all that is done with
 // a tile, in the first-level cache. after: the tile that is read when this is done, or null. To fetch the first one
-// of the next piece gained nothing, and what was fetched in vain slowed the next kernels.
+// of the next piece gained nothing, and made the products behind attention slower.
 template <class T, class C>
 void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 tiles_begin,
                   i64 tiles_end, const Running& state, const Tile<typename C::Stored>* after) {

@@ -34,7 +34,7 @@ INLINE i64 tile_block_rows(i64 bytes) {
   return rows < 2 * TILE_PAIR ? 2 * TILE_PAIR : rows < TILE_BLOCK_ROWS ? rows : TILE_BLOCK_ROWS;
 }
 // Whether they do not fit there; and of how many pairs of panels the sums do, beside a block of the rows' k.
-INLINE bool is_deep(i64 rows, i64 bytes) { return rows * bytes > TILE_ROW_BYTES; }
+INLINE bool is_deep(i64 rows, i64 bytes) { return rows > TILE_PAIR && rows * bytes > TILE_ROW_BYTES; }
 INLINE i64 deep_pairs(i64 rows) { return (1 << 19) / (rows * 2 * LANES * i64(sizeof(float))); }
 constexpr i64 BLOCK_K_BYTES = 8192;          // of one output row: a group of panels then takes half of a 1 MB L2
 constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widened into L1 for rows of another type
@@ -354,9 +354,10 @@ INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit
   const bool early = fetches_weights<T, W>(rows);
   RowBlocks blocks = row_blocks_of<T>(rows, w.k);
   i64 groups = 0;
-  if (AMX && sizeof(T) < 4 && rows > TALL_ROWS && blocks.most < rows && blocks.most < TILE_BLOCK_ROWS) {
+  const RowBlocks tall{rows, TILE_BLOCK_ROWS, TILE_PAIR};
+  if (AMX && sizeof(T) < 4 && is_deep(tall.begin(1), w.k * i64(sizeof(T)))) {
     // Rows over long k are read from beyond the second-level cache, once for each piece: by as few as there are threads.
-    blocks.most = TILE_BLOCK_ROWS;
+    blocks = tall;
     const i64 most = deep_pairs(blocks.begin(1)) / 2, all = (w.count() + 3) / 4, share = (all + team.count - 1) / team.count;
     const i64 of_thread = (share + most - 1) / most;
     groups = (share + of_thread - 1) / of_thread;

@@ -23,7 +23,7 @@ struct Tile {
   const float *key_scales[PIECES], *value_scales[PIECES];  // if S is int8
   i64 dim, apart, keys_there;  // dim: of a key; keys_there: how many of the tile's there are
   INLINE i64 count() const { return (keys_there + 15) / 16; }  // of the pieces that hold keys
-  const S* panel(i64 p, i64 d) const { return values[p] + d / 16 * apart; }
+  INLINE const S* panel(i64 p, i64 d) const { return values[p] + d / 16 * apart; }
 };
 
 template <class S>
@@ -146,7 +146,7 @@ struct ValuePanels {
     for (i64 step = there.first / VALUE_TOKENS; step * VALUE_TOKENS < there.last; ++step) {
       const i64 key = step * VALUE_TOKENS;
       if constexpr (direct)
-        if (tile.apart == panel && there.first <= key && key + VALUE_TOKENS <= there.last) {
+        if (lies_so(tile) && there.first <= key && key + VALUE_TOKENS <= there.last) {
           steps[step] = tile.values[2 * step];
           continue;
         }

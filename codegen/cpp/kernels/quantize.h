@@ -49,8 +49,9 @@ KERNEL void quantize_rows(Team& team, Rows<const T> x, i64 rows, i64 width, Rows
   });
 }
 
+// Not inlined, as above: what it takes of the stack it gives back after every row.
 template <class T>
-INLINE void quantize_normed(const T* x, const T* weight, const Norm& norm, i64 width, i8* out, float* scale) {
+__attribute__((noinline)) void quantize_normed(const T* x, const T* weight, const Norm& norm, i64 width, i8* out, float* scale) {
   T* kept = static_cast<T*>(__builtin_alloca(size_t(width) * sizeof(T)));
   norm_row(x, weight, norm, width, kept);
   quantize_row(kept, width, out, scale);

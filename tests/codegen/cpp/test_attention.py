@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -333,6 +335,33 @@ def test_the_projection_in_the_write_moves_no_bit(
     assert torch.equal(*outs)
     assert torch.equal(fused.data.view(torch.uint8), plain.data.view(torch.uint8))
     assert (fused.data.view(torch.uint8) != 0xFF).any()
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48], ids=lambda size: f"B{size}")
+def test_nothing_behind_the_pool_is_read(kernels: Kernels, dtype: torch.dtype, int8: bool, block_size: int) -> None:
+    """The pool ends where no memory is, with the last block that the sequence reads."""
+    if kernels.isa.startswith("neon"):
+        pytest.skip("an emulator, which takes copies of the tensors")
+    case = Case(((200, 1),), dim=128, block_size=block_size)
+    pool = Pool(kernels, case, dtype, int8)
+    pages, size = -(-pool.data.nbytes // mmap.PAGESIZE), pool.data.nbytes
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + pages * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    data = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=pages * mmap.PAGESIZE - size)
+    pool.data = data.view(pool.data.dtype).view(pool.data.shape)
+    blocks = len(pool.data)
+    pool.table = torch.arange(blocks - -(-201 // block_size), blocks, dtype=torch.int32)[None].contiguous()
+    pool.max_blocks = pool.table.shape[1]
+    k, v = (torch.randn(201, case.kv_heads, case.dim).to(dtype) for _ in range(2))
+    pool.write(k, v, pool.slots(0, 0, 201), 1)
+    starts, lengths = torch.tensor([0, 1]).int(), torch.tensor([201]).int()
+    q = torch.randn(1, case.heads, case.dim).to(dtype)
+    found = pool.attend(q, starts, lengths, 1, None, False)
+    expected = ops.paged_attention(
+        q, pool.canonical, pool.table, starts, lengths, None, 1, case.dim**-0.5, "causal", 0, 0.0
+    )
+    assert_near(found, expected, factor=2.0)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48], ids=lambda size: f"B{size}")
