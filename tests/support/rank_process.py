@@ -45,7 +45,7 @@ def main(path: Path, index: int, store: str) -> list[int]:
         if stage:
             rows = np.empty((len(new), hidden_size(rank)), np.float32)
             receive_rows(rows, stages[stage - 1][place])
-        runner.submit(make_plan([(0, new, cached)]), rows)
+        runner.submit(make_plan([(0, new, cached)], block_size=rank.block_size), rows)
         result = runner.wait()
         if result.error is not None:
             raise RuntimeError(result.error)

@@ -28,7 +28,7 @@ from inferc.runtime.collectives import Bytes, Collectives, LocalGroup, rounded, 
 from inferc.runtime.model_runner import ModelRunner
 
 PROMPT = [5, 17, 80, 3, 41]
-CPU = LowerConfig(Target("cpu"), block_size=16)
+CPU = LowerConfig(Target("cpu"))
 
 
 class CompiledRank(Compiled):
@@ -131,7 +131,7 @@ class Listening:
 
 def test_a_step_that_has_no_one_to_exchange_with_is_refused() -> None:
     model = Model(random_module("llama"))
-    own = partition(model.prepared, LowerConfig(Target("cpu"), block_size=16), Ranks(tp=2))[1]
+    own = partition(model.prepared, CPU, Ranks(tp=2))[1]
     compiled = CompiledRank(own.program, model.reader)
     assert "all_reduce<float>(t, s, " in compiled.unit.source
     assert "all_gather<float, 2>(t, s, " in compiled.unit.source
