@@ -165,6 +165,15 @@ INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 p
   return packed_tiles(room, 0, k, per_line);
 }
 
+// Gives away the sums of up to 32 rows by P panels. `emit` by value: what it knows stays in registers, while what lies in
+// memory is read anew after every store through it.
+template <class T, int P, class E>
+INLINE void emit_sums(const float* sums, i64 height, i64 row, i64 panel, E emit) {
+  for (i64 m = 0; m < height; ++m)
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(sums + (2 * m + p) * LANES));
+}
+
 // Two panels at a time, a block of their k at a time, all rows: a block of the panels stays in the first-level cache, the
 // rows in the second. Where rows of all k are too much for that, a block of k goes through all panels before the next.
 // Not inlined: what it takes of the stack it then gives back.
@@ -224,8 +233,8 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
       ahead.first += passed;
       if (ahead.second) ahead.second += passed;
       if (!is_last) continue;
-      for (i64 m = 0; m < high; ++m)
-        for (i64 p = 0; p < count; ++p) emit(row + m, panel + p, Dot<T>::sum(done + m * width + p * LANES));
+      if (count == 2) emit_sums<T, 2>(done, high, row, panel, emit);
+      else emit_sums<T, 1>(done, high, row, panel, emit);
     }
   };
   for (i64 first = begin; first < end; first += 2 * pairs) {
