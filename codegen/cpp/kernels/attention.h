@@ -30,7 +30,7 @@ struct Attention {
   const i32* seq_lens;
   const T* sinks;  // [num_heads] or null
   i64 num_seqs, num_heads;
-  float scale, softcap;
+  Scores scores;
   Mask mask;
   i64 window;
   float* partials;    // for splits that go to several threads, or null
@@ -60,7 +60,8 @@ struct Attention {
   }
 };
 
-// Softmax state of some rows: maximum, sum and unnormalised output [rows, dim].
+// Softmax state of some rows: maximum, sum and unnormalised output [rows, dim]. Where the maximum is -inf nothing was seen,
+// and the output may be anything.
 struct State {
   float *high, *total, *acc;
 };
@@ -138,7 +139,7 @@ struct RowGroup {
     for (i64 r = 0; r < count; ++r) {
       const Range keys = seen_by(r);
       auto run = [&]<bool MASKED>(std::bool_constant<MASKED>) {
-        return softmax_row<T, MASKED, N>(tile, scores + r * KEY_TILE, keys.first, keys.last, a.scale, a.softcap, top[r],
+        return softmax_row<T, MASKED, N>(tile, scores + r * KEY_TILE, keys.first, keys.last, a.scores, top[r],
                                          totals + r * LANES, probabilities + r * KEY_TILE);
       };
       const bool masked = keys.first > 0 || keys.last < N * 16;
@@ -196,26 +197,31 @@ struct TileWork {
     if constexpr (A::tiled) score_packed(packed, group.row, tile.dim, keys.panels, ahead, pieces, group.count, scores);
     else score_panels(keys.panels, ahead, pieces, group.count, row_of, tile.dim, scores);
   }
-  INLINE void weigh(const Tile<S>& tile, const Tile<S>* next, bool first, Range steps, i64 rows, float* acc) {
+  INLINE void weigh(const Tile<S>& tile, const Tile<S>* next, bool first, Range steps, i64 rows, float* acc,
+                    bool fresh) {
     const T *later[STEPS], *const *ahead = nullptr;
     if constexpr (values.direct)
       if (first && next && values.lies_so(tile)) {
         for (int i = 0; i < STEPS; ++i) later[i] = 2 * i < whole(*next) ? next->values[2 * i] : nullptr;
         ahead = later;
       }
-    if constexpr (A::tiled) weigh_tiled<T>(probabilities, values.steps, ahead, steps, rows, a.v_dim(), acc);
-    else weigh_panels<T>(probabilities, values.steps, ahead, steps, rows, a.v_dim(), acc);
+    if constexpr (A::tiled) weigh_tiled<T>(probabilities, values.steps, ahead, steps, rows, a.v_dim(), acc, fresh);
+    else weigh_panels<T>(probabilities, values.steps, ahead, steps, rows, a.v_dim(), acc, fresh);
   }
 };
 
-// The same while a split is under way: its sums [rows][16] are still apart by lane.
+// The same while a split is under way: its maxima are not yet multiplied by Scores::unit, its sums [rows][16] apart by lane.
 struct Running {
   float *high, *totals, *acc;
   INLINE Running from(i64 row, i64 dim) const { return {high + row, totals + row * LANES, acc + row * dim}; }
-  INLINE void start(i64 rows, i64 dim) const {
+  INLINE void start(i64 rows) const {
     for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF;
     memset(totals, 0, rows * LANES * sizeof(float));
-    memset(acc, 0, rows * dim * sizeof(float));
+  }
+  INLINE bool is_fresh(i64 rows) const {  // none has seen a key
+    i64 r = 0;
+    while (r < rows && high[r] == MINUS_INF) ++r;
+    return r == rows;
   }
 };
 
@@ -244,7 +250,9 @@ void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQuer
       const Range seen = group.seen(), pieces = seen.in(16).rounded_to(A::granule);
       if (seen.first >= seen.last) continue;
       if (first && next) work.touch(*next), work.fetch_rest(*next, seen.in(VALUE_TOKENS).times(2));
-      const auto [top, totals, acc] = state.from(row, dim);
+      const Running own = state.from(row, dim);
+      const auto [top, totals, acc] = own;
+      const bool fresh = own.is_fresh(group.count);
       auto softmax = [&, top = top, totals = totals, acc = acc] {
         group.template softmax<PIECES>(tile, pieces.last, work.scores, top, totals, work.probabilities, acc);
       };
@@ -254,14 +262,14 @@ void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQuer
         if (rows <= 2) {
           score_int8<T, 2, TILE_PANELS>(tile, ahead, pieces, rows, row_of, work.scores);
           softmax();
-          weigh_int8<T, 2, TILE_PANELS>(work.probabilities, tile, ahead, steps, rows, dim, acc);
+          weigh_int8<T, 2, TILE_PANELS>(work.probabilities, tile, ahead, steps, rows, dim, acc, fresh);
           continue;
         }
         if (rows <= NARROW_ROWS) {
           constexpr int P = TALL_ROWS ? 2 : 1;
           score_int8<T, NARROW_ROWS, P>(tile, ahead, pieces, rows, row_of, work.scores);
           softmax();
-          weigh_int8<T, NARROW_ROWS, P>(work.probabilities, tile, ahead, steps, rows, dim, acc);
+          weigh_int8<T, NARROW_ROWS, P>(work.probabilities, tile, ahead, steps, rows, dim, acc, fresh);
           continue;
         }
       }
@@ -269,7 +277,7 @@ void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQuer
       work.score(tile, next, first, pieces, group, row_of, packed.rows);
       softmax();
       if (first) work.values.read(tile, next, there, dim);
-      work.weigh(tile, next, first, seen.in(VALUE_TOKENS), group.count, acc);
+      work.weigh(tile, next, first, seen.in(VALUE_TOKENS), group.count, acc, fresh);
       first = false;
     }
   }
@@ -283,16 +291,21 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQuer
   const Running running{state.high, totals, state.acc};
   const i64 rows = piece.rows(), first_new = a.first_new(piece.seq), key_end = first_new + piece.end;
   const i64 begin = first_tile(split, a.first_key(first_new + piece.begin)), end = (split + 1) * KEY_SPLIT;
-  running.start(rows, a.v_dim());
+  running.start(rows);
   attend_tiles(a, piece, packed, begin, key_end < end ? key_end : end, running, after);
-  for (i64 r = 0; r < rows; ++r) state.total[r] = sum(load(totals + r * LANES));
+  for (i64 r = 0; r < rows; ++r) state.high[r] *= a.scores.unit(), state.total[r] = sum(load(totals + r * LANES));
 }
 
 // into = into merged with one more split.
 INLINE void merge_row(float& high, float& total, float* acc, float split_high, float split_total, const float* split_acc,
                       i64 dim) {
+  if (split_high == MINUS_INF) return;
+  if (high == MINUS_INF) {
+    high = split_high, total = split_total;
+    memcpy(acc, split_acc, dim * sizeof(float));
+    return;
+  }
   float top = fmaxf(high, split_high);
-  if (top == MINUS_INF) return;
   float old_factor = exp(high - top), new_factor = exp(split_high - top);
   for (i64 d = 0; d < dim; d += LANES)
     store(acc + d, fma(load(split_acc + d), set1(new_factor), mul(load(acc + d), set1(old_factor))));
@@ -327,16 +340,16 @@ void attend_piece(const Attention<T, C>& a, const Piece& piece) {
   i64 dim = a.v_dim(), rows = piece.rows(), begin, end;
   alignas(64) float acc[QUERY_ROWS * MAX_HEAD_DIM], split_acc[QUERY_ROWS * MAX_HEAD_DIM];
   float high[QUERY_ROWS], total[QUERY_ROWS], split_high[QUERY_ROWS], split_total[QUERY_ROWS];
-  for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF, total[r] = 0.0f;
-  memset(acc, 0, rows * dim * sizeof(float));
   split_range(a, piece, begin, end);
   const PackedQueries<T, C> packed(a, piece);
   Tile<typename C::Stored> next;
   for (i64 split = begin; split < end; ++split) {
     const bool is_last = split + 1 == end;
     if (!is_last) next = tile_at(a, piece, (split + 1) * KEY_SPLIT);
-    attend_split(a, piece, packed, split, State{split_high, split_total, split_acc}, is_last ? nullptr : &next);
-    for (i64 r = 0; r < rows; ++r)
+    const bool is_first = split == begin;
+    const State into = is_first ? State{high, total, acc} : State{split_high, split_total, split_acc};
+    attend_split(a, piece, packed, split, into, is_last ? nullptr : &next);
+    for (i64 r = 0; r < rows && !is_first; ++r)
       merge_row(high[r], total[r], acc + r * dim, split_high[r], split_total[r], split_acc + r * dim, dim);
   }
   i64 token = a.query_start_loc[piece.seq] + piece.begin, first_head = piece.head * a.group() + piece.first;
@@ -354,20 +367,20 @@ void attend_shared(const Attention<T, C>& a, i64 seq, i64 count, i64 index, i64 
   float high[QUERY_ROWS], total[QUERY_ROWS], split_high[QUERY_ROWS];
   const Running running{split_high, totals, split_acc};
   for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF, total[r] = 0.0f;
-  memset(acc, 0, rows * dim * sizeof(float));
   const PackedQueries<T, C> packed(a, all);
   i64 longest = 0;
   for (i64 i = 0; i < count; ++i) longest = a.seq_lens[seq + i] > longest ? a.seq_lens[seq + i] : longest;
   for (i64 begin = 0; begin < longest; begin += KEY_SPLIT) {
     const i64 end = begin + KEY_SPLIT, own = begin < shared ? shared : begin;  // where each goes on for itself
-    running.start(rows, dim);
+    running.start(rows);
     if (begin < shared) attend_tiles(a, all, packed, begin, shared < end ? shared : end, running, nullptr);
     for (i64 i = 0; i < count; ++i) {
       const i64 length = a.seq_lens[seq + i], stop = length < end ? length : end;
       const Piece one = piece_of(a, seq + i, index, 0, 1);
       if (own < stop) attend_tiles(a, one, PackedQueries<T, C>(a, one), own, stop, running.from(i * heads, dim), nullptr);
       for (i64 r = i * heads; r < (i + 1) * heads && begin < length; ++r)
-        merge_row(high[r], total[r], acc + r * dim, split_high[r], sum(load(totals + r * LANES)), split_acc + r * dim, dim);
+        merge_row(high[r], total[r], acc + r * dim, split_high[r] * a.scores.unit(), sum(load(totals + r * LANES)),
+                  split_acc + r * dim, dim);
     }
   }
   for (i64 r = 0; r < rows; ++r)

@@ -230,35 +230,53 @@ INLINE void score_int8(const Tile<i8>& tile, const Tile<i8>& next, Range pieces,
     int8_multiply<T, M, P, true>(rows, left, tile.keys + p, next.keys + p, tile.dim, scores + p * LANES, KEY_TILE, true);
 }
 
-// e^(x - base), for probabilities in T: bfloat16 has 8 bits of them, and takes 2^x within 3e-6.
+// What makes scores of the products of q and keys. Without a cap they are multiplied by it late, by `unit`, which is positive.
+struct Scores {
+  float scale, softcap;  // 0: none
+  INLINE float unit() const { return softcap != 0.0f ? 1.0f : scale; }
+};
+
+// How scores become probabilities: e^((x - top) * unit) in T. bfloat16 has 8 bits of them, and takes 2^x within 3e-6; what is
+// smaller than 2^-126 becomes that, and so no denormal.
 template <class T>
-INLINE Vec probability(Vec x, Vec base) {
-  if constexpr (!std::is_same_v<T, bf16>) return exp(sub(x, base));
-  const Vec least = set1(-126.0f);  // no denormals, as in `exp`
-  Vec power = mul(sub(x, base), set1(1.44269504088896341f));
-  Vec within = max(least, power);
-  Vec n = nearest(within), r = sub(within, n);
-  Vec p = set1(9.582852945e-3f);
-  p = fma(p, r, set1(5.590642616e-2f));
-  p = fma(p, r, set1(2.402409911e-1f));
-  p = fma(p, r, set1(6.931241751e-1f));
-  p = fma(p, r, set1(1.0f));
-  return less(power, least, zero(), scale2(p, n));
-}
+struct Probability {
+  Vec top, unit;
+  INLINE Probability(float top_, float unit_) {
+    const float base = top_ == MINUS_INF ? 0.0f : top_;
+    if constexpr (std::is_same_v<T, bf16>) {
+      const float octaves = unit_ * 1.44269504088896341f;
+      top = set1(-base * octaves), unit = set1(octaves);
+    } else {
+      top = set1(base), unit = set1(unit_);
+    }
+  }
+  INLINE Vec operator()(Vec x) const {
+    if constexpr (!std::is_same_v<T, bf16>) return exp(mul(sub(x, top), unit));
+    const Vec power = max(set1(-126.0f), fma(x, unit, top));
+    const Vec n = nearest(power), r = sub(power, n);
+    Vec p = set1(9.582852945e-3f);
+    p = fma(p, r, set1(5.590642616e-2f));
+    p = fma(p, r, set1(2.402409911e-1f));
+    p = fma(p, r, set1(6.931241751e-1f));
+    p = fma(p, r, set1(1.0f));
+    return scale2(p, n);
+  }
+};
 
 // One row of scores of a tile's first N pieces -> probabilities in T, times the values' scales; MASKED: keys outside
-// [low, high) of the tile are not there. Adds them to total [16], and returns the factor that what was summed before must be multiplied by.
+// [low, high) of the tile are not there. top: the highest score so far, before it is multiplied by `unit`. Adds them to
+// total [16], and returns the factor that what was summed before must be multiplied by: 1 where nothing was.
 template <class T, bool MASKED, int N, class S>
-INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, float scale, float softcap, float& top,
-                         float* total, T* probabilities) {
+INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, const Scores& of, float& top, float* total,
+                         T* probabilities) {
   auto seen = [&](Vec x, int p, Vec other) {
     return MASKED ? keep(x, int(low) - p * LANES, int(high) - p * LANES, other) : x;
   };
   Vec s[N], tile_top = set1(MINUS_INF);
 #pragma GCC unroll 8
   for (int p = 0; p < N; ++p) {
-    s[p] = mul(by_scales<S>(load(scores + p * LANES), tile.key_scales[p]), set1(scale));
-    if (softcap != 0.0f) s[p] = mul(tanh(div(s[p], set1(softcap))), set1(softcap));
+    s[p] = by_scales<S>(load(scores + p * LANES), tile.key_scales[p]);
+    if (of.softcap != 0.0f) s[p] = mul(tanh(div(mul(s[p], set1(of.scale)), set1(of.softcap))), set1(of.softcap));
     s[p] = seen(s[p], p, set1(MINUS_INF));
     tile_top = max(tile_top, s[p]);
   }
@@ -267,25 +285,27 @@ INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 
   if (lanes_less(set1(top), tile_top)) {  // ever more rarely
     const float before = top;
     top = maximum(tile_top);
-    factor = exp(before - top);
+    if (before != MINUS_INF) factor = exp((before - top) * of.unit());
     sum = mul(sum, set1(factor));
   }
-  const Vec base = set1(top == MINUS_INF ? 0.0f : top);
+  const Probability<T> probability(top, of.unit());
 #pragma GCC unroll 8
   for (int p = 0; p < N; ++p) {
-    s[p] = seen(probability<T>(s[p], base), p, zero());
+    s[p] = seen(probability(s[p]), p, zero());
     sum = add(sum, s[p]);
-    store(probabilities + p * LANES, seen(by_scales<S>(s[p], tile.value_scales[p]), p, zero()));
+    T* to = probabilities + p * LANES;
+    if constexpr (std::is_same_v<S, i8>) store(to, seen(by_scales<S>(s[p], tile.value_scales[p]), p, zero()));
+    else store_normal(to, s[p]);
   }
   store(total, sum);
   return factor;
 }
 
-// acc [up to 32 rows, v_dim] += probabilities [rows][KEY_TILE] @ `steps` of the values, on tiles: M tiles of rows times P
-// panels, from column d on. Fetches the values `ahead` of the same steps meanwhile where they are not null.
+// acc [up to 32 rows, v_dim] += probabilities [rows][KEY_TILE] @ `steps` of the values, from zero if `fresh`; on tiles: M tiles
+// of rows times P panels, from column d on. Fetches the values `ahead` of the same steps meanwhile where they are not null.
 template <class T, int M, int P>
 __attribute__((noinline)) void weigh_on_tiles(const T* probabilities, const T* const* values, const T* const* ahead, Range steps,
-                                              i64 d, float* acc, i64 stride) {
+                                              i64 d, float* acc, i64 stride, bool fresh) {
   constexpr T* type = nullptr;
   constexpr i64 line = KEY_TILE * i64(sizeof(T)), panel = VALUE_TOKENS * 16;
   const i64 bytes = stride * i64(sizeof(float));
@@ -295,7 +315,10 @@ __attribute__((noinline)) void weigh_on_tiles(const T* probabilities, const T* c
     if constexpr (P == 2) f.template operator()<0, 1>();
     if constexpr (M == 2 && P == 2) f.template operator()<1, 1>();
   };
-  on_sums([&]<int m, int p>() { amx::load<2 * m + p>(acc + d + m * TILE_HEIGHT * stride + p * LANES, bytes); });
+  on_sums([&]<int m, int p>() {
+    if (fresh) amx::zero<2 * m + p>();
+    else amx::load<2 * m + p>(acc + d + m * TILE_HEIGHT * stride + p * LANES, bytes);
+  });
   for (i64 i = steps.first; i < steps.last; ++i) {
     if (ahead && ahead[i]) fetch_elements(ahead[i] + d * VALUE_TOKENS, P * panel);
     const T *rows = probabilities + i * VALUE_TOKENS, *panels = values[i] + d * VALUE_TOKENS;
@@ -314,11 +337,11 @@ __attribute__((noinline)) void weigh_on_tiles(const T* probabilities, const T* c
 // All columns of the same.
 template <class T>
 INLINE void weigh_tiled(const T* probabilities, const T* const* values, const T* const* ahead, Range steps, i64 rows, i64 v_dim,
-                        float* acc) {
+                        float* acc, bool fresh) {
   auto columns = [&]<int M>(std::integral_constant<int, M>) {
     i64 d = 0;
-    for (; d + 32 <= v_dim; d += 32) weigh_on_tiles<T, M, 2>(probabilities, values, ahead, steps, d, acc, v_dim);
-    if (d < v_dim) weigh_on_tiles<T, M, 1>(probabilities, values, ahead, steps, d, acc, v_dim);
+    for (; d + 32 <= v_dim; d += 32) weigh_on_tiles<T, M, 2>(probabilities, values, ahead, steps, d, acc, v_dim, fresh);
+    if (d < v_dim) weigh_on_tiles<T, M, 1>(probabilities, values, ahead, steps, d, acc, v_dim, fresh);
   };
   shape_tiles(rows < TILE_HEIGHT ? rows : TILE_HEIGHT, rows > TILE_HEIGHT ? rows - TILE_HEIGHT : 0);
   if (rows > TILE_HEIGHT) columns(std::integral_constant<int, 2>());
@@ -328,7 +351,7 @@ INLINE void weigh_tiled(const T* probabilities, const T* const* values, const T*
 // The same of any number of rows by vectors.
 template <class T>
 INLINE void weigh_panels(const T* probabilities, const T* const* values, const T* const* ahead, Range steps, i64 rows,
-                         i64 v_dim, float* acc) {
+                         i64 v_dim, float* acc, bool fresh) {
   constexpr i64 panel = VALUE_TOKENS * 16;
   for (i64 step = steps.first; step < steps.last; ++step) {
     const bool fetches = ahead && ahead[step];
@@ -344,7 +367,7 @@ INLINE void weigh_panels(const T* probabilities, const T* const* values, const T
           const T* left[TILE_ROWS];
           for (i64 m = 0; m < height; ++m) left[m] = probabilities + (row + m) * KEY_TILE + step * VALUE_TOKENS;
           multiply<T, P>(height, left, panels, fetches && row == 0 ? next : nullptr, VALUE_TOKENS, acc + row * v_dim + d, v_dim,
-                         false);
+                         fresh && step == steps.first);
         });
       }
     };
@@ -356,7 +379,7 @@ INLINE void weigh_panels(const T* probabilities, const T* const* values, const T
 // The same of at most M rows with a tile in int8, widened in registers. What stands where no key is, is a number.
 template <class T, int M, int P>
 INLINE void weigh_int8(const T* probabilities, const Tile<i8>& tile, const Tile<i8>& next, Range pieces, i64 rows, i64 v_dim,
-                       float* acc) {
+                       float* acc, bool fresh) {
   for (i64 p = pieces.first; p < pieces.last; ++p) {
     const T* left[M];
     for (i64 m = 0; m < rows; ++m) left[m] = probabilities + m * KEY_TILE + p * 16;
@@ -365,7 +388,7 @@ INLINE void weigh_int8(const T* probabilities, const Tile<i8>& tile, const Tile<
       for (; d + N * LANES <= v_dim; d += N * LANES) {
         const i8 *panels[N], *ahead[N];
         for (int i = 0; i < N; ++i) panels[i] = tile.panel(p, d + i * 16), ahead[i] = next.panel(p, d + i * 16);
-        int8_multiply<T, M, N, true>(rows, left, panels, ahead, 16, acc + d, v_dim, false);
+        int8_multiply<T, M, N, true>(rows, left, panels, ahead, 16, acc + d, v_dim, fresh && p == pieces.first);
       }
     };
     columns(std::integral_constant<int, P>());

@@ -97,6 +97,11 @@ INLINE void each_vector(i64 width, F f) {
   for (; i + LANES <= width; i += LANES) f(i, std::integral_constant<i64, LANES>());
   if (i < width) f(i, width - i);
 }
+// The same of what holds no denormal, which some conversions do not know.
+INLINE void store_normal(float* p, Vec x) { store(p, x); }
+#ifndef __AVX512F__
+INLINE void store_normal(bf16* p, Vec x) { store(p, x); }
+#endif
 INLINE Vec rounded_to(const float*, Vec x) { return x; }
 #ifdef __AVX512F__
 INLINE Vec rounded_to(const bf16*, Vec x) { return widened(narrow(x)); }
