@@ -130,6 +130,39 @@ INLINE void rope_head(const T* x, const float* table, i64 half, Pairs pairs, i64
   if (dim > 2 * half) memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
 }
 
+// An RMSNorm of a head, unless it has no weight, and then rope: out may not be x.
+template <class T>
+INLINE void norm_rope_head(const T* x, const T* weight, const Norm& norm, const float* table, i64 half, Pairs pairs, i64 dim,
+                           T* out) {
+  if (!weight) return rope_head(x, table, half, pairs, dim, out);
+  // The same operations in registers, for heads of 2 * N vectors that are rotated whole.
+  auto in_registers = [&]<int N>(std::integral_constant<int, N>) {
+    Vec v[2 * N], squares = zero();
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * N; ++i) v[i] = load(x + i * LANES), squares = fma(v[i], v[i], squares);
+    const Vec scale = set1(1.0f / sqrtf(sum(squares) / float(2 * N * LANES) + norm.eps));
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * N; ++i) {
+      v[i] = mul(v[i], scale);
+      if (norm.early) v[i] = rounded<T>(v[i]);
+      v[i] = rounded<T>(mul(v[i], load(weight + i * LANES)));
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      const Vec a = v[i], b = v[N + i], c = load(table + i * LANES), s = load(table + half + i * LANES);
+      store(out + i * LANES, sub(mul(a, c), mul(b, s)));
+      store(out + half + i * LANES, add(mul(b, c), mul(a, s)));
+    }
+  };
+  if (pairs == HALVES && dim == 2 * half && norm.offset == 0.0f) {
+    if (half == 2 * LANES) return in_registers(std::integral_constant<int, 2>());
+    if (half == 4 * LANES) return in_registers(std::integral_constant<int, 4>());
+  }
+  T normed[MAX_HEAD_DIM];
+  norm_row(x, weight, norm, dim, normed);
+  rope_head(normed, table, half, pairs, dim, out);
+}
+
 // What is stored of a row: the row itself, or int8 made in `room`, whose scale then goes to its place.
 template <class T, class S, class P>
 INLINE const S* stored(const T* row, const P& place, S* room) {
@@ -226,17 +259,15 @@ KERNEL void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Row
                                const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   const i64 dim = cache.dim;
   each_head(team, rows, heads + cache.heads, dim, [&](i64 row, i64 head) {
-    T normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
+    T rotated[MAX_HEAD_DIM];
     if (head < heads) {
       fetch_head(q, row, rows, head * dim, dim);
-      norm_row(q[row] + head * dim, q_weight, norm, dim, normed);
-      return rope_head(normed, table[row], half, pairs, dim, out[row] + head * dim);
+      return norm_rope_head(q[row] + head * dim, q_weight, norm, table[row], half, pairs, dim, out[row] + head * dim);
     }
     head -= heads;
     fetch_head(k, row, rows, head * dim, dim);
     fetch_head(v, row, rows, head * dim, dim);
-    norm_row(k[row] + head * dim, k_weight, norm, dim, normed);
-    rope_head(normed, table[row], half, pairs, dim, rotated);
+    norm_rope_head(k[row] + head * dim, k_weight, norm, table[row], half, pairs, dim, rotated);
     write_key(cache, slots[row], head, rotated);
     write_value(cache, slots[row], head, v[row] + head * dim);
   });
@@ -265,15 +296,14 @@ KERNEL void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T*
         });
     const bool is_q = head < heads, is_k = !is_q && head < heads + cache.heads;
     const T* weight = is_q ? q_weight : k_weight;
-    T normed[MAX_HEAD_DIM], rotated[MAX_HEAD_DIM];
+    T rotated[MAX_HEAD_DIM];
     for (i64 row = row0; row < row1; ++row) {
       const T* value = projected + (row - row0) * dim;
       if (!is_q && !is_k) {
         write_value(cache, slots[row], head - heads - cache.heads, value);
         continue;
       }
-      if (weight) norm_row(value, weight, norm, dim, normed), value = normed;
-      rope_head(value, table[row], half, pairs, dim, is_q ? out[row] + head * dim : rotated);
+      norm_rope_head(value, weight, norm, table[row], half, pairs, dim, is_q ? out[row] + head * dim : rotated);
       if (is_k) write_key(cache, slots[row], head - heads, rotated);
     }
   });
