@@ -357,6 +357,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.head_linear", "head_linear", "x", ("weight",), (), None),
     ("inferc.linear_wide", "linear_wide", "x", ("weight",), (), None),
     ("inferc.linear_add", "linear_add", "x", ("weight",), ("bias",), None),
+    ("inferc.linear_silu_mul", "linear_silu_mul", "x", ("weight",), ("bias",), None),
     ("inferc.layer_norm", "layer_norm", "x", (), ("weight", "bias"), None),
     ("inferc.rms_norm", "rms_norm", "x", (), ("weight",), None),
     ("inferc.rms_norm_add", "rms_norm_add", "x", (), ("weight",), None),

@@ -20,6 +20,7 @@ from inferc.passes.fold_weights import FoldWeights
 from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
 from inferc.passes.fuse_layer_norm import fuse_layer_norm
 from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
+from inferc.passes.fuse_linear_silu_mul import fuse_linear_silu_mul
 from inferc.passes.fuse_linear_wide import fuse_linear_wide
 from inferc.passes.fuse_moe_routing import FuseMoERouting
 from inferc.passes.fuse_norm_quantize import (
@@ -132,10 +133,17 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         SelectRows(),  # after the residual is fused, which it then follows
         SplitHead(),
         *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
+        *((fuse_linear_silu_mul,) if _has_gated_product(config) else ()),  # of what is not quantized
         FuseQKV(),  # after the products that are quantized have become other ops: it takes the others' in
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),
     )
+
+
+def _has_gated_product(config: LowerConfig) -> bool:
+    """Whether `linear_silu_mul` has a kernel, and the user none for what it would take in."""
+    own = {row.op for each in config.passes for row in each.kernels}
+    return config.target.device == "cpu" and "inferc.silu_mul" not in own
 
 
 def _quantization(name: str | None) -> tuple[Pass, ...]:
@@ -178,6 +186,7 @@ OPTIONAL = frozenset(
         "fuse_gelu",
         "fuse_gelu_mul",
         "fuse_silu_mul",
+        "fuse_linear_silu_mul",
         "fuse_moe_routing",
         "fuse_linear_wide",
         "fold_weights",

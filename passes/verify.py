@@ -42,6 +42,7 @@ LOWERED = frozenset(
         inferc.pointwise.default,
         inferc.head_linear.default,
         inferc.linear_add.default,
+        inferc.linear_silu_mul.default,
         inferc.linear_wide.default,
         inferc.embedding_int8.default,
         inferc.linear_int8.default,

@@ -212,6 +212,15 @@ def _integer_matrix(b: Builder, x: str, weights: str, kind: str = "") -> Call:
     return b.done(f"{name}<{types}>(t, {x}, {result.rows}, {weights}, {b.weight('bias')}, {written});")
 
 
+def linear_silu_mul(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    out, result = b.write()
+    kind, (n, k) = result.cpp_type, b.arg("weight").meta["val"].shape
+    panels = b.streamed(f"Panels<{kind}>{{{{{b.weight('weight')}, {n}, {k}, {n // 32}}}}}")
+    return b.done(f"linear_silu_mul<{kind}>(t, {x}, {result.rows}, {panels}, {b.weight('bias')}, {out});")
+
+
 def lm_head(node: fx.Node, values: Values) -> Call:
     return _matrix(Builder(node, values), "hidden")
 

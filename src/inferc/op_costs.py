@@ -333,6 +333,15 @@ def _kv_write(call: Call) -> None:
     _write_cache(call, call.value("k").shape[0])
 
 
+def _linear_silu_mul(call: Call) -> None:
+    """The products of gate and up, and what makes one of both."""
+    call.read()
+    call.write()
+    x, out = call.value("x"), call.node.meta["val"]
+    call.flops = times(call.elements(out), 4 * int(x.shape[-1]) + PER_ELEMENT["inferc.silu_mul"])
+    call.dtype = x.dtype
+
+
 def _qkv_rope_kv_write(call: Call) -> None:
     """The product, then the norms and rotations of q and k; of K and V the new positions are written."""
     call.read("kv_cache")
@@ -386,6 +395,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.rope_kv_write": _kv_write,
     "inferc.qkv_rope_kv_write": _qkv_rope_kv_write,
     "inferc.moe_experts": _moe_experts,
+    "inferc.linear_silu_mul": _linear_silu_mul,
     "inferc.linear_int8": Matmul("x"),
     "inferc.linear_w8a8": Matmul("x"),
     "inferc.linear_w4a8": Matmul("x"),

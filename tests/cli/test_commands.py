@@ -254,7 +254,7 @@ def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
     one, three = (rates[name]["cpp.lm_head.float32"] for name in ("decode", "decode of 3"))
     assert three["gflops_per_s"] / three["gb_per_s"] == pytest.approx(3 * one["gflops_per_s"] / one["gb_per_s"])
     calls = {row["kernel"]: row["calls"] for row in found["decode"]["kernels"]}
-    assert (calls["cpp.linear.float32"], calls["cpp.linear_add.float32"]) == (2, 2 * 2)
+    assert (calls["cpp.linear_silu_mul.float32"], calls["cpp.linear_add.float32"]) == (2, 2 * 2)
     assert calls["cpp.qkv_rope_kv_write.float32"] == 2
     assert calls["cpp.lm_head.float32"] == 1
 

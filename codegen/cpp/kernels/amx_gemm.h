@@ -132,8 +132,6 @@ INLINE RowTiles packed_tiles(const T* packed, i64 tile, i64 k, i64 per_line) {
   return {first, first + size, per_line * i64(sizeof(T)), TILE_HEIGHT * per_line * i64(sizeof(T))};
 }
 
-INLINE i64 bytes_between(const void* a, const void* b) { return static_cast<const char*>(b) - static_cast<const char*>(a); }
-
 // Rows as tiles: where they lie, or packed.
 struct TiledRows {
   const char* data;
@@ -203,10 +201,10 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
   alignas(64) float done[TILE_PAIR * width];
   alignas(64) T last_tiles[2 * tile], wide[widens ? 2 * wide_k * 16 : 1];
   const i64 products = (rows + TILE_PAIR - 1) / TILE_PAIR;
-  const i64 panel_bytes = bytes_between(w.panel(0), w.panel(1));
+  const i64 panel_bytes = w.size() * i64(sizeof(W));
   const i64 fetches = products * steps * TILE_FETCH_BYTES;  // bytes, if each step fetches once
   const i64 fetched = rows < TILE_FETCH_ROWS ? 0 : (2 * panel_bytes + fetches - 1) / fetches * TILE_FETCH_BYTES;
-  const auto* bytes = reinterpret_cast<const char*>(w.data);
+  auto bytes_of = [&](i64 panel) { return reinterpret_cast<const char*>(w.panel(panel)); };
   auto multiply_pair = [&](i64 panel, i64 k0, float* pair_sums, TileAhead ahead) {
     const i64 count = end - panel < 2 ? 1 : 2, here = k - k0 < block ? k - k0 : block;
     const bool is_last = k0 + block >= k;
@@ -247,14 +245,17 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
         TileAhead ahead;
         if (pairs > 1) {
           const bool turns = panel + 2 >= stop;
-          const char* next = bytes + (turns ? first : panel + 2) * panel_bytes + at + (turns ? size : 0);
-          if (fetched && !(turns && is_last)) ahead = {next, next + panel_bytes, (size / (products * (block / TILE_K<T>)) + 63) / 64 * 64};
+          const i64 next = turns ? first : panel + 2, from = at + (turns ? size : 0);
+          const i64 each = (size / (products * (block / TILE_K<T>)) + TILE_LINE - 1) / TILE_LINE * TILE_LINE;
+          if (fetched && !(turns && is_last)) ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, each};
         } else if (widens && rows <= TILE_PAIR) {  // widening them would wait for memory
-          const char* next = is_last ? bytes + (panel + 2) * panel_bytes : bytes + panel * panel_bytes + at + size;
-          ahead = {next, next + panel_bytes, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
+          const i64 next = is_last ? panel + 2 : panel, from = is_last ? 0 : at + size;
+          ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
         } else if (panel + 2 < end) {
-          const i64 passed = fetched * products * (k0 / TILE_K<T>);
-          ahead = {bytes + (panel + 2) * panel_bytes + passed, nullptr, fetched, TILE_FETCH_BYTES};
+          const i64 streams = w.gates ? 2 : 1;  // otherwise one panel lies behind the other
+          const i64 passed = fetched / streams * products * (k0 / TILE_K<T>);
+          ahead = {bytes_of(panel + 2) + passed, w.gates ? bytes_of(panel + 3) + passed : nullptr, fetched / streams,
+                   TILE_FETCH_BYTES / streams};
         }
         multiply_pair(panel, k0, sums + (panel - first) / 2 * of_pair, ahead);
       }

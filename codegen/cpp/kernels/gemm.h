@@ -109,6 +109,8 @@ INLINE void row_tiles(i64 rows, i64 most, F f) {
   for (i64 i = 0; i < tiles; ++i) f(rows * i / tiles, rows * (i + 1) / tiles - rows * i / tiles);
 }
 
+INLINE i64 bytes_between(const void* a, const void* b) { return static_cast<const char*>(b) - static_cast<const char*>(a); }
+
 // A [rows, width] value: row i starts at data + i * stride.
 template <class T>
 struct Rows {
@@ -118,12 +120,14 @@ struct Rows {
   INLINE operator Rows<const T>() const { return {data, stride}; }
 };
 
-// A view of packed weights: n output rows over k.
+// A view of packed weights: n output rows over k. With `gates`, panels of a gate that lie before as many of what it gates,
+// they are taken in turn: panel 2 * i is the gate's i-th.
 template <class T>
 struct Panels {
   const T* data;
-  i64 n, k;
-  INLINE const T* panel(i64 p) const { return data + p * 16 * ((k + Dot<T>::unit - 1) / Dot<T>::unit * Dot<T>::unit); }
+  i64 n, k, gates = 0;
+  INLINE i64 size() const { return 16 * ((k + Dot<T>::unit - 1) / Dot<T>::unit * Dot<T>::unit); }  // of a panel
+  INLINE const T* panel(i64 p) const { return data + (gates ? p / 2 + p % 2 * gates : p) * size(); }
   INLINE i64 count() const { return (n + 15) / 16; }
 };
 
@@ -309,8 +313,8 @@ INLINE i64 piece_grain(const Team& team, i64 items) { return items < team.count 
 // Where a thread starts to read the weight of `linear_to`, or of four bits, for few rows.
 template <class P>
 INLINE Ahead first_piece(const Team& team, const P& w) {
-  const i64 groups = piece_grain(team, (w.count() + 3) / 4), panel = w.panel(1) - w.panel(0);
-  return {w.panel(0) + team.tid * groups * 4 * panel, groups * 4 * panel * i64(sizeof(*w.data))};
+  const i64 panels = piece_grain(team, (w.count() + 3) / 4) * 4;
+  return {w.panel(team.tid * panels), bytes_between(w.panel(0), w.panel(panels))};
 }
 
 // Rows in blocks of nearly equal height: at most `most`, of `unit` rows or a multiple but for the last.
@@ -410,6 +414,19 @@ KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const
   linear_to(team, x, rows, w, emit, written.beside());
 }
 
+// out [rows, w.n / 2] = silu(gate) * up, both rounded first: products with the panels of a gate and of up in turn.
+template <class T>
+KERNEL void linear_silu_mul(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<T> out) {
+  auto emit = [=, half = w.n / 2](i64 row, i64 column, Vec acc, i64) {
+    const i64 at = column / 32 * 16;
+    const bool is_gate = column % 32 == 0;
+    const Vec product = finished<T>(acc, nullptr, bias, is_gate ? at : half + at, LANES);
+    T* to = out[row] + at;  // where the gate's waits for the other
+    store(to, is_gate ? product : mul(silu(load(to)), rounded<T>(product)));
+  };
+  linear_to(team, x, rows, w, emit);
+}
+
 // Weights in int8 with a scale for each output, which multiplies the whole sum. The result is in O.
 template <class T, class O>
 KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<O> out) {
@@ -434,7 +451,7 @@ KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale,
 template <class T>
 KERNEL void head_linear(Team& team, Rows<const T> x, i64 rows, i64 heads, Panels<T> w, Rows<T> out) {
   const i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  const i64 weight_size = w.panel(w.count()) - w.panel(0);
+  const i64 weight_size = w.count() * w.size();
   team.each(heads * groups * blocks, 1, [&](i64 item, i64) {
     i64 block = item / groups % blocks, head = item / groups / blocks, panel = item % groups * 4;
     i64 row0 = rows * block / blocks, row1 = rows * (block + 1) / blocks;

@@ -30,7 +30,7 @@ from inferc.ops.collectives import (
 )
 from inferc.ops.elementwise import gelu_mul, silu_mul
 from inferc.ops.experts import moe_experts, moe_routing
-from inferc.ops.linear import head_linear, linear_add, linear_wide, lm_head
+from inferc.ops.linear import head_linear, linear_add, linear_silu_mul, linear_wide, lm_head
 from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.pointwise import pointwise
 from inferc.ops.qkv import qkv_rope_kv_write, qkv_rope_kv_write_in_place
@@ -69,6 +69,7 @@ __all__ = [
     "layer_norm_quantize",
     "linear_add",
     "linear_int8",
+    "linear_silu_mul",
     "linear_w4a8",
     "linear_w8a8",
     "linear_wide",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inferc.ops.elementwise import silu_mul
 from inferc.ops.registry import define
 
 
@@ -39,6 +40,21 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     x [num_tokens, in_features]; weight [out_features, in_features]; residual, result [num_tokens, out_features].
     """
     return residual + torch.nn.functional.linear(x, weight, bias)
+
+
+def _linear_silu_mul_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
+@define("linear_silu_mul(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_silu_mul_fake)
+def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`silu_mul` of both halves of `linear(x)`, each rounded to its dtype first (SwiGLU).
+
+    x [num_tokens, in_features]; weight [2 * intermediate_size, in_features], the gate's rows, then those of up; result
+    [num_tokens, intermediate_size]. Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
+    return silu_mul(gate, up)
 
 
 def _head_linear_fake(x: Tensor, weight: Tensor) -> Tensor:

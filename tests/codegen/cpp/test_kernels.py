@@ -55,6 +55,25 @@ def test_linear_add(kernels: Kernels, dtype: torch.dtype) -> None:
         assert torch.equal(residual, out)
 
 
+def test_linear_silu_mul(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, width, k in (
+        (1, 16, 1),
+        (1, 80, 64),
+        (3, 48, 33),
+        (9, 96, 130),
+        (12, 16, 34),
+        (35, 208, 96),
+        (300, 48, 64),
+    ):
+        wide_x = torch.randn(rows, k + 5).to(dtype)
+        x, weight = wide_x[:, 2 : 2 + k], (torch.randn(2 * width, k) / k**0.5).to(dtype)
+        for bias in (None, torch.randn(2 * width).to(dtype)):
+            out = nan(rows, width, dtype=dtype)
+            args = (x, k + 5, rows, packed(weight), width, k, bias, out)
+            kernels.run("test_linear_silu_mul", dtype, *args)
+            assert_near(out, ops.linear_silu_mul(x, weight, bias))
+
+
 def test_layer_norm(kernels: Kernels, dtype: torch.dtype) -> None:
     for rows, parts, width in ((1, 1, 1), (5, 1, 33), (3, 4, 16), (70, 2, 80)):
         wide = (torch.randn(rows, parts * width + 3) * 2 + 1).to(dtype)

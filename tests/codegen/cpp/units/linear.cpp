@@ -21,6 +21,16 @@ EXPORT void test_linear_add(void* pool, i64 dtype, const void* x, i64 rows, cons
   })
 }
 
+EXPORT void test_linear_silu_mul(void* pool, i64 dtype, const void* x, i64 stride, i64 rows, const void* w, i64 width, i64 k,
+                                 const void* bias, void* out) {
+  FOR_DTYPE(dtype, {
+    Panels<T> panels{as<T>(w), 2 * width, k, width / 16};
+    on(pool, [&](Team& t) {
+      linear_silu_mul<T>(t, rows_of<const T>(x, stride), rows, panels, as<T>(bias), rows_of<T>(out, width));
+    });
+  })
+}
+
 EXPORT void test_head_linear(void* pool, i64 dtype, const void* x, i64 rows, i64 heads, const void* w, i64 n, i64 k,
                              void* out) {
   FOR_DTYPE(dtype, {
