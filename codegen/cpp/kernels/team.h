@@ -5,7 +5,9 @@
 #include <atomic>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "amx.h"
@@ -36,8 +38,9 @@ struct alignas(64) Signal {
   std::atomic<u32> value{0};
   std::atomic<u32> sleepers{0};
 
-  void raise() {
-    value.fetch_add(1);
+  void raise() { raise_to(value.load() + 1); }
+  void raise_to(u32 next) {
+    value.store(next);
     if (sleepers.load()) futex_wake_all(value);
   }
   // Fetches `ahead` into the second-level cache meanwhile: otherwise the memory would be as idle as the thread.
@@ -56,11 +59,52 @@ struct alignas(64) Signal {
   }
 };
 
+// How many threads share the work. Where another process takes a core, a thread that waits for it holds up all others at the
+// next barrier, for as long as a time slice: a step is then faster without that thread. What tells is how often the
+// kernel took the processor away from threads that were running.
+struct Roster {
+  static constexpr i64 SHORTEST = 100, LONGEST = 3200;  // milliseconds until all are tried again
+  int most = 1, active = 1, crowded = 0;
+  i64 hold = SHORTEST;
+  double until = 0.0;
+
+  // A region of `ms` that ended at `now` (milliseconds), with so many switches away from its threads.
+  void judge(double now, double ms, i64 switches) {
+    const bool is_new = now > until + double(LONGEST);  // not the neighbour that was there when all were tried
+    if (active < most && now >= until) {
+      active = most, crowded = 0;
+    } else if (switches < 2 || double(switches) * 10.0 <= ms) {
+      crowded = 0;
+    } else if (++crowded == 2) {
+      crowded = 0;
+      if (active == most) {
+        hold = is_new ? SHORTEST : 2 * hold < LONGEST ? 2 * hold : LONGEST;
+        until = now + double(hold);
+      }
+      if (active > 1) --active;
+    }
+  }
+};
+
+INLINE double milliseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) * 1e3 + double(now.tv_nsec) * 1e-6;
+}
+// Switches away from this thread while it could have gone on.
+INLINE i64 switches_so_far() {
+  rusage usage;
+  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+}
+
 struct Pool {
   struct alignas(64) Counter {
     std::atomic<i64> next{0};
   };
   int count = 1;
+  Roster roster;                     // of the thread that runs regions
+  std::atomic<i64> switches{0};  // of the region's threads
+  u32 regions = 0;
   bool closing = false;
   void (*work)(void*, int) = nullptr;
   void* context = nullptr;
@@ -69,10 +113,14 @@ struct Pool {
   alignas(64) std::atomic<int> arrived{0};
   Counter tickets[MAX_TICKETS];
 
+  // Who takes part in a region stands in the signal that starts it: a thread that did not may wake when it is over.
+  static constexpr u32 MOST_THREADS = 1 << 12;
+  static int threads_of(u32 started) { return int(started % MOST_THREADS); }
+
   void run(void (*function)(void*, int), void* data) {
     work = function;
     context = data;
-    if (count > 1) start.raise();
+    if (roster.active > 1) start.raise_to(++regions * MOST_THREADS + u32(roster.active));
     function(data, 0);
   }
 };
@@ -85,10 +133,11 @@ struct Start {
 inline void* thread_main(void* data) {
   Start start = *static_cast<Start*>(data);
   delete static_cast<Start*>(data);
-  for (u32 seen = 0;; ++seen) {
-    start.pool->start.wait_while(seen, START_CYCLES);
+  for (u32 seen = 0;;) {
+    start.pool->start.wait_while(seen, start.tid < Pool::threads_of(seen) ? START_CYCLES : 0);
     if (start.pool->closing) return nullptr;
-    start.pool->work(start.pool->context, start.tid);
+    seen = start.pool->start.value.load(std::memory_order_acquire);
+    if (start.tid < Pool::threads_of(seen)) start.pool->work(start.pool->context, start.tid);
   }
 }
 
@@ -111,6 +160,7 @@ inline Pool* open_pool(int count) {
       return nullptr;
     }
   }
+  pool->roster.most = pool->roster.active = count;
   return pool;
 }
 
@@ -167,14 +217,21 @@ void parallel(void* threads, F& f) {
     Pool* pool;
     F* f;
   } region{static_cast<Pool*>(threads), &f};
-  region.pool->run(
+  Pool& pool = *region.pool;
+  const double begin = milliseconds();
+  pool.switches.store(0);
+  pool.run(
       [](void* data, int tid) {
         Region& here = *static_cast<Region*>(data);
-        Team team{*here.pool, tid, here.pool->count};
+        const i64 before = switches_so_far();
+        Team team{*here.pool, tid, here.pool->roster.active};
         (*here.f)(team);
+        here.pool->switches.fetch_add(switches_so_far() - before);
         team.barrier();
       },
       &region);
+  const double end = milliseconds();
+  pool.roster.judge(end, end - begin, pool.switches.load());
 }
 
 }  // namespace inferc

@@ -1,0 +1,40 @@
+"""How many threads work, and that the work is whole whoever does it."""
+
+from __future__ import annotations
+
+import torch
+from cpp_kernels import Kernels
+
+SLICE = 40.0  # milliseconds of a region
+
+
+def threads_after(kernels: Kernels, threads: int, regions: list[tuple[float, int]]) -> list[int]:
+    """The threads after regions of (milliseconds, switches), one behind the other."""
+    lengths = torch.tensor([ms for ms, _ in regions], dtype=torch.float64)
+    out = torch.zeros(len(regions), dtype=torch.int64)
+    ends = 1e6 + lengths.cumsum(0)
+    kernels("test_roster", threads, ends, lengths, torch.tensor([count for _, count in regions]), len(regions), out)
+    return out.tolist()
+
+
+def test_a_thread_rests_while_another_process_takes_its_core(kernels: Kernels) -> None:
+    quiet, crowded = (SLICE, 0), (SLICE, 10)
+    assert threads_after(kernels, 2, [quiet] * 20) == [2] * 20
+    # Two in a row tell; 100 ms later all are tried again, then after 200, until nobody is there.
+    found = threads_after(kernels, 2, [crowded] * 2 + [quiet] * 3 + [crowded] * 2 + [quiet] * 20)
+    assert found == [2, 1, 1, 1, 2, 2, 1, 1, 1, 1, 1] + [2] * 16
+    assert threads_after(kernels, 4, [crowded] * 7) == [4, 3, 3, 2, 4, 4, 3]
+
+
+def test_single_switches_and_short_regions_are_no_neighbour(kernels: Kernels) -> None:
+    assert threads_after(kernels, 2, [(SLICE, 10), (SLICE, 0)] * 10) == [2] * 20
+    assert threads_after(kernels, 2, [(1.0, 1)] * 20) == [2] * 20  # the process's own other threads, once a step
+    assert threads_after(kernels, 2, [(SLICE, 3)] * 20) == [2] * 20
+    assert threads_after(kernels, 1, [(SLICE, 10)] * 20) == [1] * 20
+
+
+def test_any_number_of_the_threads_does_all_the_work(kernels: Kernels) -> None:
+    handled, wrong = torch.zeros(50, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    kernels("test_regions", kernels.threads, 400, 50, handled, wrong)
+    assert handled.tolist() == [400] * 50
+    assert wrong.item() == 0
