@@ -62,10 +62,12 @@ class Builder:
         kind = CPP_TYPES[node.meta["val"].dtype]
         return f"s.weight<{kind}>({self.slot(self.values.weight(node))})"
 
-    def panels(self, name: str) -> str:
+    def panels(self, name: str, gated: bool = False) -> str:
+        """gated: a gate's rows and as many of what it gates, whose panels are taken in turn."""
         n, k = self.arg(name).meta["val"].shape
         kind = CPP_TYPES[self.arg(name).meta["val"].dtype]
-        return f"Panels<{kind}>{{{{{self.weight(name)}, {n}, {k}}}}}"
+        gates = f", {n // 32}" if gated else ""
+        return f"Panels<{kind}>{{{{{self.weight(name)}, {n}, {k}{gates}}}}}"
 
     def streamed(self, panels: str) -> str:
         """The text of a weight that threads read from its first piece on, as `first_piece` has them."""
@@ -216,9 +218,8 @@ def linear_silu_mul(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, _ = b.read("x")
     out, result = b.write()
-    kind, (n, k) = result.cpp_type, b.arg("weight").meta["val"].shape
-    panels = b.streamed(f"Panels<{kind}>{{{{{b.weight('weight')}, {n}, {k}, {n // 32}}}}}")
-    return b.done(f"linear_silu_mul<{kind}>(t, {x}, {result.rows}, {panels}, {b.weight('bias')}, {out});")
+    weights = f"{b.streamed(b.panels('weight', gated=True))}, {b.weight('bias')}"
+    return b.done(f"linear_silu_mul<{result.cpp_type}>(t, {x}, {result.rows}, {weights}, {out});")
 
 
 def lm_head(node: fx.Node, values: Values) -> Call:

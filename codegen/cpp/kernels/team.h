@@ -102,7 +102,7 @@ struct Pool {
     std::atomic<i64> next{0};
   };
   int count = 1;
-  Roster roster;                     // of the thread that runs regions
+  Roster roster;                 // of the thread that runs regions
   std::atomic<i64> switches{0};  // of the region's threads
   u32 regions = 0;
   bool closing = false;

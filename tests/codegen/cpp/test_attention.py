@@ -282,15 +282,23 @@ def test_fused_write_equals_rope_then_write(kernels: Kernels, dtype: torch.dtype
     assert torch.equal(fused.data.view(torch.uint8), plain.data.view(torch.uint8))
 
 
-def test_norms_in_the_write_equal_norms_before_it(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
-    case = replace(CASES[1], seqs=((0, 21),))
+# Heads that are rotated in part, and heads that go through registers whole.
+@pytest.mark.parametrize(
+    ("dim", "half", "norm"),
+    [(32, 12, (1e-5, 1.0, False)), (64, 32, (1e-5, 0.0, True)), (128, 64, (1e-5, 0.0, False))],
+    ids=["D32", "D64", "D128"],
+)
+def test_norms_in_the_write_equal_norms_before_it(
+    kernels: Kernels, dtype: torch.dtype, int8: bool, dim: int, half: int, norm: tuple[float, float, bool]
+) -> None:
+    case = replace(CASES[1], dim=dim, seqs=((0, 21),))
     fused, plain = Pool(kernels, case, dtype, int8), Pool(kernels, case, dtype, int8)
     plain.table = fused.table
     q, k = torch.randn(21, case.heads, case.dim).to(dtype), torch.randn(21, case.kv_heads, case.dim).to(dtype)
     qkv = torch.cat([each.flatten(1) for each in (q, k, k)], -1)
     parts = qkv.split((q[0].numel(), k[0].numel(), k[0].numel()), -1)
     weights = torch.randn(case.dim).to(dtype), torch.randn(case.dim).to(dtype)
-    half, slots, norm = 12, fused.slots(0, 0, 21), (1e-5, 1.0, False)
+    slots = fused.slots(0, 0, 21)
     normed = torch.empty_like(k)
     sizes = (21, case.kv_heads, case.dim)
     kernels.run("test_rms_norm", dtype, k, k[0].numel(), None, weights[1], *norm, *sizes, normed, None)
