@@ -2,8 +2,9 @@
 
 A value has rows on one axis: a row for each token (pool "T"), logits row ("S") or sequence ("B"); what the LM head and
 sampling make has at most 64 rows at a time and a pool of its own ("sample"). Rows of a multiple of 512 bytes are followed
-by a cache line that nothing uses: see `padded`. Within a pool a place is counted in bytes a row, so one plan serves every token budget: the address of a place is `offset` times the pool's most rows, rounded up
-to a multiple of 64, which also aligns every value to 64 bytes. Views, slices and parts of tuples have no place.
+by a cache line that nothing uses: see `padded`. Within a pool a place is counted in bytes a row, so one plan serves every
+token budget: the address of a place is `offset` times the pool's most rows, rounded up to a multiple of 64, which also
+aligns every value to 64 bytes. Views, slices and parts of tuples have no place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROTATES_AND_WRITES = (  # return (q, cache)
     inferc.norm_rope_kv_write.default,
     inferc.qkv_rope_kv_write.default,
 )
+EXCHANGED = (inferc.all_reduce.default, inferc.all_gather.default, inferc.expert_combine.default)
 POOLS = ("T", "S", "B", "sample")
 CACHE_LINE, FEW_SETS = 64, 512  # bytes
 HIDDEN_IN = "hidden_in"
@@ -117,7 +119,9 @@ def live_values(program: Program) -> list[Value]:
         if not pool:
             name = node.meta.get("name", node.name)
             raise UnsupportedError(f"{name}: axis 0 is {value.shape[0]}; expected tokens, logits rows or sequences")
-        row_bytes = padded(math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize)
+        row_bytes = math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize
+        if node.target not in EXCHANGED:  # whose rows the ranks send and add as one run of bytes
+            row_bytes = padded(row_bytes)
         # A part of a tuple is there from the call that made the tuple on, though its getitem may come later.
         maker = node.args[0] if node.target is operator.getitem else node
         assert isinstance(maker, fx.Node)

@@ -9,7 +9,7 @@ from torch import fx
 
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values
 from inferc.codegen.kernels import argument
-from inferc.errors import UnsupportedError
+from inferc.errors import UnsupportedError, VerifyError
 from inferc.ops import cached_head_dim
 from inferc.program import name_of, target_name
 
@@ -54,6 +54,14 @@ class Builder:
         self.writes.append(operand.extent)
         self.outputs.append((node, operand, len(self.slots)))
         return self.view(operand), operand
+
+    def write_exchanged(self) -> tuple[str, Operand]:
+        """As `write`, of rows that the ranks send and add as one run of bytes."""
+        out, operand = self.write()
+        if operand.stride != operand.width:
+            name = name_of(self.node)
+            raise VerifyError(f"{name}: rows of {operand.width} elements, {operand.stride} apart; expected no gaps")
+        return out, operand
 
     def weight(self, name: str) -> str:
         node = self.arg(name)
@@ -315,7 +323,7 @@ def index_select(node: fx.Node, values: Values) -> Call:
 def all_reduce(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, _ = b.read("x")
-    out, result = b.write()
+    out, result = b.write_exchanged()
     sizes = f"{result.rows}, {result.width}, {GROUPS[b.arg('group')]}"
     return b.done(f"all_reduce<{result.cpp_type}>(t, s, {x}, {sizes}, {out});")
 
@@ -323,7 +331,7 @@ def all_reduce(node: fx.Node, values: Values) -> Call:
 def all_gather(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, _ = b.read("x")
-    out, result = b.write()
+    out, result = b.write_exchanged()
     parts = ", ".join(map(str, b.arg("sizes")))
     sizes = f"{result.rows}, {{{{{parts}}}}}, {result.width}, {GROUPS[b.arg('group')]}"
     return b.done(f"all_gather<{result.cpp_type}, {len(b.arg('sizes'))}>(t, s, {x}, {sizes}, {out});")

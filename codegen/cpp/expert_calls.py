@@ -57,7 +57,7 @@ def expert_combine(node: fx.Node, values: Values) -> Call:
     y, operand = b.read("y")
     ids, choices = b.read("expert_ids")
     exchange = _exchange(b, choices)
-    out, _ = b.write()
+    out, _ = b.write_exchanged()
     return b.done(f"expert_combine<{operand.cpp_type}>(t, {exchange}, {y}, {ids}, {operand.width}, {out});")
 
 

@@ -128,6 +128,8 @@ def build(steps: list[tuple[str, int]], width: int = 8) -> tuple[Program, dict[s
             pool.append(call(aten.relu.default, x))
         elif op == "add":
             pool.append(call(aten.add.Tensor, x, y))
+        elif op == "reduce":
+            pool.append(call(inferc.all_reduce.default, x, "tp", 2))
         elif op == "norm":
             both = call(inferc.rms_norm_add.default, x, y, table["norm"], 1e-5)
             pool += [call(operator.getitem, both, index) for index in (0, 1)][pick % 2 :]
@@ -147,6 +149,15 @@ def build(steps: list[tuple[str, int]], width: int = 8) -> tuple[Program, dict[s
 
 def test_rows_of_a_multiple_of_512_bytes_are_followed_by_a_cache_line() -> None:
     assert [padded(width) for width in (0, 64, 511, 512, 520, 2048, 6144)] == [0, 64, 511, 576, 520, 2112, 6208]
+
+
+def test_rows_that_ranks_exchange_have_no_gaps() -> None:
+    """They are sent and added as one run of bytes; what is made of them is padded as ever."""
+    program, _, _ = build([("relu", 0), ("reduce", 1), ("relu", 2)], width=128)
+    sizes = {value.name: value.row_bytes for value in live_values(program)}
+    reduced = next(node for node in program.graph.nodes if node.target is inferc.all_reduce.default)
+    (reader,) = reduced.users
+    assert (sizes[reduced.name], sizes[reader.name]) == (512, 576)
 
 
 def run_in_arena(program: Program, plan: MemoryPlan, inputs: dict[str, Tensor], weights: Tensors) -> list[Tensor]:
