@@ -28,7 +28,7 @@ from measured import save
 from inferc.codegen.cpp.build import FLAGS, ISA_FLAGS, ISAS, KERNELS_FOLDER, Unit, build, find_compiler
 from inferc.codegen.cpp.emit import HEADERS
 
-PRODUCTS = re.compile(r"inferc::(tile|int8_tile|int4_tile|weigh_columns|multiply_tiles|int4_on_tiles)\b")
+PRODUCTS = re.compile(r"inferc::(tile|int8_tile|int4_tile|weigh_columns|multiply_tiles|int4_stream)\b")
 MULTIPLY_ADD = re.compile(r"vfn?madd|vdpbf16ps|vpdpbusd|vpmaddwd|vpmaddubsw|tdp|fmla|bfdot|sdot|usdot")
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\s+(\S+)\s*(.*)$")

@@ -89,9 +89,9 @@ EXPORT void bench_linear_w8a8(void* pool, const void* x, i64 rows, const void* w
 EXPORT void bench_linear_w4a8(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
   auto region = [&](Team& t) {
     const u8* data = static_cast<const u8*>(w);
-    Int4Panels panels{data, reinterpret_cast<const u16*>(data + n * k / 2), n, k, 32};
+    Int4Panels panels{data, reinterpret_cast<const i8*>(data + n * k / 2), n, k, 32};
     linear_w4a8<bf16>(t, Rows<const i8>{static_cast<const i8*>(x), k}, Rows<const float>{static_cast<const float*>(x), 0},
-                      rows, panels, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
+                      rows, panels, nullptr, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
   };
   parallel(pool, region);
 }
@@ -107,13 +107,13 @@ void bench_experts(void* pool, const void* x, const i32* ids, const float* scale
       Matrix made{reinterpret_cast<const W*>(at), nullptr, n, k};
       const i64 count = experts * n * k;
       if constexpr (std::is_same_v<W, u8>) {
-        made.scale = reinterpret_cast<const u16*>(at + count / 2);
+        made.group_scale = reinterpret_cast<const i8*>(at + count / 2);
         made.group = 32;
-        at += count / 2 + count / 16;
+        at += count / 2 + count / 32;
       } else {
-        if constexpr (std::is_same_v<W, i8>) made.scale = scale;
         at += count * i64(sizeof(W));
       }
+      if constexpr (sizeof(W) == 1) made.scale = scale;
       return made;
     };
     for (i64 layer = 0; layer < layers; ++layer) {
@@ -160,7 +160,7 @@ EXPORT void bench_attention_int8(void* pool, const void* q, void* out, void* cac
 POOL_BYTES = 1 << 30  # rotates through this much
 SHAPES = ((3072, 1024), (1024, 3072), (4096, 4096))  # n, k
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 + 2 / 32}  # of an element
+WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 + 1 / 32}  # of an element
 EXPERTS = (2048, 768, 64, 8)  # hidden, intermediate, experts, top_k: a layer of Qwen3-MoE's kind
 EXPERT_WEIGHTS = ("bf16", "int8", "w8a8", "w4a8")
 EXPERT_ROWS = (1, 2, 4, 8)

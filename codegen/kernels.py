@@ -207,11 +207,13 @@ def _w8a8_experts_fit(node: fx.Node) -> str:
 def _w4a8_experts_fit(node: fx.Node) -> str:
     if _dtype(node, "x") != torch.int8:
         return OTHER_CASE
-    groups = {
-        int4_group(*(argument(node, name).meta["val"] for name in (each, f"{each}_scale")))
-        for each in ("gate_up", "down")
-    }
-    return _joined(_experts_fit(node), *map(_group_of, sorted(groups)))
+    hidden, inter = _shape(node, "gate_up")[2] * 2, _shape(node, "down")[2] * 2  # two to a byte
+    return _joined(
+        _experts_fit(node),
+        *(_group_fits(node, each, f"{each}_group_scale") for each in ("gate_up", "down")),
+        _at_most("hidden_size", hidden, INT4_LONGEST),
+        _at_most("the experts' intermediate_size", inter, INT4_LONGEST),
+    )
 
 
 def _ranks_fit(node: fx.Node) -> str:
@@ -221,6 +223,8 @@ def _ranks_fit(node: fx.Node) -> str:
 
 INT32_HOLDS = (2**31 - 1) // 127**2
 """Products of at most 127 x 127 that a sum of Dot<i8> in simd.h may have."""
+INT4_LONGEST = 1 << 16
+"""Of k in four bits: scales of groups are then at least five bits, see `ops.quantize.largest_group_scale`."""
 
 
 def _int32_holds(node: fx.Node) -> str:
@@ -257,11 +261,12 @@ def _plain_lookup(node: fx.Node) -> str:
     return "" if plain else "an embedding with options of training: expected a plain one"
 
 
-def _group_fits(node: fx.Node) -> str:
-    return _group_of(argument(node, "group"))
+def _four_bits_fit(node: fx.Node) -> str:
+    return _joined(_group_fits(node, "weight", "group_scale"), _at_most("k", _shape(node, "x")[1], INT4_LONGEST))
 
 
-def _group_of(group: int) -> str:
+def _group_fits(node: fx.Node, weight: str, group_scale: str) -> str:
+    group = int4_group(argument(node, weight).meta["val"], argument(node, group_scale).meta["val"])
     return "" if group in (32, 64, 128) else f"weights in groups of {group}: expected 32, 64 or 128"
 
 
@@ -387,6 +392,7 @@ _CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callab
     ("inferc.latent_attention", "latent_attention", "q", (), (), _latents_fit),
 )
 _SCALES = ("gate_up_scale", "down_scale")
+_GROUP_SCALES = ("gate_up_group_scale", "down_group_scale")
 # The same with int8 weights, without the argument: the dtype of the first weight decides, and the result's.
 _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
     ("inferc.embedding_int8", "embedding_panel_int8", ("weight",), ("scale",), _packed_lookup),
@@ -396,10 +402,13 @@ _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx
     ("inferc.moe_experts", "moe_experts_int8", ("gate_up", "down"), (*_BIASES, *_SCALES), _int8_experts_fit),
     ("inferc.moe_experts", "moe_experts_w8a8", ("gate_up", "down"), (*_BIASES, *_SCALES), _w8a8_experts_fit),
 )
-# op, name, weights in four bits, their scales, what is not packed, condition
+# op, name, weights in four bits, the scales of their groups, what is not packed, condition
 _INT4_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str]], ...] = (
-    ("inferc.linear_w4a8", "linear_w4a8", ("weight",), ("scale",), ("bias",), _group_fits),
-    ("inferc.moe_experts", "moe_experts_w4a8", ("gate_up", "down"), _SCALES, _BIASES, _w4a8_experts_fit),
+    ("inferc.linear_w4a8", "linear_w4a8", ("weight",), ("group_scale",), ("scale", "bias"), _four_bits_fit),
+    (
+        *("inferc.moe_experts", "moe_experts_w4a8", ("gate_up", "down"), _GROUP_SCALES, (*_BIASES, *_SCALES)),
+        _w4a8_experts_fit,
+    ),
 )
 
 

@@ -61,7 +61,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "embedding_int8": (INT8, random(6).abs(), torch.tensor([[5, 0], [2, 2]]), torch.bfloat16),
     "linear_int8": (random(5, 8).bfloat16(), INT8, random(6).abs(), random(6).bfloat16()),
     "linear_w8a8": (INT8[:5], random(5).abs(), INT8, random(6).abs(), torch.bfloat16, None, random(5, 6).bfloat16()),
-    "linear_w4a8": (INT8[:5], random(5).abs(), BYTES, random(7, 1).half(), 32, torch.bfloat16, random(7).bfloat16()),
+    "linear_w4a8": (
+        INT8[:5],
+        random(5).abs(),
+        BYTES,
+        INT8[0, :7, None],
+        random(7).abs(),
+        torch.bfloat16,
+        random(7).bfloat16(),
+    ),
     "rms_norm_quantize": (random(5, 8), random(8), 1e-5),
     "rms_norm_add_quantize": (random(5, 8), random(5, 8), random(8), 1e-5),
     "layer_norm_quantize": (random(5, 8), random(8), None, 1e-5),
@@ -263,21 +271,37 @@ def test_int8_products_are_those_of_what_the_integers_mean() -> None:
 @pytest.mark.parametrize("group", [32, 64])
 def test_products_by_four_bits_are_those_of_what_the_integers_mean(group: int) -> None:
     weight, (rows, row_scale), k = random(6, 100), reference.quantize_rows(random(5, 100)), 100
-    values, scale = quantize.quantize_int4(weight, group)
+    values, of_groups, scale = quantize.quantize_int4(weight, group)
     groups = -(-k // group)
-    assert values.shape == (6, groups * group // 2) and scale.shape == (6, groups)
+    assert values.shape == (6, groups * group // 2) and of_groups.shape == (6, groups) and scale.shape == (6,)
+    assert of_groups.dtype == torch.int8 and of_groups.abs().amax(1).tolist() == [127] * 6
     integers = quantize.unpack_int4(values, k)
-    each = scale.float().repeat_interleave(group, 1)[:, :k]
+    each = (of_groups * scale[:, None]).repeat_interleave(group, 1)[:, :k]
     off = (integers * each - weight).abs() / each.abs()
     assert off[integers < 7].max() < 0.51 and off.max() < 1.01  # what would be 8 is 7
     assert int(integers.min()) == -8
-    found = reference.linear_w4a8(rows, row_scale, values, scale, group, torch.float32, None, random(5, 6))
+    found = reference.linear_w4a8(rows, row_scale, values, of_groups, scale, torch.float32, None, random(5, 6))
     torch.testing.assert_close(found, random(5, 6) + F.linear(rows * row_scale[:, None], integers * each))
 
 
 def test_a_group_of_zeros_is_zeros_in_four_bits() -> None:
-    values, scale = quantize.quantize_int4(torch.zeros(2, 40), 32)
-    assert torch.equal(quantize.unpack_int4(values, 40), torch.zeros(2, 40, dtype=torch.int8)) and not scale.any()
+    values, of_groups, scale = quantize.quantize_int4(torch.zeros(2, 40), 32)
+    assert torch.equal(quantize.unpack_int4(values, 40), torch.zeros(2, 40, dtype=torch.int8))
+    assert not of_groups.any() and torch.equal(scale, torch.ones(2))
+
+
+def test_a_group_of_small_weights_keeps_a_scale() -> None:
+    """The smallest there is, if a neighbour in its row is a thousand times as large; and a row's infinity is seen."""
+    weight = torch.cat((torch.full((1, 32), 1000.0), torch.full((1, 32), -0.9)), 1)
+    values, of_groups, _ = quantize.quantize_int4(weight, 32)
+    assert of_groups.tolist() == [[-127, 1]] and quantize.unpack_int4(values, 64)[0, 32:].tolist() == [-1] * 32
+    weight[0, 3] = float("inf")
+    assert not torch.isfinite(quantize.quantize_int4(weight, 32)[2]).any()
+
+
+@pytest.mark.parametrize(("k", "most"), [(64, 127), (16643, 127), (18944, 111), (1 << 16, 32), (1 << 24, 1)])
+def test_longer_rows_have_smaller_scales_of_groups(k: int, most: int) -> None:
+    assert quantize.largest_group_scale(k) == most
 
 
 def test_experts_with_int8_weights_are_those_of_what_the_integers_mean() -> None:

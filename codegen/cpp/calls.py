@@ -11,6 +11,7 @@ from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Val
 from inferc.codegen.kernels import argument
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ops import cached_head_dim
+from inferc.ops.quantize import int4_group
 from inferc.program import name_of, target_name
 
 GROUPS = {"tp": 0, "ep": 1}  # as in inferc_abi.h
@@ -203,8 +204,9 @@ def linear_w4a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     (n, _), k = b.arg("weight").meta["val"].shape, b.arg("x").meta["val"].shape[1]
     rows = _scaled_rows(b)
-    panels = f"Int4Panels{{{{{b.weight('weight')}, {b.weight('scale')}, {n}, {k}, {b.arg('group')}}}}}"
-    return _integer_matrix(b, rows, b.streamed(panels))
+    group = int4_group(b.arg("weight").meta["val"], b.arg("group_scale").meta["val"])
+    panels = f"Int4Panels{{{{{b.weight('weight')}, {b.weight('group_scale')}, {n}, {k}, {group}}}}}"
+    return _integer_matrix(b, rows, f"{b.streamed(panels)}, {b.weight('scale')}")
 
 
 def _scaled_rows(b: Builder) -> str:

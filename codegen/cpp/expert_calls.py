@@ -113,11 +113,12 @@ def moe_experts(node: fx.Node, values: Values) -> Call:
 
 def _expert_matrix(b: Builder, name: str, types: str, n: int, k: int) -> str:
     fields = f"{b.weight(name)}, {b.weight(f'{name}_bias')}, {n}, {k}"
-    scale = b.arg(f"{name}_scale")
-    if scale is not None:
+    if b.arg(f"{name}_scale") is not None:
         fields += f", {b.weight(f'{name}_scale')}"
-        if scale.meta["val"].dim() == 3:
-            fields += f", {int4_group(b.arg(name).meta['val'], scale.meta['val'])}"
+    groups = b.arg(f"{name}_group_scale")
+    if groups is not None:
+        group = int4_group(b.arg(name).meta["val"], groups.meta["val"])
+        fields += f", {b.weight(f'{name}_group_scale')}, {group}"
     return f"ExpertMatrix<{types}>{{{{{fields}}}}}"
 
 

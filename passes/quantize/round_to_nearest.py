@@ -84,10 +84,9 @@ class _Run:
     def linear(self, node: fx.Node) -> None:
         x, weight, bias, *residual = arguments(node)
         if self.scheme.group:
-            values, scale = self._int4_weight(weight, node)
-            rows, dtype = self._rows(x, node), node.meta["val"].dtype
-            call, args = inferc.linear_w4a8.default, (*rows, values, scale, self.scheme.group, dtype, bias, *residual)
-            self._replace(node, call, args)
+            weights = self._int4_weight(weight, node)
+            args = (*self._rows(x, node), *weights, node.meta["val"].dtype, bias, *residual)
+            self._replace(node, inferc.linear_w4a8.default, args)
             return
         values, scale = self._weight(weight, node)
         if self.scheme.quantizes_rows:
@@ -115,9 +114,11 @@ class _Run:
     def experts(self, node: fx.Node) -> None:
         """Their input is quantized once for all of them, here; the op does that with each activation."""
         args = dict(zip([each.name for each in node.target._schema.arguments], arguments(node)))  # type: ignore[union-attr]
-        quantized = self._int4_weight if self.scheme.group else self._weight
         for name in ("gate_up", "down"):
-            args[name], args[f"{name}_scale"] = quantized(args[name], node)
+            if self.scheme.group:
+                args[name], args[f"{name}_group_scale"], args[f"{name}_scale"] = self._int4_weight(args[name], node)
+            else:
+                args[name], args[f"{name}_scale"] = self._weight(args[name], node)
         if self.scheme.quantizes_rows:
             args["dtype"] = args["x"].meta["val"].dtype
             args["x"], args["x_scale"] = self._rows(args["x"], node)
@@ -132,12 +133,14 @@ class _Run:
             self.program.add_weight(f"{name}.scale", scales, before=before),
         )
 
-    def _int4_weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def _int4_weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         expression, group, name = self.program.weight(weight), self.scheme.group, str(weight.target)
-        values, scales = weight_lib.int4_values(expression, group), weight_lib.int4_scales(expression, group)
         return (
-            self.program.add_weight(f"{name}.int4", values, before=before),
-            self.program.add_weight(f"{name}.int4_scale", scales, before=before),
+            self.program.add_weight(f"{name}.int4", weight_lib.int4_values(expression, group), before=before),
+            self.program.add_weight(
+                f"{name}.int4_group_scale", weight_lib.int4_group_scales(expression, group), before=before
+            ),
+            self.program.add_weight(f"{name}.int4_scale", weight_lib.int4_scales(expression, group), before=before),
         )
 
     def _rows(self, x: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:

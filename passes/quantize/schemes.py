@@ -45,8 +45,8 @@ SCHEMES = {
         *(
             Scheme(
                 name,
-                f"W4A8: weights in four bits with a scale per {group} of them, rows as in w8a8; embedding and LM head as"
-                " in w8a8",
+                f"W4A8: weights in four bits with an integer scale per {group} of them, rows as in w8a8; embedding and LM"
+                " head as in w8a8",
                 True,
                 max_kl=max_kl,
                 min_top1=0.5,

@@ -18,6 +18,8 @@ from torch import Tensor
 from inferc.errors import UnsupportedError
 from inferc.ops.quantize import quantize_int4, quantize_rows
 
+INT4_OPS = ("int4_values", "int4_group_scales", "int4_scales")  # in the order of what `quantize_int4` returns
+
 
 class TensorReader(Protocol):
     """Where a source tensor's rows come from (a checkpoint, or a module's parameters)."""
@@ -61,7 +63,7 @@ class Weight:
         if self.op == "slice":
             return f"{inner}[{self.start}:{self.start + self.shape[self.dim]}@{self.dim}]"
         detail = {"concat": f", dim={self.dim}", "permute": f", {list(self.perm)}", "pack": f", {self.layout}"}
-        detail |= dict.fromkeys(("int4_values", "int4_scales"), f", {self.dim}")
+        detail |= dict.fromkeys(INT4_OPS, f", {self.dim}")
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.op}({inner}{detail.get(self.op, '')}{f', {kind}' if self.op == 'cast' else ''})"
 
@@ -148,13 +150,18 @@ def _read_int8(weight: Weight, reader: TensorReader, start: int, stop: int) -> T
 
 
 def int4_scales(weight: Weight, group: int) -> Weight:
-    """What `group` neighbours along the last axis are divided by: weight [..., n, k], result [..., n, groups] float16."""
+    """What each row along the last axis is divided by to be integers: weight [..., n, k], result [..., n] float32."""
+    return Weight("int4_scales", (weight,), weight.shape[:-1], torch.float32, dim=group)
+
+
+def int4_group_scales(weight: Weight, group: int) -> Weight:
+    """What `group` neighbours along the last axis are then divided by to be in four bits: [..., n, groups] int8."""
     *lead, k = weight.shape
-    return Weight("int4_scales", (weight,), (*lead, -(-k // group)), torch.float16, dim=group)
+    return Weight("int4_group_scales", (weight,), (*lead, -(-k // group)), torch.int8, dim=group)
 
 
 def int4_values(weight: Weight, group: int) -> Weight:
-    """`weight` over its `int4_scales`, rounded to nearest, plus 8, two to a byte: [..., n, groups * group / 2] uint8.
+    """`weight` over both its scales, rounded to nearest, plus 8, two to a byte: [..., n, groups * group / 2] uint8.
 
     Of each eight elements the first four are the low bits of four bytes, the others their high bits. Behind the last
     element stand zeros, which are eights.
@@ -241,10 +248,9 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
         return _read_mxfp4(weight, reader, start, stop)
     if weight.op in ("int8_scales", "int8_values"):
         return _read_int8(weight, reader, start, stop)
-    if weight.op in ("int4_scales", "int4_values"):
+    if weight.op in INT4_OPS:
         rows = read_rows(weight.args[0], reader, start, stop)
-        values, scales = quantize_int4(rows.flatten(0, -2), weight.dim)
-        found = scales if weight.op == "int4_scales" else values
+        found = quantize_int4(rows.flatten(0, -2), weight.dim)[INT4_OPS.index(weight.op)]
         return found.view(stop - start, *weight.shape[1:])
     if weight.op == "reshape":
         return _read_reshaped(weight, reader, start, stop)
@@ -280,7 +286,7 @@ def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
 def _row_bytes(weight: Weight) -> int:
     """What a row of axis 0 takes while it is computed: integers and their scales come from whole rows in float32."""
     inner = weight.args[0] if weight.op == "pack" else weight
-    if inner.op in ("int8_scales", "int8_values", "int4_scales", "int4_values"):
+    if inner.op in ("int8_scales", "int8_values", *INT4_OPS):
         return 4 * math.prod(inner.args[0].shape[1:])
     return weight.num_bytes // num_rows(weight)
 

@@ -122,26 +122,29 @@ def packed(weight: Tensor) -> Tensor:
     return weight_lib.LAYOUTS[LAYOUTS[weight.dtype]].pack(weight)
 
 
+def group_panels(scales: Tensor) -> Tensor:
+    """The integer scales of groups, [..., n, groups], likewise."""
+    return weight_lib.LAYOUTS["panel16_k1"].pack(scales)
+
+
 def moe_experts(kernels: Kernels, **given: Any) -> Tensor:
     """`inferc.moe_experts` by the kernel, of the op's arguments by name; scratch is as large as compiled code has it."""
     op = torch.ops.inferc.moe_experts.default
     values: dict[str, Any] = {each.name: given.get(each.name, each.default_value) for each in op._schema.arguments}
-    x, ids, scale = values["x"], values["expert_ids"], values["gate_up_scale"]
+    x, ids, of_groups = values["x"], values["expert_ids"], values["gate_up_group_scale"]
     (experts, both, _), (rows, hidden), top_k = values["gate_up"].shape, x.shape, ids.shape[1]
     dtype = values["dtype"] or x.dtype
     out = torch.full((rows, hidden), float("nan"), dtype=dtype)
     per_row, besides = moe_work_bytes(_node(op, values, out))
     work = torch.full((per_row * rows + besides,), 255, dtype=torch.uint8)
-    group = 0 if scale is None or scale.dim() == 2 else int4_group(values["gate_up"], scale)
-    scales = [
-        None if each is None else weight_lib.LAYOUTS["panel16_k1"].pack(each) if group else each
-        for each in (scale, values["down_scale"])
-    ]
+    group = 0 if of_groups is None else int4_group(values["gate_up"], of_groups)
+    group_scales = [None if each is None else group_panels(each) for each in (of_groups, values["down_group_scale"])]
     kernels.run(
         *("test_moe_experts", dtype, x, values["x_scale"], ids, values["expert_weights"]),
         *(packed(values["gate_up"]), packed(values["down"]), values["gate_up_bias"], values["down_bias"]),
-        *(*scales, group, ACTIVATIONS.index(values["activation"]), values["alpha"], values["limit"]),
-        *(values["scale_input"], rows, top_k, experts, hidden, both // 2, out, work),
+        *(values["gate_up_scale"], values["down_scale"], *group_scales, group),
+        *(ACTIVATIONS.index(values["activation"]), values["alpha"], values["limit"], values["scale_input"]),
+        *(rows, top_k, experts, hidden, both // 2, out, work),
     )
     return out
 

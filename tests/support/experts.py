@@ -18,10 +18,11 @@ def quantized(*sizes: int) -> tuple[Tensor, Tensor]:
     return values, (torch.rand(sizes[:-1]) + 0.5) / (73 * sizes[-1] ** 0.5)
 
 
-def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """A weight of any number of matrices."""
-    values, scale = quantize_int4(weight.flatten(0, -2), group)
-    return values.view(*weight.shape[:-1], -1), scale.view(*weight.shape[:-1], -1)
+def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight of any number of matrices: values, scales of groups, scales."""
+    values, of_groups, scale = quantize_int4(weight.flatten(0, -2), group)
+    lead = weight.shape[:-1]
+    return values.view(*lead, -1), of_groups.view(*lead, -1), scale.view(lead)
 
 
 def experts_of(
@@ -31,10 +32,13 @@ def experts_of(
     made: dict[str, Any] = {**how}
     for name, n, k in (("gate_up", 2 * inter, hidden), ("down", hidden, inter)):
         plain, group = torch.randn(experts, n, k) / k**0.5, SCHEMES[scheme] if scheme else 0
+        made[f"{name}_group_scale"] = made[f"{name}_scale"] = None
         if scheme is None:
-            made[name], made[f"{name}_scale"] = plain.to(dtype), None
+            made[name] = plain.to(dtype)
+        elif group:
+            made[name], made[f"{name}_group_scale"], made[f"{name}_scale"] = four_bits(plain, group)
         else:
-            made[name], made[f"{name}_scale"] = four_bits(plain, group) if group else quantized(experts, n, k)
+            made[name], made[f"{name}_scale"] = quantized(experts, n, k)
         made[f"{name}_bias"] = torch.randn(experts, n).to(dtype) if biased else None
     return made
 

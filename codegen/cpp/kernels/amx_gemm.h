@@ -150,6 +150,24 @@ INLINE bool is_regular(R row_of, i64 rows) {
   return true;
 }
 
+// What rows take when they are packed: 0 if they are tiles where they lie, equally far apart, with k made of whole tiles.
+template <class T, class R>
+INLINE i64 packed_bytes(R row_of, i64 rows, i64 k) {
+  if (k % TILE_K<T> == 0 && is_regular(row_of, rows)) return 0;
+  return (rows + TILE_HEIGHT - 1) / TILE_HEIGHT * ((k + TILE_K<T> - 1) / TILE_K<T>) * TILE_BYTES;
+}
+
+// All rows over all k, in `room` of packed_bytes unless that is null.
+template <class T, class R>
+INLINE TiledRows tiled_rows(R row_of, i64 rows, i64 k, T* room) {
+  if (room) {
+    pack_rows(row_of, 0, rows, 0, k, TILE_K<T>, room);
+    return {reinterpret_cast<const char*>(room), (k + TILE_K<T> - 1) / TILE_K<T> * TILE_BYTES, TILE_LINE, TILE_BYTES};
+  }
+  const i64 stride = rows > 1 ? bytes_between(row_of(0), row_of(1)) : 0;
+  return {reinterpret_cast<const char*>(row_of(0)), TILE_HEIGHT * stride, stride, TILE_LINE};
+}
+
 // Up to 32 rows where they lie, if they are equally far apart and k is made of whole tiles; else packed.
 template <class T, class R>
 INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 per_line, T* room) {
@@ -183,16 +201,10 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
   const i64 k = w.k, steps = (k + TILE_K<T> - 1) / TILE_K<T>;
   // A weight that one tile of rows or two read once streams through whole panels.
   const i64 block = rows > TILE_HEIGHT && (widens || rows > TILE_PAIR) ? wide_k : widens ? TILE_WIDE_K : steps * TILE_K<T>;
-  TiledRows x;
-  if (k % TILE_K<T> == 0 && is_regular(row_of, rows)) {
-    const i64 stride = rows > 1 ? bytes_between(row_of(0), row_of(1)) : 0;
-    x = {reinterpret_cast<const char*>(row_of(0)), TILE_HEIGHT * stride, stride, TILE_LINE};
-  } else {
-    const i64 tiles = (rows + TILE_HEIGHT - 1) / TILE_HEIGHT;
-    T* packed = static_cast<T*>(__builtin_alloca_with_align(size_t(tiles * steps * TILE_BYTES), 8 * TILE_LINE));
-    pack_rows(row_of, 0, rows, 0, k, TILE_K<T>, packed);
-    x = {reinterpret_cast<const char*>(packed), steps * TILE_BYTES, TILE_LINE, TILE_BYTES};
-  }
+  T* packed = nullptr;
+  if (const i64 bytes = packed_bytes<T>(row_of, rows, k))
+    packed = static_cast<T*>(__builtin_alloca_with_align(size_t(bytes), 8 * TILE_LINE));
+  const TiledRows x = tiled_rows(row_of, rows, k, packed);
   const i64 all_pairs = (end - begin + 1) / 2;
   const i64 pairs = is_deep(rows, k * i64(sizeof(T))) ? deep_pairs(rows) : 1;  // at a time
   const i64 of_pair = rows * width;

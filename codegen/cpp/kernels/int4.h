@@ -1,8 +1,10 @@
-// Rows in int8 times weights in four bits (W4A8), which have a scale for each output and group of k.
+// Rows in int8 times weights in four bits (W4A8). A weight is its integer, -8 to 7, times its group's scale, -127 to 127,
+// times its output's in float32: all but the last are integers, whose sums are exact in whatever order they are added.
 //
 // A panel's bytes lie as those of an int8 weight of half the k, [k / 8][16][4]: of each eight k of an output the low bits
 // hold the first four, the high bits the others. An integer is stored plus 8, so that it has no sign, as vpdpbusd and
-// vpmaddubsw want their first factor; a group's sum then starts 8 times the row's own sum lower.
+// vpmaddubsw want their first factor; the sum of 32 then starts 8 times the row's own sum lower, fits into 16 bits, and
+// goes into the output's by one multiply-add of such.
 #pragma once
 #include "gemm.h"
 
@@ -10,18 +12,18 @@ namespace inferc {
 
 struct Int4Panels {
   const u8* data;
-  const u16* scale;  // [n / 16][groups][16], half precision
-  i64 n, k, group;   // a multiple of 32
+  const i8* scale;  // of groups: [n / 16][groups][16]
+  i64 n, k, group;  // a multiple of 32
   INLINE i64 groups() const { return (k + group - 1) / group; }
   INLINE i64 count() const { return (n + 15) / 16; }
   INLINE const u8* panel(i64 p) const { return data + p * groups() * group * 8; }
-  INLINE const u16* scales(i64 p) const { return scale + p * groups() * 16; }
+  INLINE const i8* scales(i64 p) const { return scale + p * groups() * 16; }
 };
 
-constexpr i64 FLUSH = 32;           // of k: as many products as 16 bits hold
-constexpr i64 INT4_BLOCK_ROWS = 192;  // that share one pass over a group of panels
+constexpr i64 FLUSH = 32;            // of k: as many products as 16 bits hold
 constexpr i64 INT4_BLOCK_K = 512;    // of k at a time that is put as bytes; a multiple of every group
-constexpr i64 INT4_PREFETCH_BYTES = 6144;  // as one or two panels are read at a time
+constexpr i64 INT4_VECTOR_ROWS = 2;  // that tiles, where there are such, are not faster for
+constexpr i64 INT4_PREFETCH_BYTES = 3072;  // as one or two panels are read at a time
 
 #ifdef __AVX512VNNI__
 constexpr int INT4_ROWS = 6, INT4_TALL_ROWS = 12;
@@ -29,8 +31,8 @@ constexpr int INT4_ROWS = 6, INT4_TALL_ROWS = 12;
 struct Int4 {
   using Line = __m512i;  // 16 outputs by four of k
   using Left = __m512i;
-  using Sum = __m512i;
-  using Part = __m512i;
+  using Part = __m512i;  // sums of 32, in 32 bits
+  using Scale = __m512i;
   static INLINE Line low(const u8* p) { return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(15)); }
   static INLINE Line high(const u8* p) {
     return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(p), 4), _mm512_set1_epi8(15));
@@ -38,11 +40,14 @@ struct Int4 {
   static INLINE Line line(const u8* p) { return _mm512_loadu_si512(p); }
   static INLINE void store_line(u8* p, Line line) { _mm512_storeu_si512(p, line); }
   static INLINE Left left(i32 bytes) { return _mm512_set1_epi32(bytes); }
-  static INLINE Sum start(i32 offset) { return _mm512_set1_epi32(offset); }
-  static INLINE Part open(Sum sum) { return sum; }
+  static INLINE Part start(i32 offset) { return _mm512_set1_epi32(offset); }
   static INLINE Part step(Part part, Line w, Left a) { return _mm512_dpbusd_epi32(part, w, a); }
-  static INLINE Sum close(Sum, Part part) { return part; }
-  static INLINE Vec value(Sum sum) { return {_mm512_cvtepi32_ps(sum)}; }
+  static INLINE __m512i wide_scale(const i8* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  // In the low half of 32 bits, for the low half of a part, which has all of it.
+  static INLINE Scale scale(const i8* p) { return _mm512_and_si512(wide_scale(p), _mm512_set1_epi32(0xffff)); }
+  static INLINE IVec add(IVec total, Part part, Scale scale) { return {_mm512_dpwssd_epi32(total.v, part, scale)}; }
 };
 #elif defined(__aarch64__)
 constexpr int INT4_ROWS = 4, INT4_TALL_ROWS = 0;
@@ -51,8 +56,8 @@ constexpr int INT4_ROWS = 4, INT4_TALL_ROWS = 0;
 struct Int4 {
   using Line = IVec;
   using Left = Dot<i8>::A;
-  using Sum = IVec;
-  using Part = IVec;
+  using Part = IVec;  // sums of 32
+  using Scale = IVec;
   static INLINE Line low(const u8* p) {
     auto bits = [](int32x4_t stored) { return vandq_s32(stored, vdupq_n_s32(0x0f0f0f0f)); };
     const Line line = iload(p);
@@ -66,11 +71,17 @@ struct Int4 {
   static INLINE Line line(const u8* p) { return iload(p); }
   static INLINE void store_line(u8* p, const Line& line) { store(static_cast<void*>(p), line); }
   static INLINE Left left(i32 bytes) { return vreinterpretq_s8_s32(vdupq_n_s32(bytes)); }
-  static INLINE Sum start(i32 offset) { return iset1(offset); }
-  static INLINE Part open(const Sum& sum) { return sum; }
+  static INLINE Part start(i32 offset) { return iset1(offset); }
   static INLINE Part step(const Part& part, const Line& w, Left a) { return Dot<i8>::step(part, a, w); }
-  static INLINE Sum close(const Sum&, const Part& part) { return part; }
-  static INLINE Vec value(const Sum& sum) { return to_float(sum); }
+  static INLINE Scale scale(const i8* p) {
+    const int8x16_t bytes = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    return {{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)}};
+  }
+  static INLINE IVec add(const IVec& total, const Part& part, const Scale& scale) {
+    return {{vmlaq_s32(total.q[0], part.q[0], scale.q[0]), vmlaq_s32(total.q[1], part.q[1], scale.q[1]),
+             vmlaq_s32(total.q[2], part.q[2], scale.q[2]), vmlaq_s32(total.q[3], part.q[3], scale.q[3])}};
+  }
 };
 #else
 constexpr int INT4_ROWS = 2, INT4_TALL_ROWS = 0;
@@ -81,8 +92,8 @@ struct Int4 {
   };
   using Line = Pair;
   using Left = __m256i;
-  using Sum = Pair;   // in 32 bits
-  using Part = Pair;  // in 16: eight products of at most 15 * 127 to a lane
+  using Part = Pair;   // sums of 16 products, in 16 bits: two of them to an output
+  using Scale = Pair;  // likewise
   static INLINE Line low(const u8* p) {
     Line line = Int4::line(p);
     return {_mm256_and_si256(line.l, _mm256_set1_epi8(15)), _mm256_and_si256(line.h, _mm256_set1_epi8(15))};
@@ -102,16 +113,19 @@ struct Int4 {
     _mm256_storeu_si256(q + 1, line.h);
   }
   static INLINE Left left(i32 bytes) { return _mm256_set1_epi32(bytes); }
-  static INLINE Sum start(i32 offset) { return {_mm256_set1_epi32(offset), _mm256_set1_epi32(offset)}; }
-  static INLINE Part open(const Sum&) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  // Half of it in either lane: neither then leaves 16 bits on the way.
+  static INLINE Part start(i32 offset) { return {_mm256_set1_epi16(short(offset / 2)), _mm256_set1_epi16(short(offset / 2))}; }
   static INLINE Part step(const Part& part, const Line& w, Left a) {
     return {_mm256_add_epi16(part.l, _mm256_maddubs_epi16(w.l, a)), _mm256_add_epi16(part.h, _mm256_maddubs_epi16(w.h, a))};
   }
-  static INLINE Sum close(const Sum& sum, const Part& part) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(sum.l, _mm256_madd_epi16(part.l, ones)), _mm256_add_epi32(sum.h, _mm256_madd_epi16(part.h, ones))};
+  static INLINE Scale scale(const i8* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(bytes, bytes))};
   }
-  static INLINE Vec value(const Sum& sum) { return {_mm256_cvtepi32_ps(sum.l), _mm256_cvtepi32_ps(sum.h)}; }
+  static INLINE IVec add(const IVec& total, const Part& part, const Scale& scale) {
+    return {_mm256_add_epi32(total.l, _mm256_madd_epi16(part.l, scale.l)),
+            _mm256_add_epi32(total.h, _mm256_madd_epi16(part.h, scale.h))};
+  }
 };
 #endif
 
@@ -119,11 +133,11 @@ struct Int4 {
 INLINE i32 int4_offset(const i8* row, i64 count) { return -8 * byte_sum(row, count); }
 
 // M rows times P panels over k elements from the start of a group on: sums[m * stride + p * 16 + lane], continued unless
-// `fresh`. WIDE: b holds a byte for each element, the four of the low bits in front of the four of the high ones. Groups
-// are added in ascending order, whatever M, P and WIDE are.
+// `fresh`. offsets [k / 32] of each row. WIDE: b holds a byte for each element, the four of the low bits in front of the
+// four of the high ones.
 template <bool WIDE, int M, int P>
 __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* offsets, const u8* const* b,
-                                         const u16* const* scales, i64 k, i64 group, float* sums, i64 stride, bool fresh) {
+                                         const i8* const* scales, i64 k, i64 group, i32* sums, i64 stride, bool fresh) {
   constexpr i64 line_bytes = WIDE ? 128 : 64;
   // Copies, which the stores to `sums` cannot change.
   const i8* rows[M];
@@ -133,19 +147,16 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
   for (int m = 0; m < M; ++m) rows[m] = a[m], below[m] = offsets[m];
 #pragma GCC unroll 16
   for (int p = 0; p < P; ++p) panels[p] = b[p];
-  Vec total[M][P];
+  IVec total[M][P];
 #pragma GCC unroll 16
   for (int i = 0; i < M * P; ++i)
-    total[i / P][i % P] = fresh ? zero() : load(sums + i / P * stride + i % P * LANES);
+    total[i / P][i % P] = fresh ? iset1(0) : iload(sums + i / P * stride + i % P * LANES);
   for (i64 g = 0; g * group < k; ++g) {
-    Int4::Sum sum[M][P];
-#pragma GCC unroll 16
-    for (int i = 0; i < M * P; ++i) sum[i / P][i % P] = Int4::start(below[i / P][g]);
     const i64 end = (g + 1) * group < k ? (g + 1) * group : k;
     for (i64 first = g * group; first < end; first += FLUSH) {
       Int4::Part part[M][P];
 #pragma GCC unroll 16
-      for (int i = 0; i < M * P; ++i) part[i / P][i % P] = Int4::open(sum[i / P][i % P]);
+      for (int i = 0; i < M * P; ++i) part[i / P][i % P] = Int4::start(below[i / P][first / FLUSH]);
       auto eight = [&](i64 at, i64 there) {  // of which `there` are in the row
         Int4::Line low[P], high[P];
 #pragma GCC unroll 16
@@ -173,48 +184,45 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
         for (i64 at = first; at < end; at += 8) eight(at, end - at);
       }
 #pragma GCC unroll 16
-      for (int i = 0; i < M * P; ++i) sum[i / P][i % P] = Int4::close(sum[i / P][i % P], part[i / P][i % P]);
-    }
+      for (int p = 0; p < P; ++p) {
+        const Int4::Scale scale = Int4::scale(scales[p] + g * 16);
 #pragma GCC unroll 16
-    for (int p = 0; p < P; ++p) {
-      Vec scale = load_half(scales[p] + g * 16);
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) total[m][p] = fma(Int4::value(sum[m][p]), scale, total[m][p]);
+        for (int m = 0; m < M; ++m) total[m][p] = Int4::add(total[m][p], part[m][p], scale);
+      }
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < M * P; ++i) store(sums + i / P * stride + i % P * LANES, total[i / P][i % P]);
 }
 
-// The bytes of k elements of a panel, [k / 4][16][4], each line of 64 as f makes it.
-template <class F>
-INLINE void int4_bytes(const u8* panel, i64 k, u8* to, F f) {
+// The bytes of k elements of a panel, [k / 4][16][4].
+INLINE void int4_bytes(const u8* panel, i64 k, u8* to) {
   for (i64 line = 0; line < (k + 7) / 8; ++line) {
     fetch_l1(panel + line * 64 + PREFETCH_BYTES);
-    Int4::store_line(to + line * 128, f(Int4::low(panel + line * 64)));
-    Int4::store_line(to + line * 128 + 64, f(Int4::high(panel + line * 64)));
+    Int4::store_line(to + line * 128, Int4::low(panel + line * 64));
+    Int4::store_line(to + line * 128 + 64, Int4::high(panel + line * 64));
   }
 }
 
 // Rows [0, rows) times P panels from `panel` on, at most M rows at a time; emit(row, panel, sums) as in `gemm_block`.
-// offsets [rows][groups].
+// offsets [rows][k / 32], rounded up.
 template <bool WIDE, int M, int P, class R, class E>
 INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit) {
   constexpr i64 width = P * LANES;
-  alignas(64) float sums[INT4_BLOCK_ROWS * width];
+  alignas(64) i32 sums[BLOCK_ROWS * width];
   alignas(64) u8 wide[WIDE ? P * INT4_BLOCK_K * 16 : 1];
   const i64 block = WIDE ? INT4_BLOCK_K : w.k;
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     const bool is_last = k0 + block >= w.k;
     const i64 k = is_last ? w.k - k0 : block;
     const u8* panels[P];
-    const u16* scales[P];
+    const i8* scales[P];
     for (int p = 0; p < P; ++p) {
       panels[p] = w.panel(panel + p) + k0 * 8;
       scales[p] = w.scales(panel + p) + k0 / w.group * 16;
       if constexpr (WIDE) {
         u8* to = wide + p * INT4_BLOCK_K * 16;
-        int4_bytes(panels[p], k, to, [](const Int4::Line& line) { return line; });
+        int4_bytes(panels[p], k, to);
         panels[p] = to;
       }
     }
@@ -223,9 +231,9 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
       const i32* below[M];
       for (i64 m = 0; m < height; ++m) {
         a[m] = row_of(row + m) + k0;
-        below[m] = offsets + (row + m) * w.groups() + k0 / w.group;
+        below[m] = offsets + ((row + m) * ((w.k + FLUSH - 1) / FLUSH) + k0 / FLUSH);
       }
-      float* part = sums + row * width;
+      i32* part = sums + row * width;
       auto run = [&]<int H>(std::integral_constant<int, H>) {
         if constexpr (H <= M)
           if (height == H) int4_tile<WIDE, H, P>(a, below, panels, scales, k, w.group, part, width, k0 == 0);
@@ -239,90 +247,129 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
 #undef ROWS
       if (!is_last) return;
       for (i64 m = 0; m < height; ++m)
-        for (int p = 0; p < P; ++p) emit(row + m, panel + p, load(part + m * width + p * LANES));
+        for (int p = 0; p < P; ++p) emit(row + m, panel + p, iload(part + m * width + p * LANES));
     });
   }
 }
 
 #ifdef __AVX512VNNI__
-// 16 rows, those of a tile and what lies behind them, times one panel of bytes with signs over k elements from the start
-// of a group on: as `int4_tile`, but tiles add up the integers of a group. A group of 32 takes a tile of half lines.
-// The sums of all groups stay in registers, so that a group costs its tiles, 16 stores and 16 times load, convert and
-// multiply-add. By the instructions' throughput (not measured) that is some 25 cycles where VNNI takes 80 for a group of
-// 32, and the larger the group, the more is gained.
-inline __attribute__((noinline)) void int4_on_tiles(const RowTiles& a, const i8* b, const u16* scales, i64 k, i64 group,
-                                                    float* sums, bool fresh) {
-  constexpr i8* type = nullptr;
-  const i64 line = group < TILE_LINE ? group : TILE_LINE;
-  alignas(64) i32 parts[2][TILE_HEIGHT * LANES] = {};  // those of rows that are not there stay zero
-  Vec total[TILE_HEIGHT];
-#pragma GCC unroll 16
-  for (int r = 0; r < TILE_HEIGHT; ++r) total[r] = fresh ? zero() : load(sums + r * LANES);
-  // Two tiles of sums in turn: one is added up while the other is stored.
-  const char* rows = a.first;
-  const i64 row_stride = a.stride, row_step = a.step;
-  auto add_group = [&]<int C>(std::integral_constant<int, C>, i64 g) __attribute__((always_inline)) {
-    const i64 end = (g + 1) * group < k ? (g + 1) * group : k;
-    amx::zero<C>();
-    for (i64 at = g * group; at < end; at += line, rows += row_step) {
-      amx::load<4>(rows, row_stride);
-      amx::load<6 + C>(b + at * 16, TILE_LINE);
-      amx::dot<C, 4, 6 + C>(type);
-    }
-    amx::store<C>(parts[C], TILE_LINE);
-    const Vec scale = load_half(scales + g * 16);
-#pragma GCC unroll 16
-    for (int r = 0; r < TILE_HEIGHT; ++r) total[r] = fma(to_float(iload(parts[C] + r * LANES)), scale, total[r]);
-  };
-  i64 g = 0;
-  for (; (g + 1) * group < k; g += 2) {
-    add_group(std::integral_constant<int, 0>(), g);
-    add_group(std::integral_constant<int, 1>(), g + 1);
+// On tiles a weight is two bytes: its integer times the high and times the low four bits of its group's scale without the
+// sign, which turns the integer instead. A sum is put together likewise.
+struct Int4Planes {
+  __m512i low, high;              // the four bits, in the first of two bytes: a product of 16 bits is one of either byte
+  __m512i below_low, below_high;  // what products of an integer plus 8 are too large by
+  __m512i turned;
+  INLINE explicit Int4Planes(const i8* scales) {
+    const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+    const __m512i fours = _mm512_set1_epi8(15), even = _mm512_set1_epi16(0x00ff);
+    const __m512i all = _mm512_shuffle_epi8(Int4::wide_scale(scales), first), size = _mm512_abs_epi8(all);
+    const __mmask64 negative = _mm512_movepi8_mask(all);
+    const __m512i lows = _mm512_and_si512(size, fours), highs = _mm512_and_si512(_mm512_srli_epi16(size, 4), fours);
+    // Turned, an integer plus 8 is 15 minus it: 7 more than what it stands for.
+    auto below = [&](__m512i bits) {
+      const __m512i eightfold = _mm512_slli_epi16(bits, 3);
+      return _mm512_mask_sub_epi8(eightfold, negative, eightfold, bits);
+    };
+    low = _mm512_and_si512(lows, even), high = _mm512_and_si512(highs, even);
+    below_low = below(lows), below_high = below(highs);
+    turned = _mm512_maskz_mov_epi8(negative, fours);
   }
-  if (g * group < k) add_group(std::integral_constant<int, 0>(), g);
-#pragma GCC unroll 16
-  for (int r = 0; r < TILE_HEIGHT; ++r) store(sums + r * LANES, total[r]);
+  INLINE void put(__m512i integers, i8* to_low, i8* to_high) const {
+    _mm512_storeu_si512(to_low, _mm512_sub_epi8(_mm512_mullo_epi16(integers, low), below_low));
+    _mm512_storeu_si512(to_high, _mm512_sub_epi8(_mm512_mullo_epi16(integers, high), below_high));
+  }
+};
+
+// k elements of a panel, of one group, as such: [k / 4][16][4] each.
+INLINE void int4_planes(const u8* panel, const i8* scales, i64 k, i8* low, i8* high) {
+  const Int4Planes planes(scales);
+  auto bits = [&](__m512i line) {  // four of each byte, turned
+    return _mm512_ternarylogic_epi32(line, _mm512_set1_epi8(15), planes.turned, 0x6a);
+  };
+  for (i64 at = 0; at < k; at += 8, panel += 64, low += 128, high += 128) {
+    fetch_l2(panel + INT4_PREFETCH_BYTES);
+    const __m512i line = _mm512_loadu_si512(panel);
+    planes.put(bits(line), low, high);
+    planes.put(bits(_mm512_srli_epi16(line, 4)), low + 64, high + 64);
+  }
 }
 
-// The panels [begin, end), a block of k of each put as bytes into the first-level cache.
+// One panel by a tile of rows or two over whole tiles of k, which are made as it goes, the next while these are multiplied:
+// sums as `multiply_tiles` writes them, those of low bits beside those of high ones. What a last tile has behind the end of
+// k is multiplied by zeros.
+template <int M>
+__attribute__((noinline)) void int4_stream(const Int4Panels& w, i64 panel, const RowTiles& a, i32* to) {
+  constexpr i8* type = nullptr;
+  constexpr i64 line = 2 * TILE_LINE, page = 4096;
+  // A load waits for an earlier store that lies a multiple of a page from it, as far as the processor knows at first. So
+  // rows are loaded in front of the stores, and tiles are put into the half of a page that the panel's bytes are not in.
+  alignas(page) i8 room[2][page];
+  const u8* data = w.panel(panel);
+  const i8* scales = w.scales(panel);
+  const i64 steps = (w.k + TILE_LINE - 1) / TILE_LINE, group = w.group, part = group < TILE_LINE ? group : TILE_LINE;
+  i64 passed = 0;  // of this group
+  auto make = [&](i64 step) __attribute__((always_inline)) {
+    i8* low = room[step & 1] + (~reinterpret_cast<uintptr_t>(data) & (page / 2));
+    const i64 here = w.k - step * TILE_LINE < TILE_LINE ? w.k - step * TILE_LINE : TILE_LINE;
+    for (i64 at = 0; at < here; at += part) {
+      int4_planes(data + at * 8, scales, part, low + at * 16, low + at * 16 + TILE_BYTES);
+      passed += part;
+      if (passed == group) passed = 0, scales += 16;
+    }
+    data += TILE_LINE * 8;
+    return low;
+  };
+  amx::zero<0>(), amx::zero<1>();
+  if constexpr (M == 2) amx::zero<2>(), amx::zero<3>();
+  const char *rows = a.first, *more = a.second;
+  const i8* low = make(0);
+  for (i64 i = 0; i < steps; ++i, rows += a.step, more += a.step) {
+    amx::load<4>(rows, a.stride);
+    if constexpr (M == 2) amx::load<5>(more, a.stride);
+    const i8* next = i + 1 < steps ? make(i + 1) : nullptr;
+    amx::load<6>(low, TILE_LINE);
+    amx::load<7>(low + TILE_BYTES, TILE_LINE);
+    amx::dot<0, 4, 6>(type), amx::dot<1, 4, 7>(type);
+    if constexpr (M == 2) amx::dot<2, 5, 6>(type), amx::dot<3, 5, 7>(type);
+    low = next;
+  }
+  amx::store<0>(to, line), amx::store<1>(to + LANES, line);
+  to += TILE_HEIGHT * 2 * LANES;
+  if constexpr (M == 2) amx::store<2>(to, line), amx::store<3>(to + LANES, line);
+}
+
+// The panels [begin, end) on tiles, each made anew for every 32 rows: that costs less than to keep its tiles and sums.
 template <class R, class E>
 __attribute__((noinline)) void int4_tile_panels(const Int4Panels& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
-  alignas(64) float sums[INT4_BLOCK_ROWS * LANES];
-  alignas(64) u8 bytes[INT4_BLOCK_K * 16];
-  alignas(64) i8 room[TILE_HEIGHT * INT4_BLOCK_K];
-  const i64 line = w.group < TILE_LINE ? w.group : TILE_LINE;
+  constexpr i64 width = 2 * LANES;
+  i8* packed = nullptr;
+  if (const i64 bytes = packed_bytes<i8>(row_of, rows, w.k))
+    packed = static_cast<i8*>(__builtin_alloca_with_align(size_t(bytes), 8 * TILE_LINE));
+  const TiledRows x = tiled_rows(row_of, rows, w.k, packed);
+  alignas(64) i32 sums[TILE_PAIR * width];
   for (i64 panel = begin; panel < end; ++panel)
-    for (i64 k0 = 0; k0 < w.k; k0 += INT4_BLOCK_K) {
-      const bool is_last = k0 + INT4_BLOCK_K >= w.k;
-      const i64 k = is_last ? w.k - k0 : INT4_BLOCK_K;
-      int4_bytes(w.panel(panel) + k0 * 8, k, bytes,
-                 [](__m512i stored) { return _mm512_sub_epi8(stored, _mm512_set1_epi8(8)); });
-      for (i64 row = 0; row < rows; row += TILE_HEIGHT) {
-        const i64 high = rows - row < TILE_HEIGHT ? rows - row : TILE_HEIGHT;
-        shape_tiles(high, 0, line);
-        float* part = sums + row * LANES;
-        int4_on_tiles(row_tiles_of<i8>(row_of, row, high, k0, k, line, room), reinterpret_cast<const i8*>(bytes),
-                      w.scales(panel) + k0 / w.group * 16, k, w.group, part, k0 == 0);
-        if (!is_last) continue;
-        for (i64 m = 0; m < high; ++m) emit(row + m, panel, load(part + m * LANES));
-      }
+    for (i64 row = 0; row < rows; row += TILE_PAIR) {
+      const i64 height = rows - row < TILE_PAIR ? rows - row : TILE_PAIR;
+      shape_tiles(height < TILE_HEIGHT ? height : TILE_HEIGHT, height > TILE_HEIGHT ? height - TILE_HEIGHT : 0);
+      if (height > TILE_HEIGHT) int4_stream<2>(w, panel, x.at(row, 0), sums);
+      else int4_stream<1>(w, panel, x.at(row, 0), sums);
+      for (i64 m = 0; m < height; ++m)
+        emit(row + m, panel, add(iload(sums + m * width), left_by<4>(iload(sums + m * width + LANES))));
     }
 }
 #endif
 
-// The panels [begin, end), of at most INT4_BLOCK_ROWS rows: a few rows read them once and take them apart in registers,
-// for more they are put as bytes into the first-level cache. Not inlined: what it takes of the stack it then gives back.
+// The panels [begin, end): a few rows read them once and take them apart in registers, for more they are put as bytes into
+// the first-level cache. Not inlined: what it takes of the stack it then gives back.
 template <class R, class E>
 __attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
   if constexpr (AMX)
-    if (rows > INT4_TALL_ROWS) return int4_tile_panels(w, begin, end, rows, row_of, emit);
-  const i64 groups = w.groups();
-  i32* offsets = static_cast<i32*>(__builtin_alloca(size_t(rows * groups) * sizeof(i32)));
+    if (rows > INT4_VECTOR_ROWS) return int4_tile_panels(w, begin, end, rows, row_of, emit);
+  const i64 parts = (w.k + FLUSH - 1) / FLUSH;
+  i32* offsets = static_cast<i32*>(__builtin_alloca(size_t(rows * parts) * sizeof(i32)));
   for (i64 row = 0; row < rows; ++row)
-    for (i64 g = 0; g < groups; ++g) {
-      i64 count = w.k - g * w.group < w.group ? w.k - g * w.group : w.group;
-      offsets[row * groups + g] = int4_offset(row_of(row) + g * w.group, count);
-    }
+    for (i64 i = 0; i < parts; ++i)
+      offsets[row * parts + i] = int4_offset(row_of(row) + i * FLUSH, i + 1 < parts ? FLUSH : w.k - i * FLUSH);
   i64 panel = begin;
 #define BLOCKS(WIDE, M, P) \
   for (; panel + P <= end; panel += P) int4_block<WIDE, M, P>(w, panel, rows, offsets, row_of, emit)
@@ -340,17 +387,17 @@ __attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 e
 #undef BLOCKS
 }
 
-// x [rows, k] with x_scale [rows, 1]; the bias in T, the result in O.
+// x [rows, k] with x_scale [rows, 1]; scale [n]; the bias in T, the result in O.
 template <class T, class O>
-KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const T* bias,
-                        Written<O> out) {
-  pieces(team, {rows, INT4_BLOCK_ROWS}, w.count(), false, 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
+KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const float* scale,
+                        const T* bias, Written<O> out) {
+  pieces(team, row_blocks_of<i8>(rows, w.k), w.count(), false, 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
     int4_panels(
         w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
-        [=, n = w.n](i64 row, i64 panel, Vec sums) {
-          i64 width = n - panel * 16;
-          Vec scaled = mul(sums, set1(*x_scale[row0 + row]));
-          out(row0 + row, panel * 16, finished<T>(scaled, nullptr, bias, panel * 16, width), width);
+        [=, n = w.n](i64 row, i64 panel, IVec acc) {
+          const i64 column = panel * 16, width = n - column;
+          const Vec sums = mul(to_float(acc), set1(*x_scale[row0 + row]));
+          out(row0 + row, column, finished(sums, scale, bias, column, width), width);
         });
   });
 }

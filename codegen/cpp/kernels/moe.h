@@ -87,19 +87,19 @@ KERNEL void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 row
 enum Activation { SILU, GELU, GELU_TANH, SWIGLU_CLAMPED };
 
 // A matrix of every expert, n outputs over k. W: what it is stored in, which is T, int8 with a scale for each output, or
-// u8, four bits with a scale for each output and group of k.
+// u8, four bits with an integer scale for each group of k too.
 template <class T, class W>
 struct ExpertMatrix {
-  using Scale = std::conditional_t<std::is_same_v<W, u8>, u16, float>;
   const W* data;   // [experts, n, k] in panels
   const T* bias;   // [experts, n] or null
   i64 n, k;
-  const Scale* scale = nullptr;  // [experts, n], or in panels [experts, n, groups]
+  const float* scale = nullptr;     // [experts, n]
+  const i8* group_scale = nullptr;  // in panels [experts, n, groups]
   i64 group = 0;
 
   INLINE auto of(i64 expert) const {
     if constexpr (std::is_same_v<W, u8>) {
-      Int4Panels all{data, scale, n, k, group};
+      Int4Panels all{data, group_scale, n, k, group};
       return Int4Panels{all.panel(expert * all.count()), all.scales(expert * all.count()), n, k, group};
     } else {
       Panels<W> all{data, n, k};
@@ -110,17 +110,14 @@ struct ExpertMatrix {
   // a row's address, scale_of(i) its scale where X is int8. The arithmetic is that of the linear with such operands.
   template <class X, class R, class S, class E>
   INLINE void multiply(i64 expert, i64 begin, i64 end, i64 rows, R row_of, S scale_of, E emit) const {
-    auto write = [&](i64 row, i64 panel, Vec sums, const float* by) {
-      emit(row, panel, finished(sums, by, bias, expert * n + panel * 16, n - panel * 16));
+    auto write = [&](i64 row, i64 panel, auto acc) {
+      Vec sums;
+      if constexpr (std::is_same_v<X, i8>) sums = mul(to_float(acc), set1(scale_of(row)));
+      else sums = acc;
+      emit(row, panel, finished(sums, scale, bias, expert * n + panel * 16, n - panel * 16));
     };
-    if constexpr (std::is_same_v<W, u8>)
-      int4_panels(of(expert), begin, end, rows, row_of,
-                  [&](i64 row, i64 panel, Vec sums) { write(row, panel, mul(sums, set1(scale_of(row))), nullptr); });
-    else
-      gemm_panels<X>(of(expert), begin, end, -1, rows, row_of, [&](i64 row, i64 panel, auto sums) {
-        if constexpr (std::is_same_v<X, i8>) write(row, panel, mul(to_float(sums), set1(scale_of(row))), scale);
-        else write(row, panel, sums, scale);
-      });
+    if constexpr (std::is_same_v<W, u8>) int4_panels(of(expert), begin, end, rows, row_of, write);
+    else gemm_panels<X>(of(expert), begin, end, -1, rows, row_of, write);
   }
 };
 

@@ -29,10 +29,6 @@ INLINE Vec load(const i8* p) {
   const int16x8_t l = vmovl_s8(vget_low_s8(bytes)), h = vmovl_high_s8(bytes);
   return {{whole_floats(vget_low_s16(l)), whole_floats(vget_high_s16(l)), whole_floats(vget_low_s16(h)), whole_floats(vget_high_s16(h))}};
 }
-INLINE float32x4_t from_half(uint16x4_t x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
-INLINE Vec load_half(const u16* p) {
-  return {{from_half(vld1_u16(p)), from_half(vld1_u16(p + 4)), from_half(vld1_u16(p + 8)), from_half(vld1_u16(p + 12))}};
-}
 INLINE void store(float* p, Vec x) {
   vst1q_f32(p, x.q[0]);
   vst1q_f32(p + 4, x.q[1]);

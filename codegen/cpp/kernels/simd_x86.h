@@ -17,7 +17,6 @@ INLINE Vec load(const bf16* p) { return widened(_mm256_loadu_si256(reinterpret_c
 INLINE Vec load(const i8* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-INLINE Vec load_half(const u16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 // As bfloat16, denormals too, which vcvtneps2bf16 makes zero: both variants then round alike.
 INLINE __m256i narrow(Vec x) {
@@ -109,10 +108,6 @@ INLINE Vec load(const i8* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
-}
-INLINE Vec load_half(const u16* p) {
-  const __m128i* q = reinterpret_cast<const __m128i*>(p);
-  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
 INLINE void store(float* p, Vec x) {
   _mm256_storeu_ps(p, x.l);

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inferc.ops.elementwise import silu_mul
-from inferc.ops.quantize import int4_group, linear_int8, linear_w4a8, linear_w8a8, quantize_rows
+from inferc.ops.quantize import linear_int8, linear_w4a8, linear_w8a8, quantize_rows
 from inferc.ops.registry import define
 
 SCORES = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
@@ -77,15 +77,21 @@ def activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: fl
 
 
 def _product(
-    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    x_scale: Tensor | None,
+    dtype: torch.dtype,
+    weight: Tensor,
+    scale: Tensor | None,
+    group_scale: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """One expert's, in the arithmetic of the linear with such operands."""
     if scale is None:
         return torch.nn.functional.linear(x, weight, bias)
     if x_scale is None:
         return linear_int8(x, weight, scale, bias)
-    if weight.dtype == torch.uint8:
-        return linear_w4a8(x, x_scale, weight, scale, int4_group(weight, scale), dtype, bias)
+    if group_scale is not None:
+        return linear_w4a8(x, x_scale, weight, group_scale, scale, dtype, bias)
     return linear_w8a8(x, x_scale, weight, scale, dtype, bias)
 
 
@@ -98,7 +104,7 @@ def _moe_experts_fake(x: Tensor, *args: object, dtype: torch.dtype | None = None
     "moe_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down,"
     ' Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float alpha=1.0, float limit=0.0,'
     " bool scale_input=False, Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? x_scale=None,"
-    " ScalarType? dtype=None) -> Tensor",
+    " ScalarType? dtype=None, Tensor? gate_up_group_scale=None, Tensor? down_group_scale=None) -> Tensor",
     _moe_experts_fake,
 )
 def moe_experts(
@@ -117,6 +123,8 @@ def moe_experts(
     down_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    gate_up_group_scale: Tensor | None = None,
+    down_group_scale: Tensor | None = None,
 ) -> Tensor:
     """Gated experts, summed by routing weight in float32, in rising expert id.
 
@@ -127,8 +135,8 @@ def moe_experts(
     With `scale_input` (Llama 4) the weight multiplies an expert's input, rounded, and not its result.
     With gate_up_scale [num_experts, 2 * intermediate_size] and down_scale [num_experts, hidden_size], float32, both
     weights are int8 and multiplied as in `linear_int8`. With x_scale [num_tokens] x is int8 too and the result in
-    `dtype`: products are those of `linear_w8a8`, or of `linear_w4a8` if the weights are its and the scales end in the
-    groups. Each activation is quantized by `quantize_rows`, and `scale_input` multiplies the row's scale.
+    `dtype`: products are those of `linear_w8a8`, or with the scales of groups, [..., groups] int8, of `linear_w4a8`. Each
+    activation is quantized by `quantize_rows`, and `scale_input` multiplies the row's scale.
     """
     dtype = dtype or x.dtype
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -136,18 +144,23 @@ def moe_experts(
         rows, choice = torch.where(expert_ids == expert)
         if not rows.numel():
             continue
-        scales = [None if each is None else each[expert] for each in (gate_up_scale, down_scale)]
-        biases = [None if each is None else each[expert] for each in (gate_up_bias, down_bias)]
+        first, second = (
+            [None if each is None else each[expert] for each in of_matrix]
+            for of_matrix in (
+                (gate_up_scale, gate_up_group_scale, gate_up_bias),
+                (down_scale, down_group_scale, down_bias),
+            )
+        )
         share = expert_weights[rows, choice].float()
         taken, taken_scale = x[rows], None if x_scale is None else x_scale[rows]
         if scale_input and taken_scale is not None:
             taken_scale = taken_scale * share
         elif scale_input:
             taken = (taken.float() * share[:, None]).to(dtype)
-        gate, up = _product(taken, taken_scale, gate_up[expert], scales[0], biases[0], dtype).chunk(2, -1)
+        gate, up = _product(taken, taken_scale, dtype, gate_up[expert], *first).chunk(2, -1)
         hidden, hidden_scale = activated(gate, up, activation, alpha, limit), None
         if x_scale is not None:
             hidden, hidden_scale = quantize_rows(hidden)
-        result = _product(hidden, hidden_scale, down[expert], scales[1], biases[1], dtype).float()
+        result = _product(hidden, hidden_scale, dtype, down[expert], *second).float()
         out.index_add_(0, rows, result if scale_input else result * share[:, None])
     return out.to(dtype)

@@ -11,6 +11,7 @@ from inferc.ops.registry import define
 
 LARGEST = 127  # not -128: so that the negative of every number is one too
 LARGEST_INT4 = -8  # what the element of largest magnitude becomes, whatever its sign: all sixteen values are used
+INT32_MOST = 2**31 - 1
 
 
 def _rows_fake(x: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
@@ -103,21 +104,33 @@ def linear_w8a8(
     return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
 
 
-def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [rows, k] as the bytes and the scales that `weights.int4_values` and `int4_scales` are."""
+def largest_group_scale(k: int) -> int:
+    """The largest integer that scales a group of k: int32 then holds every sum over k of int8, -8 to 7, and scale."""
+    return max(1, min(LARGEST, INT32_MOST // (LARGEST * -LARGEST_INT4 * k)))
+
+
+def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, k] as what `weights.int4_values`, `int4_group_scales` and `int4_scales` are: uint8, int8 and float32.
+
+    A group's scale is the nearest multiple of its row's, which is the largest of them over 127 or less.
+    """
     rows, k = x.shape
     groups = -(-k // group)
     wide = torch.nn.functional.pad(x.float(), (0, groups * group - k)).view(rows, groups, group)
-    largest = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
-    scales = (largest / LARGEST_INT4).to(torch.float16)
-    by = scales.float().masked_fill(scales == 0, 1.0)
-    values = ((wide / by).round().clamp(-8, 7) + 8).to(torch.uint8).view(rows, -1, 2, 4)
-    return (values[:, :, 0] | values[:, :, 1] << 4).reshape(rows, -1), scales.squeeze(-1)
+    exact = wide.gather(-1, wide.abs().argmax(-1, keepdim=True)) / LARGEST_INT4
+    scales = exact.abs().amax(1, keepdim=True) / largest_group_scale(k)
+    scales = scales.masked_fill(scales == 0, 1.0)
+    of_groups = (exact / scales).round()
+    of_groups = torch.where(of_groups == 0, exact.sign(), of_groups).nan_to_num(0.0)
+    by = (of_groups * scales).masked_fill(of_groups == 0, 1.0)
+    values = ((wide / by).round().nan_to_num(0.0).clamp(-8, 7) + 8).to(torch.uint8).view(rows, -1, 2, 4)
+    packed = (values[:, :, 0] | values[:, :, 1] << 4).reshape(rows, -1)
+    return packed, of_groups.to(torch.int8).squeeze(-1), scales.view(rows)
 
 
-def int4_group(values: Tensor, scale: Tensor) -> int:
-    """How many neighbours share a scale, of what `quantize_int4` made: values [..., size], scale [..., groups]."""
-    return 2 * int(values.shape[-1]) // int(scale.shape[-1])
+def int4_group(values: Tensor, group_scale: Tensor) -> int:
+    """How many neighbours share a scale, of what `quantize_int4` made: values [..., size], group_scale [..., groups]."""
+    return 2 * int(values.shape[-1]) // int(group_scale.shape[-1])
 
 
 def unpack_int4(values: Tensor, k: int) -> Tensor:
@@ -128,13 +141,19 @@ def unpack_int4(values: Tensor, k: int) -> Tensor:
 
 
 def _linear_w4a8_fake(
-    x: Tensor, _x_scale: Tensor, weight: Tensor, _scale: Tensor, _group: int, dtype: torch.dtype, *_args: object
+    x: Tensor,
+    _x_scale: Tensor,
+    weight: Tensor,
+    _group_scale: Tensor,
+    _scale: Tensor,
+    dtype: torch.dtype,
+    *_args: object,
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
 @define(
-    "linear_w4a8(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, int group, ScalarType dtype,"
+    "linear_w4a8(Tensor x, Tensor x_scale, Tensor weight, Tensor group_scale, Tensor scale, ScalarType dtype,"
     " Tensor? bias=None, Tensor? residual=None) -> Tensor",
     _linear_w4a8_fake,
 )
@@ -142,24 +161,22 @@ def linear_w4a8(
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,
+    group_scale: Tensor,
     scale: Tensor,
-    group: int,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear` of int8 rows and weights in four bits (W4A8): a group's sum is exact, then scaled and added to the others'.
+    """`linear` of int8 rows and weights in four bits (W4A8): an integer times its group's is the integer of `linear_w8a8`.
 
-    x [num_tokens, k] int8; x_scale [num_tokens] float32; weight [n, groups * group / 2] uint8 and scale [n, groups]
-    float16 as `weights.int4_values` and `int4_scales` make them; the rest as in `linear_w8a8`.
+    x [num_tokens, k] int8; x_scale [num_tokens] float32; weight [n, groups * group / 2] uint8, group_scale [n, groups]
+    int8 and scale [n] float32 as `weights.int4_values`, `int4_group_scales` and `int4_scales` make them; the rest as in
+    `linear_w8a8`, whose sums are exact here too.
     """
-    (rows, k), (n, groups) = x.shape, scale.shape
-    values = unpack_int4(weight, k).float()
-    shape = (groups, group)
-    left = torch.nn.functional.pad(x.float(), (0, groups * group - k)).view(rows, *shape)
-    right = torch.nn.functional.pad(values, (0, groups * group - k)).view(n, *shape)
-    sums = torch.einsum("rgi,ngi->rng", left, right)  # of at most 128 products below 2 ** 10: exact in float32
-    return _finish((sums * scale.float()).sum(-1) * x_scale[:, None], bias, residual, dtype)
+    integers = unpack_int4(weight, k := x.shape[1]).short()
+    group = int4_group(weight, group_scale)
+    wide = integers * group_scale.short().repeat_interleave(group, 1)[:, :k]
+    return linear_w8a8(x, x_scale, wide, scale, dtype, bias, residual)
 
 
 def _finish(product: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cpp_kernels import EMULATED, ISAS, Kernels, assert_near, build_emulated, moe_experts, packed, part_of
+from cpp_kernels import EMULATED, ISAS, Kernels, assert_near, build_emulated, group_panels, moe_experts, packed, part_of
 from experts import SCHEMES, as_rows, experts_of
 from lowered import Compiled, Shape, as_torch, make_plan
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inferc import weights as weight_lib
 from inferc.codegen.cpp import build as cpp_build
 from inferc.codegen.cpp.build import Unit, build
 from inferc.codegen.cpp.emit import HEADERS
@@ -141,14 +140,12 @@ def test_integers_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels) -> N
 def test_four_bits_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels, group: int) -> None:
     for n, k in ((70, 131), (20, 1100)):
         x, x_scale = ops.quantize_rows(torch.randn(70, k))
-        weight, scale = reference.quantize_int4(torch.randn(n, k), group)
-        stored, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+        weight, of_groups, scale = reference.quantize_int4(torch.randn(n, k), group)
+        stored = (packed(weight), group_panels(of_groups), scale)
         for rows in (*range(1, 70), 70) if k < 1000 else (12, 13, 70):
             out = [torch.full((rows, n), float("nan"), dtype=BF16) for _ in range(2)]
             for kernels, each in zip((tiles, vectors), out, strict=True):
-                kernels.run(
-                    "test_linear_w4a8", BF16, x, k, x_scale, rows, stored, scales, n, k, group, None, None, each
-                )
+                kernels.run("test_linear_w4a8", BF16, x, k, x_scale, rows, *stored, n, k, group, None, None, each)
             assert torch.equal(*out)
 
 
@@ -227,7 +224,7 @@ namespace inferc {
 template void linear(Team&, Rows<const bf16>, i64, Panels<bf16>, const bf16*, Rows<bf16>);
 template void linear_int8(Team&, Rows<const bf16>, i64, Panels<i8>, const float*, const bf16*, Written<bf16>);
 template void linear_w8a8(Team&, Rows<const i8>, Rows<const float>, i64, Panels<i8>, const float*, const bf16*, Written<bf16>);
-template void linear_w4a8(Team&, Rows<const i8>, Rows<const float>, i64, Int4Panels, const bf16*, Written<bf16>);
+template void linear_w4a8(Team&, Rows<const i8>, Rows<const float>, i64, Int4Panels, const float*, const bf16*, Written<bf16>);
 template void paged_attention(Team&, const Attention<bf16>&);
 template void paged_attention(Team&, const Attention<bf16, Cache<i8>>&);
 }
@@ -280,14 +277,17 @@ def test_what_the_inner_loop_is_made_of(kind: str, dot: str) -> None:
     assert sum(others.values()) <= 20, others  # eight additions, the rest is about what is fetched
 
 
-def test_sums_of_four_bits_stay_in_registers() -> None:
-    """Between one group's product of tiles and the next's: 16 integers converted, multiplied and added, none stored."""
+def test_what_four_bits_cost_on_tiles() -> None:
+    """A multiply, a subtraction and a store for each 64 bytes that are made of them; sums stay in tiles."""
     functions = disassembled("amx")
-    (name,) = (name for name in functions if "int4_on_tiles" in name)
-    names = [what for _, what, _ in functions[name]]
-    first = names.index("tdpbssd")
-    between = Counter(what[:6] for what in names[first + 1 : names.index("tdpbssd", first + 1)] if what[0] == "v")
-    assert between == {"vcvtdq": 16, "vfmadd": 16, "vcvtph": 1}
+    (name,) = (name for name in functions if re.match(r"_ZN6inferc11int4_streamILi2E[^.]*$", name))
+    assert innermost_loop(functions[name], "tdpbssd")["tilestored"] == 0
+    all_of_it = Counter(what for _, what, _ in functions[name])
+    assert all_of_it["tdpbssd"] == all_of_it["tileloadd"] == 4 and all_of_it["idiv"] <= 1  # where a panel lies
+    made, places = all_of_it["vpmullw"], 2  # the first tile is made in front of the loop
+    assert made and made == 2 * all_of_it["vpternlogd"]
+    assert all_of_it["vpsubb"] == made + 2 * places  # and two for a group's scale
+    assert all_of_it["vmovdqu64"] == made + made // 4  # and the loads
 
 
 def test_only_the_library_for_amx_has_tiles() -> None:

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from arm import ARM_ISAS, ArmKernels, Process, build_arm, needs_arm
-from cpp_kernels import DTYPES, ISAS, Kernels, assert_near, packed
+from cpp_kernels import DTYPES, ISAS, Kernels, assert_near, group_panels, packed
 from lowered import as_torch, make_plan
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inferc import weights as weight_lib
 from inferc.codegen.cpp.build import Unit
 from inferc.compiler import compile
 from inferc.config import CompileConfig, EngineConfig
@@ -46,9 +45,9 @@ def test_integers_have_the_bits_of_avx2(both: tuple[Kernels, Kernels], dtype: to
         x, x_scale = ops.quantize_rows(torch.randn(rows, k))
         bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
         weight, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) / 73
-        bits, bits_scale = reference.quantize_int4(torch.randn(n, k), group)
+        bits, of_groups, bits_scale = reference.quantize_int4(torch.randn(n, k), group)
         args = (x, k, x_scale, rows, packed(weight), n, k, scale, bias, residual)
-        more = (packed(bits), weight_lib.LAYOUTS["panel16_k1"].pack(bits_scale), n, k, group, bias, residual)
+        more = (packed(bits), group_panels(of_groups), bits_scale, n, k, group, bias, residual)
         for name, sent in (("test_linear_int8", args), ("test_linear_w4a8", (x, k, x_scale, rows, *more))):
             out = [torch.full((rows, n), float("nan"), dtype=dtype) for _ in both]
             for kernels, each in zip(both, out, strict=True):

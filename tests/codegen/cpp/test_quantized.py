@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_kernels import Kernels, assert_near, moe_experts, packed, part_of
+from cpp_kernels import Kernels, assert_near, group_panels, moe_experts, packed, part_of
 from experts import SCHEMES, as_rows, experts_of, quantized
 from torch import Tensor
 
-from inferc import weights as weight_lib
 from inferc.ops import quantize as reference
 
 ops = torch.ops.inferc
@@ -255,8 +254,8 @@ def test_an_expert_has_the_bits_of_two_linears(kernels: Kernels, dtype: torch.dt
         weight, scale, bias = (weights[each][1] for each in (name, f"{name}_scale", f"{name}_bias"))
         out, k = nan(rows, n, dtype=dtype), x.shape[1]
         if group:
-            scale = weight_lib.LAYOUTS["panel16_k1"].pack(scale)
-            args = (x, k, x_scale, rows, packed(weight), scale, n, k, group, bias, None, out)
+            of_groups = group_panels(weights[f"{name}_group_scale"][1])
+            args = (x, k, x_scale, rows, packed(weight), of_groups, scale, n, k, group, bias, None, out)
             kernels.run("test_linear_w4a8", dtype, *args)
         else:
             kernels.run("test_linear_int8", dtype, x, k, x_scale, rows, packed(weight), n, k, scale, bias, None, out)
@@ -274,38 +273,45 @@ def test_linear_w4a8(kernels: Kernels, dtype: torch.dtype, sizes: tuple[int, int
     rows, n, k = sizes
     wide_x = torch.randint(-127, 128, (rows, k + 5), dtype=torch.int8)
     x, x_scale = wide_x[:, 2 : 2 + k], torch.rand(rows) / 73
-    weight, scale = reference.quantize_int4(torch.randn(n, k) / k**0.5, group)
-    panels, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+    weight, of_groups, scale = reference.quantize_int4(torch.randn(n, k) / k**0.5, group)
+    stored = (packed(weight), group_panels(of_groups), scale)
     bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
     for b, r in ((None, None), (bias, None), (bias, residual)):
         out = nan(rows, n, dtype=dtype)
-        args = (x, k + 5, x_scale, rows, panels, scales, n, k, group, b, r, out)
+        args = (x, k + 5, x_scale, rows, *stored, n, k, group, b, r, out)
         kernels.run("test_linear_w4a8", dtype, *args)
-        expected = ops.linear_w4a8(x, x_scale, weight, scale, group, dtype, b, r)
-        assert_near(out, expected, factor=2.0)
+        expected = ops.linear_w4a8(x, x_scale, weight, of_groups, scale, dtype, b, r)
+        assert_near(out, expected)
 
 
-def test_the_largest_sums_of_four_bits_do_not_saturate(kernels: Kernels) -> None:
-    for sign in (1, -1):
-        x = torch.full((14, 4099), 127, dtype=torch.int8)
-        weight, scale = torch.full((17, 33 * 64), 255 if sign > 0 else 0, dtype=torch.uint8), torch.ones(17, 33).half()
-        panels, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+@pytest.mark.parametrize("k", [4099, 1 << 16])
+def test_the_largest_sums_of_four_bits_do_not_saturate(kernels: Kernels, k: int) -> None:
+    """Nor overflow: the longer the rows are, the smaller the scales of groups. Rows of any signs, and both of scales."""
+    group = 128
+    groups, most = -(-k // group), reference.largest_group_scale(k)
+    assert 8 * 127 * most * k < 2**31
+    halves = torch.where(torch.arange(k) % 4 < 2, 127, -127).to(torch.int8)
+    x = torch.stack((*[torch.full((k,), sign * 127, dtype=torch.int8) for sign in (1, -1)] * 6, halves, -halves))
+    for byte, integer in ((255, 7), (0, -8)):
+        weight = torch.full((17, groups * group // 2), byte, dtype=torch.uint8)
+        of_groups = torch.tensor([1, -1] * 9)[:17, None].repeat(1, groups).mul(most).to(torch.int8)
         for rows in (1, 3, 7, 14):
             out = nan(rows, 17, dtype=torch.bfloat16)
-            args = (x, 4099, torch.ones(rows), rows, panels, scales, 17, 4099, 128, None, None, out)
-            kernels.run("test_linear_w4a8", torch.bfloat16, *args)
-            assert torch.equal(out, torch.full((rows, 17), (7 if sign > 0 else -8) * 127.0 * 4099).bfloat16())
+            args = (packed(weight), group_panels(of_groups), torch.ones(17), 17, k, group, None, None, out)
+            kernels.run("test_linear_w4a8", torch.bfloat16, x, k, torch.ones(rows), rows, *args)
+            sums = x[:rows].double().sum(1)[:, None] * integer * of_groups[:, 0].double()
+            assert torch.equal(out, sums.float().bfloat16())
 
 
 def test_a_row_by_four_bits_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
     rows, n, k, group = 150, 150, 1100, 32
     x, x_scale = ops.quantize_rows(torch.randn(rows, k))
-    weight, scale = reference.quantize_int4(torch.randn(n, k), group)
-    panels, scales = packed(weight), weight_lib.LAYOUTS["panel16_k1"].pack(scale)
+    weight, of_groups, scale = reference.quantize_int4(torch.randn(n, k), group)
+    stored = (packed(weight), group_panels(of_groups), scale)
 
     def run(first: int, count: int) -> Tensor:
         out = nan(count, n, dtype=dtype)
-        args = (x[first:], k, x_scale[first:], count, panels, scales, n, k, group, None, None, out)
+        args = (x[first:], k, x_scale[first:], count, *stored, n, k, group, None, None, out)
         kernels.run("test_linear_w4a8", dtype, *args)
         return out
 

@@ -98,9 +98,9 @@ def test_projections_in_four_bits() -> None:
         %0: (int8[s0, 40], float32[s0]) = inferc.quantize_rows(%x)
         %1: int8[s0, 40] = getitem(%0, 0)
         %2: float32[s0] = getitem(%0, 1)
-        %3: float32[s0, 12] = inferc.linear_w4a8(%1, %2, @qkv.int4, @qkv.int4_scale, 32, float32, @bias)
+        %3: float32[s0, 12] = inferc.linear_w4a8(%1, %2, @qkv.int4, @qkv.int4_group_scale, @qkv.int4_scale, float32, @bias)
         %4: float32[s0, 4] = aten.slice.Tensor(%3, -1, 0, 4)
-        %5: float32[s0, 6] = inferc.linear_w4a8(%1, %2, @o.int4, @o.int4_scale, 32, float32, None, %residual)
+        %5: float32[s0, 6] = inferc.linear_w4a8(%1, %2, @o.int4, @o.int4_group_scale, @o.int4_scale, float32, None, %residual)
         return (%4, %5)
     """
     weights = {"qkv": random(12, 40), "bias": random(12), "o": random(6, 40, seed=1)}
@@ -108,7 +108,8 @@ def test_projections_in_four_bits() -> None:
     made.check(Quantize(SCHEMES["int4"]), 2, golden, tolerance=3.0)  # of sums near 20
     found = {name: (str(weight), weight.shape) for name, weight in made.program.weights.items()}
     assert found["qkv.int4"] == ("int4_values(qkv, 32)", (12, 32))
-    assert found["o.int4_scale"] == ("int4_scales(o, 32)", (6, 2))
+    assert found["o.int4_group_scale"] == ("int4_group_scales(o, 32)", (6, 2))
+    assert found["o.int4_scale"] == ("int4_scales(o, 32)", (6,))
 
 
 def test_a_quantized_program_is_saved_and_loaded() -> None:
@@ -143,6 +144,7 @@ def test_experts_in_int8() -> None:
 def test_experts_on_quantized_rows(scheme: str, kind: str) -> None:
     weights = {"": "@gate_up.int8, @down.int8", "4": "@gate_up.int4, @down.int4"}[kind]
     scales = {"": "@gate_up.scale, @down.scale", "4": "@gate_up.int4_scale, @down.int4_scale"}[kind]
+    of_groups = {"": "", "4": ", @gate_up.int4_group_scale, @down.int4_group_scale"}[kind]
     golden = f"""
         %x: float32[s0, 8] = input
         %ids: int32[s0, 2] = input
@@ -150,7 +152,7 @@ def test_experts_on_quantized_rows(scheme: str, kind: str) -> None:
         %0: (int8[s0, 8], float32[s0]) = inferc.quantize_rows(%x)
         %1: int8[s0, 8] = getitem(%0, 0)
         %2: float32[s0] = getitem(%0, 1)
-        %3: float32[s0, 8] = inferc.moe_experts(%1, %ids, %share, {weights}, None, None, 'silu', 1.0, 0.0, False, {scales}, %2, float32)
+        %3: float32[s0, 8] = inferc.moe_experts(%1, %ids, %share, {weights}, None, None, 'silu', 1.0, 0.0, False, {scales}, %2, float32{of_groups})
         return (%3)
     """
     before, made = made_experts().run()[0], made_experts()
@@ -159,7 +161,7 @@ def test_experts_on_quantized_rows(scheme: str, kind: str) -> None:
     assert 1e-4 < error < (0.03 if scheme == "w8a8" else 0.3)
     groups = {name: weight.shape for name, weight in made.program.weights.items()}
     if kind:
-        assert groups["gate_up.int4"] == (4, 12, 16) and groups["down.int4_scale"] == (4, 8, 1)
+        assert groups["gate_up.int4"] == (4, 12, 16) and groups["down.int4_group_scale"] == (4, 8, 1)
 
 
 def tied(token_ids: Any, embed: Any) -> Any:

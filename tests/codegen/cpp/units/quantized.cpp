@@ -16,12 +16,13 @@ EXPORT void test_wide_int8(void* pool, i64 dtype, const void* x, const float* x_
 }
 
 EXPORT void test_linear_w4a8(void* pool, i64 dtype, const i8* x, i64 ldx, const float* x_scale, i64 rows, const u8* w,
-                             const u16* scale, i64 n, i64 k, i64 group, const void* bias, const void* residual, void* out) {
+                             const i8* group_scale, const float* scale, i64 n, i64 k, i64 group, const void* bias,
+                             const void* residual, void* out) {
   FOR_DTYPE(dtype, {
-    Int4Panels panels{w, scale, n, k, group};
+    Int4Panels panels{w, group_scale, n, k, group};
     Written<T> written{rows_of<const T>(residual, n), rows_of<T>(out, n)};
     on(pool, [&](Team& t) {
-      linear_w4a8<T>(t, Rows<const i8>{x, ldx}, Rows<const float>{x_scale, 1}, rows, panels, as<T>(bias), written);
+      linear_w4a8<T>(t, Rows<const i8>{x, ldx}, Rows<const float>{x_scale, 1}, rows, panels, scale, as<T>(bias), written);
     });
   })
 }
