@@ -8,7 +8,10 @@ template <class T>
 INLINE void sum_over_ranks(Team& team, const Step& s, Rows<T> value, i64 rows, i64 width, i32 group) {
   constexpr i32 op = sizeof(T) == 4 ? INFERC_ALL_REDUCE_F32 : INFERC_ALL_REDUCE_BF16;
   team.barrier();
-  if (team.tid == 0) s.host->collective(s.host->context, op, group, value.data, rows * width);
+  if (team.tid == 0) {
+    const Waiting ranks;
+    s.host->collective(s.host->context, op, group, value.data, rows * width);
+  }
   team.barrier();
 }
 

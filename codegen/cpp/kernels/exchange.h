@@ -120,6 +120,7 @@ struct Exchange {
   }
   void call(const char* send, char* receive) {
     InfercExchange what{send, receive, send_offsets, send_bytes, receive_offsets, receive_bytes};
+    const Waiting ranks;
     s.host->collective(s.host->context, INFERC_EXCHANGE, group, &what, size);
   }
 };

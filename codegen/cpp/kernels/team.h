@@ -5,7 +5,6 @@
 #include <atomic>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -24,6 +23,25 @@ constexpr i64 AHEAD_BYTES = 1 << 18;  // fetched by a thread that waits: a quart
 struct Ahead {
   const void* data = nullptr;
   i64 bytes = 0;
+};
+
+INLINE double milliseconds(clockid_t clock = CLOCK_MONOTONIC) {
+  timespec now;
+  clock_gettime(clock, &now);
+  return double(now.tv_sec) * 1e3 + double(now.tv_nsec) * 1e-6;
+}
+// For how long this thread has waited for others: threads, or ranks.
+constinit inline thread_local double waited = 0.0;
+struct Waiting {
+  const double begin = milliseconds();
+  ~Waiting() { waited += milliseconds() - begin; }
+};
+// For how long it could have run since then and did not, as another had its core.
+struct OnCore {
+  double wall = milliseconds(), cpu = milliseconds(CLOCK_THREAD_CPUTIME_ID), others = waited;
+  INLINE double lost() const {
+    return milliseconds() - wall - (milliseconds(CLOCK_THREAD_CPUTIME_ID) - cpu) - (waited - others);
+  }
 };
 
 INLINE void futex_wait(std::atomic<u32>& word, u32 seen) {
@@ -53,6 +71,7 @@ struct alignas(64) Signal {
       if (next >= end) relax();
       for (int line = 0; line < 4 && next < end; ++line, next += 64) fetch_l2(next);
     }
+    const Waiting others;
     sleepers.fetch_add(1);
     while (value.load() == seen) futex_wait(value, seen);
     sleepers.fetch_sub(1);
@@ -60,20 +79,20 @@ struct alignas(64) Signal {
 };
 
 // How many threads share the work. Where another process takes a core, a thread that waits for it holds up all others at the
-// next barrier, for as long as a time slice: a step is then faster without that thread. What tells is how often the
-// kernel took the processor away from threads that were running.
+// next barrier, for as long as a time slice: a step is then faster without that thread. What tells is for how long threads
+// could have gone on and did not; how often does not: this process's own other threads take a core for some microseconds.
 struct Roster {
   static constexpr i64 SHORTEST = 100, LONGEST = 3200;  // milliseconds until all are tried again
   int most = 1, active = 1, crowded = 0;
   i64 hold = SHORTEST;
   double until = 0.0;
 
-  // A region of `ms` that ended at `now` (milliseconds), with so many switches away from its threads.
-  void judge(double now, double ms, i64 switches) {
+  // A region of `ms` that ended at `now` (milliseconds), whose threads together waited `lost` of them for a core.
+  void judge(double now, double ms, double lost) {
     const bool is_new = now > until + double(LONGEST);  // not the neighbour that was there when all were tried
     if (active < most && now >= until) {
       active = most, crowded = 0;
-    } else if (switches < 2 || double(switches) * 10.0 <= ms) {
+    } else if (lost < 1.0 || lost < ms / 5.0) {
       crowded = 0;
     } else if (++crowded == 2) {
       crowded = 0;
@@ -86,24 +105,13 @@ struct Roster {
   }
 };
 
-INLINE double milliseconds() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return double(now.tv_sec) * 1e3 + double(now.tv_nsec) * 1e-6;
-}
-// Switches away from this thread while it could have gone on.
-INLINE i64 switches_so_far() {
-  rusage usage;
-  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
-}
-
 struct Pool {
   struct alignas(64) Counter {
     std::atomic<i64> next{0};
   };
   int count = 1;
-  Roster roster;                 // of the thread that runs regions
-  std::atomic<i64> switches{0};  // of the region's threads
+  Roster roster;             // of the thread that runs regions
+  std::atomic<i64> lost{0};  // by the region's threads, microseconds
   u32 regions = 0;
   bool closing = false;
   void (*work)(void*, int) = nullptr;
@@ -219,19 +227,19 @@ void parallel(void* threads, F& f) {
   } region{static_cast<Pool*>(threads), &f};
   Pool& pool = *region.pool;
   const double begin = milliseconds();
-  pool.switches.store(0);
+  pool.lost.store(0);
   pool.run(
       [](void* data, int tid) {
         Region& here = *static_cast<Region*>(data);
-        const i64 before = switches_so_far();
+        const OnCore core;
         Team team{*here.pool, tid, here.pool->roster.active};
         (*here.f)(team);
-        here.pool->switches.fetch_add(switches_so_far() - before);
+        here.pool->lost.fetch_add(i64(core.lost() * 1e3));
         team.barrier();
       },
       &region);
   const double end = milliseconds();
-  pool.roster.judge(end, end - begin, pool.switches.load());
+  pool.roster.judge(end, end - begin, double(pool.lost.load()) * 1e-3);
 }
 
 }  // namespace inferc

@@ -1,11 +1,11 @@
 #include "units.h"
 
 // The number of threads after each of `count` regions.
-EXPORT void test_roster(i64 threads, const double* ends, const double* lengths, const i64* switches, i64 count, i64* out) {
+EXPORT void test_roster(i64 threads, const double* ends, const double* lengths, const double* lost, i64 count, i64* out) {
   Roster roster;
   roster.most = roster.active = int(threads);
   for (i64 i = 0; i < count; ++i) {
-    roster.judge(ends[i], lengths[i], switches[i]);
+    roster.judge(ends[i], lengths[i], lost[i]);
     out[i] = roster.active;
   }
 }
@@ -27,4 +27,20 @@ EXPORT void test_regions(void* threads, i64 regions, i64 items, i64* handled, i6
     });
     pool.roster.active = pool.count;
   }
+}
+
+// What each of two threads has lost of a region in which thread 0 is busy for so long, or waits for what is not here.
+EXPORT void test_waiting(void* threads, i64 ms, i64 elsewhere, double* lost) {
+  on(threads, [&](Team& t) {
+    const OnCore core;
+    if (t.tid == 0 && elsewhere) {
+      const Waiting others;
+      timespec rest{0, ms * 1'000'000};
+      nanosleep(&rest, nullptr);
+    } else if (t.tid == 0) {
+      for (const double begin = milliseconds(); milliseconds() - begin < double(ms);) relax();
+    }
+    t.barrier();
+    lost[t.tid] = core.lost();
+  });
 }
