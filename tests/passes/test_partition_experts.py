@@ -82,7 +82,7 @@ def test_exchanges_tokens_around_a_ranks_own_experts() -> None:
         %5: float32[s0, 6] = getitem(%4, 0)
         %6: int32[s0, 2] = getitem(%4, 1)
         %7: float32[s0, 2] = getitem(%4, 2)
-        %8: float32[s0, 6] = inferc.moe_experts(%5, %6, %7, @gate_up.ep1, @down.ep1, None, None, 'silu', 1.0, 0.0, False, None, None, None, None)
+        %8: float32[s0, 6] = inferc.moe_experts(%5, %6, %7, @gate_up.ep1, @down.ep1, None, None, 'silu', 1.0, 0.0, False, None, None, None, None, None, None)
         %9: float32[s0, 6] = inferc.expert_combine(%8, %2, %positions, @moe_experts_default.placement, 'ep', 1, 2)
         return (%9)
     """
