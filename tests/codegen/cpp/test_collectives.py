@@ -17,7 +17,9 @@ from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.kernels import Target
 from inferc.config import EngineConfig
+from inferc.errors import VerifyError
 from inferc.meeting import Meeting
+from inferc.passes import plan_memory
 from inferc.passes.expert_placement import balanced
 from inferc.passes.partition import RankProgram, Ranks, partition
 from inferc.passes.pipeline import LowerConfig
@@ -101,6 +103,17 @@ def test_tensor_ranks_compute_what_their_references_do(dtype: torch.dtype) -> No
     (expected,) = run(model.ranks(Ranks(tp=2)), model.reader, [PROMPT], 16)
     for found in logits_of(partition(model.prepared, CPU, Ranks(tp=2)), model.reader, "tp"):
         assert_near(found.to(dtype), expected.to(dtype), factor=4.0)
+
+
+def test_exchanged_rows_with_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a plan that pads all rows of a multiple of 512 bytes would have them."""
+    model = Model(random_module("llama", hidden_size=128))
+    program = partition(model.prepared, CPU, Ranks(tp=2))[1].program
+    emit(program, memory_plan(program).values, memory_plan(program).pools)
+    monkeypatch.setattr(plan_memory, "EXCHANGED", ())
+    padded = memory_plan(program)
+    with pytest.raises(VerifyError, match="rows of 128 elements, 144 apart; expected no gaps"):
+        emit(program, padded.values, padded.pools)
 
 
 def test_sums_of_bfloat16_are_rounded_once() -> None:

@@ -35,11 +35,11 @@ def test_single_slices_and_short_waits_are_no_neighbour(kernels: Kernels) -> Non
 
 
 def test_a_thread_that_waits_for_others_has_not_lost_its_core(kernels: Kernels) -> None:
-    """Of two, one computes or sleeps in the host for 50 ms while the other waits: neither could have gone on."""
+    """Of two, one computes or sleeps in the host for 50 ms while the other waits: who waits could not have gone on."""
     lost = torch.zeros(2, dtype=torch.float64)
     for by_host in (0, 1):
         kernels("test_waiting", kernels.threads, 50, by_host, lost)
-        assert lost.max() < 25, lost
+        assert lost[1 - by_host :].max() < 25, lost  # who computes may lose its core to whatever else runs here
 
 
 def test_any_number_of_the_threads_does_all_the_work(kernels: Kernels) -> None:
