@@ -436,15 +436,20 @@ KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, con
   linear_to(team, x, rows, w, emit, out.beside());
 }
 
+// What is done with sums of rows in int8 by weights that are integers.
+template <class T, class O>
+INLINE auto from_integers(Rows<const float> x_scale, const float* scale, const T* bias, Written<O> out) {
+  return [=](i64 row, i64 column, IVec acc, i64 width) {
+    Vec sums = mul(to_float(acc), set1(*x_scale[row]));
+    out(row, column, finished(sums, scale, bias, column, width), width);
+  };
+}
+
 // Rows in int8 too, x_scale [rows, 1]; the bias in T.
 template <class T, class O>
 KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
                         const T* bias, Written<O> out) {
-  auto emit = [=](i64 row, i64 column, IVec acc, i64 width) {
-    Vec sums = mul(to_float(acc), set1(*x_scale[row]));
-    out(row, column, finished(sums, scale, bias, column, width), width);
-  };
-  linear_to(team, x, rows, w, emit, out.beside());
+  linear_to(team, x, rows, w, from_integers(x_scale, scale, bias, out), out.beside());
 }
 
 // Each of `heads` consecutive pieces of k elements of a row times its own weight of w.n output rows.

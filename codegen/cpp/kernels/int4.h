@@ -391,14 +391,11 @@ __attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 e
 template <class T, class O>
 KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const float* scale,
                         const T* bias, Written<O> out) {
+  const auto emit = from_integers(x_scale, scale, bias, out);
   pieces(team, row_blocks_of<i8>(rows, w.k), w.count(), false, 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
     int4_panels(
         w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
-        [=, n = w.n](i64 row, i64 panel, IVec acc) {
-          const i64 column = panel * 16, width = n - column;
-          const Vec sums = mul(to_float(acc), set1(*x_scale[row0 + row]));
-          out(row0 + row, column, finished(sums, scale, bias, column, width), width);
-        });
+        [emit, row0, n = w.n](i64 row, i64 panel, IVec acc) { emit(row0 + row, panel * 16, acc, n - panel * 16); });
   });
 }
 
