@@ -2,6 +2,12 @@
 
 import os
 import signal
+
+# Workers share the cores: torch's threads, which spin while they wait, would take from each other what each works with.
+# Before anything imports torch; processes that tests start inherit it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 

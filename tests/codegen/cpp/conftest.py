@@ -20,7 +20,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made.close()
 
 
-# Long in an emulator, and through code that others go through too. So are large latents; of a test over masks one is enough.
+# Long in an emulator, and through code that others go through too. So are large latents and vocabularies; of a test over
+# masks one is enough.
 NOT_EMULATED = {
     "test_temperature_follows_the_softmax",
     "test_min_p",
@@ -38,6 +39,7 @@ def is_long(item: pytest.Function) -> bool:
     params = item.callspec.params
     large = getattr(params.get("case"), "dim", 0) > 512
     once = (params.get("mask"), params.get("int8", False), params.get("dtype")) == ("causal", False, torch.bfloat16)
+    large |= params.get("size", 0) > 10_000
     return item.originalname in NOT_EMULATED or large or ("mask" in params and not once)
 
 
