@@ -17,7 +17,7 @@ from inferc.errors import ArtifactError, ConfigError
 
 log = logging.getLogger(__name__)
 
-ABI = 3
+ABI = 4
 MAX_TOP_LOGPROBS = 64
 
 # Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
@@ -97,7 +97,7 @@ class ScoreArgs(Structure):
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "inferc_abi": (c_int, []),
-    "inferc_threads_open": (c_void_p, [c_int]),
+    "inferc_threads_open": (c_void_p, [c_int, c_void_p]),
     "inferc_threads_close": (None, [c_void_p]),
     "inferc_busy": (c_int64, [c_void_p, c_int32, c_int64]),
     "inferc_step": (c_int, [POINTER(InfercHost), POINTER(StepArgs), c_void_p]),

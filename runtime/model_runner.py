@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
 from inferc.runtime.step import F32, I32, I64, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
+from inferc.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +68,17 @@ class ModelRunner:
     """Steps of one artifact on this machine's CPU.
 
     poison fills the arena and the KV pool with NaN first, so that tests see a read of what was never written.
+    first_core: of those to pin to, if threads are pinned; the next are other runners'.
     Raises ConfigError for an ISA this machine lacks, UnsupportedError for step inputs that it cannot fill.
     """
 
     def __init__(
-        self, artifact: Compiled, config: EngineConfig | ResolvedEngineConfig, *, poison: bool = False
+        self,
+        artifact: Compiled,
+        config: EngineConfig | ResolvedEngineConfig,
+        *,
+        poison: bool = False,
+        first_core: int = 0,
     ) -> None:
         if isinstance(config, EngineConfig):
             config = config.resolve(artifact.max_model_len, artifact.block_size, cache_groups(artifact.kv_groups))
@@ -102,19 +110,27 @@ class ModelRunner:
         inputs = _step_inputs(artifact)
         self._hidden = _rows_of(inputs["hidden_in"]) if "hidden_in" in inputs else None
         self._hidden_out = _hidden_out(artifact)
-        self._threads = self._library.inferc_threads_open(config.num_threads)
-        if not self._threads:
-            raise ConfigError(f"cannot start {config.num_threads} threads; lower --threads")
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="inferc-step", daemon=True)
-        self._worker.start()
+        pinned = cores_to_pin(config.num_threads, first_core) if config.pin_threads else ()
+        with memory_on(nodes_of(pinned or read_cores())):  # those threads touch weights, arena and KV cache first
+            self._threads = self._open_threads(config.num_threads, [core.cpus[0] for core in pinned])
+            self._worker = threading.Thread(target=self._work, args=(pinned[:1],), name="inferc-step", daemon=True)
+            self._worker.start()
         log.info(
             "model runner: isa %s, %d threads, arena %.1f MB, %s KV blocks of %d tokens (%.1f MB)",
             *(self.isa, config.num_threads, self.arena_bytes / 1e6),
             *(" + ".join(map(str, self.num_blocks)), self.block_size),
             config.kv_memory_bytes / 1e6,
         )
+
+    def _open_threads(self, count: int, cpus: list[int]) -> int:
+        threads: int | None = self._library.inferc_threads_open(
+            count, (ctypes.c_int32 * count)(*cpus) if cpus else None
+        )
+        if not threads:
+            raise ConfigError(f"cannot start {count} threads; lower --threads")
+        return threads
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -317,7 +333,9 @@ class ModelRunner:
             self._worker.join()
             self._library.inferc_threads_close(self._threads)
 
-    def _work(self) -> None:
+    def _work(self, pinned_to: Sequence[Core]) -> None:
+        for core in pinned_to:
+            os.sched_setaffinity(0, core.cpus[:1])  # of this thread
         while (job := self._jobs.get()) is not None:
             try:
                 job()

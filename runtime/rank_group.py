@@ -67,7 +67,8 @@ class RankGroup:
             groups = [keys.index(group_key(group)) for group in rank.kv_groups]
             blocks = tuple(config.num_blocks[group] for group in groups)
             threads = max(1, config.num_threads // len(ranks))
-            runner = ModelRunner(rank, replace(config, num_threads=threads, num_blocks=blocks))
+            settings = replace(config, num_threads=threads, num_blocks=blocks)
+            runner = ModelRunner(rank, settings, first_core=index * threads)
             made.append(_Rank(runner, groups))
             if len(ranks) > 1:
                 name = "ep" if rank.config["ep"] > 1 else "tp"

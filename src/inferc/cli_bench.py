@@ -12,6 +12,7 @@ from inferc.cli_common import (
     Json,
     KVMemory,
     Out,
+    Pin,
     Threads,
     command,
     engine,
@@ -39,6 +40,7 @@ def bench_kernels(
     ] = 8,
     threads: Threads = None,
     isa: Isa = "auto",
+    pin: Pin = False,
     as_json: Json = False,
 ) -> None:
     """Where the time of a step goes: each kernel in one prefill step, and in decode steps of one and of several sequences.
@@ -61,7 +63,8 @@ def bench_kernels(
             " --pp and --ep"
         )
     artifact.verify_weights().wait()
-    runner = ModelRunner(artifact, from_dict(EngineConfig, engine_options(threads, isa, num_seqs, max(16, input_len))))
+    options = engine_options(threads, isa, num_seqs, max(16, input_len), pin=pin)
+    runner = ModelRunner(artifact, from_dict(EngineConfig, options))
     try:
         with progress("bench kernels"):
             limits = measure_limits(runner, threads or available_cores())
@@ -104,6 +107,7 @@ def bench_latency(
     output_len: OutputLen = 128,
     threads: Threads = None,
     isa: Isa = "auto",
+    pin: Pin = False,
     as_json: Json = False,
 ) -> None:
     """One request alone: time to first token, prefill and decode speed, shares of the machine's ceilings."""
@@ -111,7 +115,7 @@ def bench_latency(
     from inferc.runtime.artifact import load_artifact
     from inferc.runtime.bench import latency, model_cost
 
-    options = engine_options(threads, isa, 1, max(512, input_len))
+    options = engine_options(threads, isa, 1, max(512, input_len), pin=pin)
     artifact = load_artifact(out)
     with engine(artifact, options) as client, progress("bench latency"):
         result = latency(client, model_cost(artifact), threads or available_cores(), input_len, output_len)
@@ -127,6 +131,7 @@ def bench_throughput(
     requests: Requests = None,
     threads: Threads = None,
     isa: Isa = "auto",
+    pin: Pin = False,
     kv_memory: KVMemory = "auto",
     as_json: Json = False,
 ) -> None:
@@ -135,7 +140,7 @@ def bench_throughput(
     from inferc.runtime.bench import model_cost, throughput
 
     total = _num_requests(concurrency, requests)
-    options = engine_options(threads, isa, concurrency, max(512, concurrency), kv_memory)
+    options = engine_options(threads, isa, concurrency, max(512, concurrency), kv_memory, pin)
     artifact = load_artifact(out)
     with engine(artifact, options) as client, progress("bench throughput"):
         result = throughput(client, model_cost(artifact), input_len, output_len, concurrency, total)
@@ -151,6 +156,7 @@ def bench_serve(
     requests: Requests = None,
     threads: Threads = None,
     isa: Isa = "auto",
+    pin: Pin = False,
     as_json: Json = False,
 ) -> None:
     """A server of its own under load over gRPC, as its clients see it: TTFT, ITL and whole requests by percentile."""
@@ -169,6 +175,7 @@ def bench_serve(
     ]
     if threads is not None:
         options += ["--threads", str(threads)]
+    options += ["--pin"] * pin
     with serving(out, options) as address, progress("bench serve"):
         result = run_load(address, input_len, output_len, concurrency, total)
     _print_numbers(dataclasses.asdict(result), as_json)

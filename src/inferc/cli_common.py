@@ -33,7 +33,15 @@ Command = TypeVar("Command", bound=Callable[..., int | None])
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The artifact: a folder that `inferc compile` wrote.")]
-Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads; all cores if not given.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="CPU threads; one for each core if not given.")
+]
+Pin = Annotated[
+    bool,
+    typer.Option(
+        "--pin/--no-pin", help="Each thread stays on a core of its own: for a machine with nothing else to do."
+    ),
+]
 Isa = Annotated[
     str,
     typer.Option(
@@ -181,7 +189,12 @@ def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def engine_options(
-    threads: int | None, isa: str, max_num_seqs: int, max_num_batched_tokens: int, kv_memory: str = "auto"
+    threads: int | None,
+    isa: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_memory: str = "auto",
+    pin: bool = False,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -192,6 +205,7 @@ def engine_options(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "kv_memory_bytes": "auto" if kv_memory == "auto" else parse_bytes(kv_memory),
+        "pin_threads": pin,
     }
     for name, value in options.items():
         limit = MAX_BYTES if name == "kv_memory_bytes" else MAX_COUNT

@@ -18,6 +18,7 @@ from inferc.cli_common import (
     MaxBatchedTokens,
     MaxSeqs,
     Out,
+    Pin,
     Threads,
     engine_options,
     print_json,
@@ -42,6 +43,7 @@ def serve(
     max_num_seqs: MaxSeqs = 64,
     max_num_batched_tokens: MaxBatchedTokens = 512,
     kv_memory: KVMemory = "auto",
+    pin: Pin = False,
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -57,7 +59,7 @@ def serve(
     from inferc.serve.server import serve as serve_
 
     logging.getLogger().setLevel(logging.INFO)
-    options = engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory)
+    options = engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin)
     config = ServeConfig(out, host, grpc_port, from_dict(EngineConfig, options), drain_seconds)
 
     def report(address: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_pools import CacheGroup, CacheLimits, pools_bytes, pools_for_all, share_out
+from inferc.topology import cores_to_pin, read_cores
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ class EngineConfig:
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
     prefix_cache: bool = False
     deterministic: bool = False  # a cpu step always is
+    pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -193,8 +195,11 @@ class EngineConfig:
         else:
             kv_bytes = self.kv_memory_bytes
         num_blocks = share_out(groups, limits, kv_bytes)
+        num_threads = available_cores() if self.num_threads == "auto" else self.num_threads
+        if self.pin_threads:
+            cores_to_pin(num_threads)
         resolved = ResolvedEngineConfig(
-            num_threads=available_cores() if self.num_threads == "auto" else self.num_threads,
+            num_threads=num_threads,
             isa=self.isa,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -202,6 +207,7 @@ class EngineConfig:
             num_blocks=num_blocks,
             prefix_cache=False,
             deterministic=self.deterministic,
+            pin_threads=self.pin_threads,
         )
         log.info("engine config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
         return resolved
@@ -219,6 +225,7 @@ class ResolvedEngineConfig:
     num_blocks: tuple[int, ...]  # of each KV group's pool, block 0 included
     prefix_cache: bool
     deterministic: bool
+    pin_threads: bool
 
 
 def from_dict(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
@@ -246,8 +253,8 @@ def parse_bytes(text: str) -> int:
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, and the container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Cores this process may use: of its affinity, not counting a core's further threads, and of the container's quota."""
+    cores = len(read_cores())
     quota = _read_words("/sys/fs/cgroup/cpu.max")
     if len(quota) == 2 and quota[0].isdigit():
         cores = min(cores, max(1, int(quota[0]) // int(quota[1])))

@@ -52,8 +52,8 @@ extern "C" {
 
 __attribute__((visibility("default"))) int inferc_abi(void) { return INFERC_ABI; }
 
-__attribute__((visibility("default"))) void* inferc_threads_open(int count) {
-  return count > 0 && count < int(inferc::Pool::MOST_THREADS) ? inferc::open_pool(count) : nullptr;
+__attribute__((visibility("default"))) void* inferc_threads_open(int count, const int32_t* cpus) {
+  return count > 0 && count < int(inferc::Pool::MOST_THREADS) ? inferc::open_pool(count, cpus) : nullptr;
 }
 
 __attribute__((visibility("default"))) void inferc_threads_close(void* threads) {

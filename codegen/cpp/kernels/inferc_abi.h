@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 3
+#define INFERC_ABI 4
 #define INFERC_SAMPLE_ROWS 64  // logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 
@@ -100,7 +100,8 @@ struct ScoreArgs {
 
 // Every function returns 0, or the line of the first check that failed.
 int inferc_abi(void);
-void* inferc_threads_open(int count);
+// cpus [count]: the processor that each thread stays on, but the first, which is whichever calls a step; or null.
+void* inferc_threads_open(int count, const int32_t* cpus);
 void inferc_threads_close(void* threads);
 int inferc_step(const InfercHost* host, const StepArgs* args, void* arena);
 int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena);

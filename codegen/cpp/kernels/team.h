@@ -138,6 +138,20 @@ struct Start {
   int tid;
 };
 
+// What a thread is created with: the one processor that it may run on, unless that is negative.
+struct Attributes {
+  pthread_attr_t of;
+  explicit Attributes(i32 cpu) {
+    pthread_attr_init(&of);
+    if (cpu < 0) return;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    pthread_attr_setaffinity_np(&of, sizeof(one), &one);
+  }
+  ~Attributes() { pthread_attr_destroy(&of); }
+};
+
 inline void* thread_main(void* data) {
   Start start = *static_cast<Start*>(data);
   delete static_cast<Start*>(data);
@@ -157,12 +171,14 @@ inline void close_pool(Pool* pool) {
   delete pool;
 }
 
-inline Pool* open_pool(int count) {
+// cpus: the processor that each thread stays on, or null; the first thread is the caller's, and is left as it is.
+inline Pool* open_pool(int count, const i32* cpus = nullptr) {
   Pool* pool = new Pool;
   pool->threads = new pthread_t[count];
   for (; pool->count < count; ++pool->count) {
     Start* start = new Start{pool, pool->count};
-    if (pthread_create(&pool->threads[pool->count], nullptr, thread_main, start)) {
+    const Attributes attributes(cpus ? cpus[pool->count] : -1);
+    if (pthread_create(&pool->threads[pool->count], &attributes.of, thread_main, start)) {
       delete start;
       close_pool(pool);
       return nullptr;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,9 @@ NOT_EMULATED = {
 
 
 def is_long(item: pytest.Function) -> bool:
-    params = item.callspec.params
-    large = getattr(params.get("case"), "dim", 0) > 512
+    params: dict[str, Any] = item.callspec.params
+    large = getattr(params.get("case"), "dim", 0) > 512 or params.get("size", 0) > 10_000
     once = (params.get("mask"), params.get("int8", False), params.get("dtype")) == ("causal", False, torch.bfloat16)
-    large |= params.get("size", 0) > 10_000
     return item.originalname in NOT_EMULATED or large or ("mask" in params and not once)
 
 

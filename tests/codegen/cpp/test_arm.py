@@ -125,7 +125,7 @@ def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
     step.slot_mapping, step.block_table = table(put(plan.slot_mapping[0])), table(put(plan.block_tables[0]))
     step.max_blocks, step.kv_cache = put(np.array([plan.block_tables[0].shape[1]], np.int64)), table(pool)
     step.weights = table(*(put(artifact.view(weight)) for weight in artifact.weights))
-    step.threads = process.call("inferc_threads_open", threads, returns=ctypes.c_int64)
+    step.threads = process.call("inferc_threads_open", threads, 0, returns=ctypes.c_int64)
     stored = put(step)
 
     vocab = int(artifact.model["vocab_size"])
