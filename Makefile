@@ -9,6 +9,7 @@ VENV := .venv
 GPU_VENV := .venv-gpu-versions
 JOBS ?= 2
 ARGS ?=
+EXPERTS := --experts 64 --layers 24 --expert-size 384 --formats bfloat16 int8 w8a8 int4
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -85,6 +86,7 @@ peers: $(READY)  ## an environment for each peer that `make bench` measures, in 
 bench: $(READY)  ## the CPU target beside its peers: an hour and more (make bench ARGS='--engines inferc --turns 1')
 	$(PY) benchmarks/peers/environments.py
 	$(PY) benchmarks/cpu.py $(ARGS)
+	$(PY) benchmarks/moe_decode.py $(EXPERTS) --out benchmarks/results/cpu-experts.json
 
 wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	rm -rf dist build

@@ -1,15 +1,15 @@
 """What decoding a mixture of experts costs, as the number of experts grows and the number chosen stays.
 
-    python benchmarks/moe_decode.py [--experts 8 16 32 64 128] [--out benchmarks/results/moe_decode.json]
+    python benchmarks/moe_decode.py [--experts 8 16 32 64 128] [--formats bfloat16 w8a8 ...] [--out FILE.json]
 
 A step must read the experts that its tokens chose and no others, so at a fixed top-k its time must not grow with the
-number of experts. For each number, a random-weight model of Qwen3-MoE's kind is made and compiled in bfloat16 (once,
+number of experts. For each number, a random-weight model of Qwen3-MoE's kind is made and compiled to each format (once,
 under --work: 5 GB each of models and artifacts in all), with so many layers that even top-k experts of each lie beyond
 the caches. Then each is loaded and timed in turn, `--repeats` times, and the medians stand beside
 
 - `predicted_mb`: what the program's cost model says a step reads and writes (for --batch 1 exactly top-k experts),
 - `counted_mb`: the same with the experts that the routers really chose, seen in a run that is not timed,
-- the memory's read bandwidth, measured before every turn of the same run.
+- the memory's read bandwidth, measured before every turn of the same run; targets.toml asks for a share of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 import make_model
 import numpy as np
+import tomllib
 from measured import ROOT, report
 
 from inferc.config import available_cores
@@ -42,6 +43,7 @@ from inferc.runtime.sampling_params import SamplingParams
 
 VOCABULARY = 4096  # of the tokenizer: the head must not hide the experts
 HEAD_DIM = 64
+FORMATS = ("bfloat16", "int8", "w8a8", "int4")
 INPUT_LEN = 32
 WARM_LEN = 512  # tokens that, all together, choose nearly every expert: its pages are mapped before time counts
 
@@ -67,16 +69,21 @@ class Shape:
         }
 
 
-def prepare(shape: Shape, num_experts: int, work: Path) -> Path:
-    """The artifact; made where it is not there."""
-    model, artifact = work / shape.name(num_experts), work / f"{shape.name(num_experts)}-cpu"
+def prepare(shape: Shape, num_experts: int, format: str, work: Path) -> Path:
+    """The artifact; made where it is not there, as is the model."""
+    model = work / shape.name(num_experts)
+    artifact = work / f"{model.name}-inferc-{format}"
     if not artifact.exists():
-        model.mkdir(parents=True, exist_ok=True)
-        config = shape.config(num_experts)
-        make_model.write_configs(model, config, "bfloat16")
-        for _ in make_model.write_weights(model, list(make_model.weights_of(config)), "bfloat16", seed=0):
-            pass
+        if not model.exists():
+            partial = model.with_name(f"{model.name}.partial")
+            partial.mkdir(parents=True, exist_ok=True)
+            config = shape.config(num_experts)
+            make_model.write_configs(partial, config, "bfloat16")
+            for _ in make_model.write_weights(partial, list(make_model.weights_of(config)), "bfloat16", seed=0):
+                pass
+            partial.rename(model)
         options = ["--dtype", "bfloat16", "--max-model-len", "1024", "--certify", "none"]
+        options += ["--quantize", format] if format != "bfloat16" else []
         command = [sys.executable, "-m", "inferc", "compile", str(model), "-o", str(artifact), *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return artifact
@@ -147,7 +154,9 @@ def bytes_of_step(artifact: Artifact, context: int, batch: int, experts_touched:
     return total, total - experts + experts_touched * of_one
 
 
-def row_of(count: int, path: Path, times: list[float], read: float, steps: int, batch: int) -> dict[str, Any]:
+def row_of(
+    count: int, format: str, path: Path, times: list[float], read: float, steps: int, batch: int
+) -> dict[str, Any]:
     """A row of the result; runs once more, untimed, to see which experts are chosen."""
     artifact = load_artifact(path)
     routing = Routing(artifact)
@@ -156,6 +165,7 @@ def row_of(count: int, path: Path, times: list[float], read: float, steps: int, 
     seconds = statistics.median(times)
     return {
         "experts": count,
+        "format": format,
         "weights_gb": round(sum(weight.num_bytes for weight in artifact.weights) / 1e9, 2),
         "experts_a_step": round(routing.per_step(), 1),
         "predicted_mb": round(predicted / 1e6, 1),
@@ -170,6 +180,7 @@ def row_of(count: int, path: Path, times: list[float], read: float, steps: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bfloat16"])
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--expert-size", type=int, default=768, help="intermediate size of an expert")
@@ -181,26 +192,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     shape = Shape(options.hidden, options.expert_size, options.layers, options.top_k)
-    paths = {count: prepare(shape, count, options.work) for count in options.experts}
-    times: dict[int, list[float]] = defaultdict(list)
+    kinds = [(count, format) for count in options.experts for format in options.formats]
+    paths = {kind: prepare(shape, *kind, options.work) for kind in kinds}
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
     reads = []
     for _ in range(options.repeats):
         reads.append(measure_read(available_cores()))
-        for count, path in paths.items():
-            times[count].append(run_once(path, options.steps, options.batch))
+        for kind, path in paths.items():
+            times[kind].append(run_once(path, options.steps, options.batch))
     read = statistics.median(reads)
-    rows = [row_of(count, path, times[count], read, options.steps, options.batch) for count, path in paths.items()]
-    medians = [row["ms"] for row in rows]
+    rows = [row_of(*kind, path, times[kind], read, options.steps, options.batch) for kind, path in paths.items()]
+    targets = tomllib.loads((Path(__file__).parent / "targets.toml").read_text(encoding="utf-8"))
     result = {
         "hidden": shape.hidden,
         "expert_size": shape.expert,
         "layers": shape.layers,
         "top_k": shape.top_k,
         "batch": options.batch,
-        "dtype": "bfloat16",
         "read_gb_per_s": {"median": round(read / 1e9, 1), "all": [round(each / 1e9, 1) for each in reads]},
         "rows": rows,
-        "last_over_first": round(medians[-1] / medians[0], 3),
+        "asked_of_read_bandwidth": targets["own"]["experts_of_limit"],
     }
     report(result, options.out)
 

@@ -15,14 +15,14 @@ BYTES_OF_ONE = 3 * 64 * 32 * 2  # an expert's gate, up and down in bfloat16
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifact of SHAPE with four experts."""
     work = tmp_path_factory.mktemp("moe")
-    made = moe_decode.prepare(SHAPE, 4, work)
+    made = moe_decode.prepare(SHAPE, 4, "bfloat16", work)
     at = made.stat().st_mtime_ns
-    assert moe_decode.prepare(SHAPE, 4, work).stat().st_mtime_ns == at, "made once"
+    assert moe_decode.prepare(SHAPE, 4, "bfloat16", work).stat().st_mtime_ns == at, "made once"
     return made
 
 
 def test_a_step_reads_the_chosen_experts(path: Path) -> None:
-    one = moe_decode.row_of(4, path, [0.5, 0.25, 1.0], read=1e9, steps=3, batch=1)
+    one = moe_decode.row_of(4, "bfloat16", path, [0.5, 0.25, 1.0], read=1e9, steps=3, batch=1)
     assert one["experts_a_step"] == 2 * 2, "two experts in each of two layers"
     assert one["predicted_mb"] == one["counted_mb"] > 0
     assert one["ms"] == 500.0 and one["all_ms"] == [500.0, 250.0, 1000.0]
