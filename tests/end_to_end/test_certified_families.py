@@ -11,8 +11,12 @@ from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.runtime.artifact import inspect_artifact
 
+SLOW = ("deepseek_v3", "gemma3_text")
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text", "gemma3_text"])
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "llama4_text", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_a_full_certificate(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     folder = make_random_model(name, tmp_path / "m", **family.fields)

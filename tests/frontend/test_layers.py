@@ -124,7 +124,7 @@ def test_a_config_alone_is_a_checkpoint_of_its_class(tmp_path: Path) -> None:
             (2, 3),
             {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         ),
-        ("deepseek_v3", 6, (2, 3), LATENT),
+        pytest.param("deepseek_v3", 6, (2, 3), LATENT, marks=pytest.mark.slow),
     ],
 )
 def test_shortened_models_say_what_the_whole_one_does(

@@ -118,7 +118,8 @@ def test_a_layer_is_known_by_its_attributes(change: dict[str, Any]) -> None:
         ("llama", 8, 3, "bfloat16", {}),
         ("gpt2", 4, 3, "float32", {"n_layer": 4}),  # weights that are transposed in the graph
         ("gemma3_text", 8, 6, "float32", {"layer_types": WINDOWS_AND_FULL * 4}),
-        ("deepseek_v3", 4, 3, "float32", {}),  # a dense layer, then experts, each layer with a buffer
+        # a dense layer, then experts, each layer with a buffer
+        pytest.param("deepseek_v3", 4, 3, "float32", {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_program_is_that_of_a_full_trace(

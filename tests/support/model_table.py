@@ -14,7 +14,7 @@ HEAD = """\
 
 Every row is a test (`tests/end_to_end/test_families.py`): a small random model of the family, float32, compiled for the cpu
 target, gives the tokens of Hugging Face's `generate`, with prompts of 1 to 40 tokens in one batch, chunked. What stands under
-"in force" is: without it the same weights give other logits. `make test` runs the first transformers version,
+"in force" is: without it the same weights give other logits. `make test` runs the first transformers version (of families that are alike, one),
 `make test-all` both. This page is generated from the table that the test runs. Ropes that depend on the sequence's length
 (dynamic NTK, Phi-3's longrope) are fixed at compile, for all of these.
 
