@@ -4,8 +4,9 @@
 
 Every engine gets the same random model and runs in a process of its own (peers/worker.py), one after the other, as many
 turns as asked for; medians count. The memory's read bandwidth is measured before and after each: a decode step of one
-request can be no faster than the bytes it reads over that. Writes benchmarks/results/cpu-SHAPE.json, .md and .png, with
-what targets.toml asks for; an unmet target is reported, a peer that runs far below what it is known to reach fails the run.
+request can be no faster than the bytes it reads over that. Models are read once before, so that loading finds them cached.
+Writes benchmarks/results/cpu-SHAPE.json, .md and .png, with what targets.toml asks for; an unmet target is reported, a peer
+that runs far below what it is known to reach fails the run.
 """
 
 from __future__ import annotations
@@ -87,6 +88,14 @@ def _run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
+def cache_files(model: Path) -> None:
+    """Read a model once, so that what loading takes is not the disk's: the system drops files that nobody read for a while."""
+    for file in [model] if model.is_file() else filter(Path.is_file, model.rglob("*")):
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
+
+
 def run_once(entry: Entry, cases: Iterable[str], threads: int) -> dict[str, Any]:
     python = entry.peer.python if entry.peer else Path(sys.executable)
     env = {key: value.format(threads=threads) for key, value in entry.peer.env.items()} if entry.peer else {}
@@ -120,6 +129,7 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> dict[s
             for entry in entries:
                 progress.update(task, description=f"{shape}, turn {turn + 1}: {entry.name}")
                 if not entry.error:
+                    cache_files(entry.model)
                     before = measure_read(options.threads)
                     try:
                         entry.turns.append(run_once(entry, options.cases, options.threads))

@@ -197,3 +197,25 @@ def test_a_neighbour_computes_until_the_case_is_over() -> None:
         (process,) = set(children()) - before
         assert os.sched_getaffinity(int(process)) == {max(os.sched_getaffinity(0))}
     assert set(children()) == before
+
+
+def is_cached(file: Path) -> bool:
+    with file.open("rb") as opened:
+        try:
+            return os.preadv(opened.fileno(), [bytearray(4096)], 1 << 20, os.RWF_NOWAIT) == 4096
+        except BlockingIOError:
+            return False
+
+
+def test_a_models_files_are_cached_before_it_is_loaded(tmp_path: Path) -> None:
+    """Of a folder every file, also in folders of it."""
+    (tmp_path / "a").mkdir()
+    files = [tmp_path / "one", tmp_path / "a/two"]
+    for file in files:
+        file.write_bytes(b"x" * (2 << 20))
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    cpu.cache_files(tmp_path)
+    assert all(map(is_cached, files))
+    cpu.cache_files(files[0])
