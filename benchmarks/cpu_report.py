@@ -95,10 +95,11 @@ def draw(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
         bars = axis.barh(range(len(rows)), values, color=[colors[row["bits"]] for row in rows])
         for bar, row in zip(bars, rows, strict=True):
             bar.set_alpha(1.0 if row["engine"] == "inferc" else 0.5)
-        axis.bar_label(
-            bars, [f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values], padding=2, fontsize=7
-        )
         limits = [row["decode_limit"] for row in rows] if case == "decode" else []
+        for place, value in enumerate(values):
+            end = max(value, limits[place]) if limits else value  # behind the mark, not under it
+            text = f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+            axis.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", fontsize=7)
         if limits:
             axis.plot(limits, range(len(rows)), "k|", markersize=9, label="the memory's limit")
             axis.legend(fontsize=7, loc="lower right")

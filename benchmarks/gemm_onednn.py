@@ -1,0 +1,241 @@
+"""The matrix kernels on a prompt's rows beside oneDNN's with prepacked weights, in turn, and beside the processor's peak.
+
+    python benchmarks/gemm_onednn.py [--rows 512 2048] [--formats bfloat16 w8a8] [--turns 5] [--out FILE.json]
+
+The shapes are those of the products in a layer of Qwen3-0.6B and of Llama-3.2-1B. Both multiply the same numbers, and what
+they give is compared first; weights rotate through more memory than a core's caches hold, as those of a model's layers do.
+oneDNN is the one in torch. A side works for a while before its calls count: after a rest the processor takes a tenth of a
+second to bring what lies between cores and memory to its clock, and until then a product has half of its speed. The peak is that of `inferc bench kernels`: tiles or vectors of numbers out of registers.
+targets.toml says how many times as fast as oneDNN bfloat16 shall be; where one shape is not, the status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomllib
+import torch
+from measured import save
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from inferc.codegen.cpp.build import ISAS, Unit, build
+from inferc.codegen.cpp.emit import HEADERS
+from inferc.config import available_cores
+from inferc.machine import measure_read
+from inferc.runtime.abi import choose_isa
+
+SOURCE = r"""
+#include "exchange.h"
+#include "peak.h"
+using namespace inferc;
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT void* bench_open(int count) { return open_pool(count); }
+EXPORT i64 peak_bfloat16(void* pool, i64 rounds) { return busy_team<bf16>(pool, rounds); }
+EXPORT i64 peak_w8a8(void* pool, i64 rounds) { return busy_team<i8>(pool, rounds); }
+// Rows lie x_stride and out_stride elements apart; the scales are of w8a8.
+EXPORT void multiply_bfloat16(void* pool, const bf16* x, i64 x_stride, const float*, i64 rows, const bf16* w, const float*, i64 n,
+                              i64 k, bf16* out, i64 out_stride) {
+  auto region = [&](Team& t) {
+    linear<bf16, bf16>(t, {x, x_stride}, rows, Panels<bf16>{w, n, k}, nullptr, Rows<bf16>{out, out_stride});
+  };
+  parallel(pool, region);
+}
+EXPORT void multiply_w8a8(void* pool, const i8* x, i64 x_stride, const float* x_scale, i64 rows, const i8* w, const float* scale,
+                          i64 n, i64 k, bf16* out, i64 out_stride) {
+  auto region = [&](Team& t) {
+    linear_w8a8<bf16>(t, {x, x_stride}, {x_scale, 1}, rows, Panels<i8>{w, n, k}, scale, nullptr,
+                      Written<bf16>{{}, {out, out_stride}});
+  };
+  parallel(pool, region);
+}
+"""
+# Columns and k of a layer's products: q, k and v; out; gate and up; down.
+SHAPES = {
+    "qwen3-0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+    "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+}
+FORMATS = ("bfloat16", "w8a8")
+DTYPES = {"bfloat16": torch.bfloat16, "w8a8": torch.int8}
+UNITS = {"bfloat16": 2, "w8a8": 4}  # of k, that lie behind each other in a panel
+WEIGHT_BYTES = 512 << 20  # rotate through as much, on each side
+WARM_SECONDS, COUNTED_SECONDS = 0.2, 0.3  # that a side works in a turn
+X_SCALE = 0.02
+
+
+@dataclass
+class Product:
+    """One product, ours and oneDNN's: a call takes the weight that has the number."""
+
+    ours: Callable[[int], torch.Tensor]
+    theirs: Callable[[int], torch.Tensor]
+    operations: int
+
+
+class Ours:
+    def __init__(self, isa: str, threads: int) -> None:
+        self.library = ctypes.CDLL(str(build([Unit(SOURCE)], HEADERS, (isa,))[isa]))
+        self.library.bench_open.restype = ctypes.c_void_p
+        self.pool = ctypes.c_void_p(self.library.bench_open(threads))
+
+    def peak(self, format: str) -> float:
+        """Operations a second of all threads."""
+        function = getattr(self.library, f"peak_{format}")
+        function.restype = ctypes.c_int64
+        start = time.perf_counter()
+        operations = function(self.pool, ctypes.c_int64(400_000))
+        return float(operations) / (time.perf_counter() - start)
+
+    def multiply(self, format: str, *args: Any) -> None:
+        as_c = [
+            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, torch.Tensor) else ctypes.c_int64(arg) for arg in args
+        ]
+        getattr(self.library, f"multiply_{format}")(self.pool, *as_c)
+
+
+def stride(width: int, itemsize: int) -> int:
+    """Elements from row to row, as the compiler lays them: rows of whole 512 bytes have a cache line between them."""
+    return width + (64 // itemsize if width * itemsize % 512 == 0 else 0)
+
+
+def product(ours: Ours, format: str, rows: int, n: int, k: int, weight_bytes: int = WEIGHT_BYTES) -> Product:
+    dtype, unit = DTYPES[format], UNITS[format]
+    source = torch.Generator().manual_seed(0)
+    if format == "w8a8":
+        x, weight = (torch.randint(-127, 128, size, dtype=dtype, generator=source) for size in ((rows, k), (n, k)))
+    else:
+        x, weight = (torch.randn(size, generator=source).to(dtype) for size in ((rows, k), (n, k)))
+    x_scale, scale = torch.full((rows,), X_SCALE), torch.full((n,), 0.01)
+    places = max(1, weight_bytes // (n * k * dtype.itemsize))
+    panels = weight.view(n // 16, 16, k // unit, unit).transpose(1, 2).contiguous()
+    ours_at = [panels.clone() for _ in range(places)]
+    theirs_at = [prepack(weight, rows) for _ in range(places)]
+    spaced = torch.zeros(rows, stride(k, dtype.itemsize), dtype=dtype)
+    spaced[:, :k] = x
+    out = torch.zeros(rows, stride(n, 2), dtype=torch.bfloat16)
+    zeros = torch.zeros(n, dtype=torch.int64)
+
+    def multiply(index: int) -> torch.Tensor:
+        at = (spaced, spaced.stride(0), x_scale, rows, ours_at[index % places], scale, n, k, out, out.stride(0))
+        ours.multiply(format, *at)
+        return out[:, :n]
+
+    def onednn(index: int) -> torch.Tensor:
+        packed = theirs_at[index % places]
+        rest = ("none", [], "")
+        if format == "bfloat16":
+            return torch.ops.mkldnn._linear_pointwise(x, packed, None, *rest)  # type: ignore[no-any-return]
+        numbers = (X_SCALE, 0, packed, scale, zeros, None, 1.0, 0, torch.bfloat16)
+        return torch.ops.onednn.qlinear_pointwise(x, *numbers, *rest)  # type: ignore[no-any-return]
+
+    return Product(multiply, onednn, 2 * rows * n * k)
+
+
+def prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """[n, k] as oneDNN wants to multiply `rows` rows by it."""
+    if weight.dtype == torch.int8:
+        return torch.ops.onednn.qlinear_prepack(weight, [rows, weight.shape[1]])  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+
+
+def check(made: Product) -> None:
+    """Raises RuntimeError where the two do not give the same, but for what bfloat16 rounds."""
+    ours, theirs = made.ours(0).float(), made.theirs(0).float()
+    apart = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not apart < 0.01:
+        raise RuntimeError(f"products are {apart:.2g} of the largest apart; expected at most 0.01")
+
+
+def compare(made: Product, turns: int) -> dict[str, list[float]]:
+    """Operations a second of each side, by the median of the calls of every turn."""
+    rates: dict[str, list[float]] = {"inferc": [], "onednn": []}
+    for _ in range(turns):
+        for call, found in zip((made.ours, made.theirs), rates.values(), strict=True):
+            found.append(made.operations / median_seconds(call))
+    return rates
+
+
+def median_seconds(call: Callable[[int], torch.Tensor]) -> float:
+    times: list[float] = []
+    begin = time.perf_counter()
+    for index in itertools.count():
+        start = time.perf_counter()
+        call(index)
+        end = time.perf_counter()
+        if start - begin > WARM_SECONDS:
+            times.append(end - start)
+        if end - begin > WARM_SECONDS + COUNTED_SECONDS and times:
+            break
+    return statistics.median(times)
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    found = Table(title="products of a prompt's rows, GFLOP/s or GOP/s, medians")
+    for name in ("format", "layer of", "rows x columns x k"):
+        found.add_column(name)
+    for name in ("inferc", "oneDNN", "ratio", "of the peak", ""):
+        found.add_column(name, justify="right")
+    for row in rows:
+        verdict = "" if "met" not in row else "met" if row["met"] else "short"
+        rates = (f"{row[side] / 1e9:.0f}" for side in ("inferc", "onednn"))
+        size = " x ".join(map(str, row["product"]))
+        found.add_row(
+            row["format"], row["shape"], size, *rates, f"{row['ratio']:.2f}", f"{row['of_peak']:.2f}", verdict
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--shape", dest="shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--turns", type=int, default=5, choices=range(1, 1000), metavar="N")
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--isa", default="auto", choices=("auto", *ISAS))
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    targets = tomllib.loads((Path(__file__).parent / "targets.toml").read_text(encoding="utf-8"))
+    asked = targets["own"]["products_to_onednn"]
+    isa = choose_isa(options.isa, ISAS)
+    ours = Ours(isa, options.threads)
+    reads = [measure_read(options.threads)]
+    cases = [
+        (format, shape, rows, *size)
+        for format in options.formats
+        for shape in options.shapes
+        for rows in options.rows
+        for size in SHAPES[shape]
+    ]
+    found: list[dict[str, Any]] = []
+    for format, shape, rows, n, k in track(cases, "products", console=Console(stderr=True)):
+        made = product(ours, format, rows, n, k)
+        check(made)
+        peak = max(ours.peak(format) for _ in range(5))
+        rates = compare(made, options.turns)
+        medians = {name: statistics.median(all_rates) for name, all_rates in rates.items()}
+        row: dict[str, Any] = {"format": format, "shape": shape, "product": [rows, n, k], **medians, "peak": peak}
+        row |= {"ratio": medians["inferc"] / medians["onednn"], "of_peak": medians["inferc"] / peak, "all": rates}
+        if format == "bfloat16":
+            row["met"] = row["ratio"] >= asked
+        found.append(row)
+    reads.append(measure_read(options.threads))
+    Console().print(table(found))
+    if options.out is not None:
+        save({"isa": isa, "read_gb_per_s": [read / 1e9 for read in reads], "asked": asked, "rows": found}, options.out)
+    return 0 if all(row.get("met", True) for row in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
