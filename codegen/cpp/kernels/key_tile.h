@@ -237,7 +237,8 @@ struct Scores {
 };
 
 // How scores become probabilities: e^((x - top) * unit) in T. bfloat16 has 8 bits of them, and takes 2^x within 3e-6; what is
-// smaller than 2^-126 becomes that, and so no denormal.
+// smaller than 2^-100 becomes that, which is nothing beside the 1 of the highest score. So neither it nor its products with a
+// value and with that's scale are denormal, on which a processor may work a hundred times as long.
 template <class T>
 struct Probability {
   Vec top, unit;
@@ -252,7 +253,7 @@ struct Probability {
   }
   INLINE Vec operator()(Vec x) const {
     if constexpr (!std::is_same_v<T, bf16>) return exp(mul(sub(x, top), unit));
-    const Vec power = max(set1(-126.0f), fma(x, unit, top));
+    const Vec power = max(set1(-100.0f), fma(x, unit, top));
     const Vec n = nearest(power), r = sub(power, n);
     Vec p = set1(9.582852945e-3f);
     p = fma(p, r, set1(5.590642616e-2f));
