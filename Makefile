@@ -85,8 +85,11 @@ peers: $(READY)  ## an environment for each peer that `make bench` measures, in 
 
 bench: $(READY)  ## the CPU target beside its peers: an hour and more (make bench ARGS='--engines inferc --turns 1')
 	$(PY) benchmarks/peers/environments.py
-	$(PY) benchmarks/cpu.py $(ARGS)
-	$(PY) benchmarks/moe_decode.py $(EXPERTS) --out benchmarks/results/cpu-experts.json
+	failed=0; \
+	$(PY) benchmarks/cpu.py $(ARGS) || failed=1; \
+	$(PY) benchmarks/gemm_onednn.py --out benchmarks/results/cpu-products.json || failed=1; \
+	$(PY) benchmarks/moe_decode.py $(EXPERTS) --out benchmarks/results/cpu-experts.json || failed=1; \
+	exit $$failed
 
 wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	rm -rf dist build

@@ -1,0 +1,33 @@
+"""The matrix kernels beside oneDNN's: both multiply the same numbers, and what is compared is checked."""
+
+import gemm_onednn
+import pytest
+
+from inferc.codegen.cpp.build import ISAS
+from inferc.runtime.abi import choose_isa
+
+
+@pytest.fixture(scope="module")
+def ours() -> gemm_onednn.Ours:
+    return gemm_onednn.Ours(choose_isa("auto", ISAS), 2)
+
+
+def test_both_give_the_same_product(ours: gemm_onednn.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_onednn, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(gemm_onednn, "COUNTED_SECONDS", 0.01)
+    made = gemm_onednn.product(ours, "w8a8", 40, 64, 512, weight_bytes=2 * 64 * 512)
+    gemm_onednn.check(made)
+    assert made.ours(3).shape == made.theirs(3).shape == (40, 64) and made.operations == 2 * 40 * 64 * 512
+    rates = gemm_onednn.compare(made, turns=2)
+    assert all(len(each) == 2 and min(each) > 0 for each in rates.values())
+
+
+def test_another_product_is_refused(ours: gemm_onednn.Ours) -> None:
+    made, other = (gemm_onednn.product(ours, "w8a8", 8, 32, k, weight_bytes=1) for k in (64, 128))
+    with pytest.raises(RuntimeError, match="expected at most 0.01"):
+        gemm_onednn.check(gemm_onednn.Product(made.ours, other.theirs, made.operations))
+
+
+def test_rows_lie_as_in_the_arena() -> None:
+    assert [gemm_onednn.stride(width, 2) for width in (256, 250, 1024)] == [288, 250, 1056]
+    assert gemm_onednn.stride(1024, 1) == 1088
