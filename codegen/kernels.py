@@ -246,10 +246,26 @@ def _cached_dim(node: fx.Node) -> int:
     return cached_head_dim(argument(node, "kv_cache").meta["val"])
 
 
-def _qkv_fits(node: fx.Node) -> str:
+def _heads_are_panels(node: fx.Node) -> str:
     """kv.h: a head is whole panels, and what it is rotated in lies on the stack."""
     head_dim = _cached_dim(node)
     return _joined(_head_dim_fits(head_dim), _at_most("rotary dimension", _shape(node, "table")[-1], head_dim))
+
+
+def _float_qkv_fits(node: fx.Node) -> str:
+    return _heads_are_panels(node) if argument(node, "scale") is None else OTHER_CASE
+
+
+def _int8_qkv_fits(node: fx.Node) -> str:
+    return _heads_are_panels(node) if argument(node, "x_scale") is None else OTHER_CASE
+
+
+def _w8a8_qkv_fits(node: fx.Node) -> str:
+    return OTHER_CASE if argument(node, "x_scale") is None else _joined(_heads_are_panels(node), _int32_holds(node))
+
+
+def _w4a8_qkv_fits(node: fx.Node) -> str:
+    return _joined(_heads_are_panels(node), _four_bits_fit(node))
 
 
 def _packed_lookup(node: fx.Node) -> str:
@@ -287,30 +303,36 @@ class _Cpp:
             return OTHER_TARGET
         if _dtype(node, self.argument) != self.dtype:
             return OTHER_CASE
-        if self.int8_cache is not None:
-            cache = _dtype(node, "kv_cache")
-            if (cache == torch.int8) != self.int8_cache:
-                return OTHER_CASE
-            if cache not in (torch.int8, self.dtype):
-                return f"a KV cache of {cache}: expected {self.dtype}, that of the keys, or int8"
-        return "" if self.check is None else self.check(node)
+        reason = "" if self.int8_cache is None else _cache_fits(node, self.dtype, self.int8_cache)
+        return reason or ("" if self.check is None else self.check(node))
 
 
 @dataclass(frozen=True)
 class _CppIntegers:
-    """The same for integer weights: the argument `weight` is `stored`, the result in `dtype`."""
+    """The same for integer weights: the argument `weight` is `stored`, the result, or the first of several, in `dtype`."""
 
     weight: str
     dtype: torch.dtype
     check: Callable[[fx.Node], str] | None = None
     stored: torch.dtype = torch.int8
+    int8_cache: bool | None = None
 
     def __call__(self, node: fx.Node, target: Target) -> str:
         if target.device != "cpu":
             return OTHER_TARGET
-        if _dtype(node, self.weight) != self.stored or node.meta["val"].dtype != self.dtype:
+        result = node.meta["val"]
+        first = result if isinstance(result, Tensor) else result[0]
+        if _dtype(node, self.weight) != self.stored or first.dtype != self.dtype:
             return OTHER_CASE
-        return "" if self.check is None else self.check(node)
+        reason = "" if self.int8_cache is None else _cache_fits(node, self.dtype, self.int8_cache)
+        return reason or ("" if self.check is None else self.check(node))
+
+
+def _cache_fits(node: fx.Node, dtype: torch.dtype, in_int8: bool) -> str:
+    cache = _dtype(node, "kv_cache")
+    if (cache == torch.int8) != in_int8:
+        return OTHER_CASE
+    return "" if cache in (torch.int8, dtype) else f"a KV cache of {cache}: expected {dtype}, that of the keys, or int8"
 
 
 def _cat(node: fx.Node, target: Target) -> str:
@@ -378,6 +400,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.layer_norm_quantize", "layer_norm_quantize", "x", (), ("weight", "bias"), None),
     ("inferc.silu_mul_quantize", "silu_mul_quantize", "gate", (), (), None),
 )
+_QKV_PLAIN = ("bias", "q_weight", "k_weight")
 # The same of what uses the KV cache: each for one in the model's dtype and for one in int8.
 _CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
     ("inferc.kv_write", "kv_write", "k", (), (), None),
@@ -385,7 +408,7 @@ _CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callab
     ("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", (), ("q_weight", "k_weight"), _rope_fits),
     (
         *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write", "x", ("weight",)),
-        *(("bias", "q_weight", "k_weight"), _qkv_fits),
+        *(_QKV_PLAIN, _float_qkv_fits),
     ),
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), _heads_fit),
     ("inferc.latent_write", "latent_write", "k", (), (), None),
@@ -409,6 +432,13 @@ _INT4_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, .
         *("inferc.moe_experts", "moe_experts_w4a8", ("gate_up", "down"), _GROUP_SCALES, (*_BIASES, *_SCALES)),
         _w4a8_experts_fit,
     ),
+)
+
+# What projects q, k and v by integers: name, what the weight is stored as, condition.
+_QKV_ROWS: tuple[tuple[str, torch.dtype, Callable[[fx.Node], str]], ...] = (
+    ("qkv_rope_kv_write_int8", torch.int8, _int8_qkv_fits),
+    ("qkv_rope_kv_write_w8a8", torch.int8, _w8a8_qkv_fits),
+    ("qkv_rope_kv_write_w4a8", torch.uint8, _w4a8_qkv_fits),
 )
 
 
@@ -472,6 +502,24 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
         )
         for op, name, packed, scales, plain, check in _INT4_ROWS
         for dtype in (torch.bfloat16, torch.float32)
+    ]
+    of_groups = {"group_scale": PANELS[torch.float32]}
+    kernels += [
+        Kernel(
+            "cpp",
+            "inferc.qkv_rope_kv_write",
+            f"cpp.{name}{'_int8kv' if int8_cache else ''}.{dtype_name(dtype)}",
+            _CppIntegers("weight", dtype, check, stored, int8_cache),
+            _emits("inferc.qkv_rope_kv_write", name),
+            {
+                "weight": PANELS[torch.int8],
+                **(of_groups if stored == torch.uint8 else {}),
+                **dict.fromkeys(("scale", *_QKV_PLAIN), None),
+            },
+        )
+        for name, stored, check in _QKV_ROWS
+        for dtype in (torch.bfloat16, torch.float32)
+        for int8_cache in (False, True)
     ]
     kernels.append(Kernel("cpp", "aten.cat", "cpp.cat", _cat, "inferc.codegen.cpp.calls:cat"))
     kernels.append(

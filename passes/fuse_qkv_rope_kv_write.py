@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +19,14 @@ from inferc.program import Program, name_of, target_name
 aten, inferc = torch.ops.aten, torch.ops.inferc
 PLAIN, NORMED = inferc.rope_kv_write.default, inferc.norm_rope_kv_write.default
 NO_NORM = (None, None, 0.0, 0.0, False)
+PROJECTIONS = (
+    aten.linear.default,
+    inferc.linear_int8.default,
+    inferc.linear_w8a8.default,
+    inferc.linear_w4a8.default,
+)
+# What such a projection may have beside x, weight and bias, and the op then has too.
+INTEGERS = ("x_scale", "scale", "group_scale", "dtype")
 
 
 class Other(Exception):
@@ -54,8 +63,10 @@ def _projection(node: fx.Node) -> fx.Node:
     if len(sources) != 1:
         raise Other(f"q, k and v come from {len(sources)} values; expected one packed projection")
     projection = sources.pop()
-    if projection.target != aten.linear.default:
+    if projection.target not in PROJECTIONS:
         raise Other(f"q, k and v come from {name_of(projection)}, {target_name(projection.target)}; expected a linear")
+    if _named(projection).get("residual") is not None:
+        raise Other(f"{name_of(projection)} adds a residual")
     end = 0
     for name, (_, low, high) in zip("qkv", heads, strict=True):
         if low != end:
@@ -68,6 +79,11 @@ def _projection(node: fx.Node) -> fx.Node:
     if others:
         raise Other(f"{name_of(projection)} is also read by {name_of(others[0])}")
     return projection
+
+
+def _named(call: fx.Node) -> dict[str, Any]:
+    schema = call.target._schema  # type: ignore[union-attr]
+    return dict(zip((each.name for each in schema.arguments), arguments(call), strict=True))
 
 
 def _heads(node: object) -> tuple[fx.Node, int, int]:
@@ -99,11 +115,13 @@ def _rewrite(program: Program, node: fx.Node, projection: fx.Node) -> None:
     norms, rest = (tuple(args[3:8]), args[8:]) if node.target == NORMED else (NO_NORM, args[3:])
     table, cache, slots, layer, pairs = rest
     num_heads = int(args[0].meta["val"].shape[1])
-    x, weight, bias = arguments(projection)
+    product = _named(projection)
+    x = product["input" if projection.target == aten.linear.default else "x"]
+    integers = [product.get(name) for name in INTEGERS] if "scale" in product else []
     with program.graph.inserting_before(node):
         new = program.graph.call_function(
             inferc.qkv_rope_kv_write.default,
-            (x, weight, bias, *norms, table, cache, slots, layer, num_heads, pairs),
+            (x, product["weight"], product["bias"], *norms, table, cache, slots, layer, num_heads, pairs, *integers),
         )
     new.meta.update(name=name_of(node), layer=node.meta.get("layer"))
     infer_types(program, [new])

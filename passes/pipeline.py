@@ -134,7 +134,7 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         SplitHead(),
         *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
         *((fuse_linear_silu_mul,) if _has_gated_product(config) else ()),  # of what is not quantized
-        FuseQKV(),  # after the products that are quantized have become other ops: it takes the others' in
+        FuseQKV(),  # after the quantization, which looks for products: it takes those in too
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),
     )

@@ -195,6 +195,21 @@ def test_a_projection_in_the_write_saves_its_result_written_and_read() -> None:
     assert found == OpCost("inferc.qkv_rope_kv_write", "bfloat16", read, (("T", 128),), (("T", activations),), flops)
 
 
+def test_a_projection_by_four_bits_in_the_write_multiplies_every_element() -> None:
+    b = Small()
+    x, x_scale = b.activation(32, dtype=torch.int8), b.activation(dtype=torch.float32)
+    table = b.activation(16, dtype=torch.float32)
+    weight, of_groups = b.weight("qkv", 128, 16, dtype=torch.uint8), b.weight("groups", 128, 1, dtype=torch.int8)
+    scale = b.weight("scale", 128, dtype=torch.float32)
+    where = (None, None, None, 0.0, 0.0, False, table, b.cache, b.slots, 0, 4, "halves")
+    integers = (x_scale, scale, of_groups, torch.bfloat16)
+    found = b.cost(inferc.qkv_rope_kv_write.default, x, weight, *where, *integers)
+    activations = 32 + 4 + 64 + 8 + 4 * 16 * 2  # x and its scale, table, slots and q
+    flops = (("T", 2 * 128 * 32 + 3 * (4 * 16 + 2 * 16)),)
+    read = (("1", 128 * (16 + 1 + 4)),)
+    assert found == OpCost("inferc.qkv_rope_kv_write", "int8", read, (("T", 128),), (("T", activations),), flops)
+
+
 def test_experts_are_those_that_are_touched() -> None:
     b = Small()
     ids, shares = b.activation(2, dtype=torch.int32), b.activation(2, dtype=torch.float32)

@@ -78,9 +78,9 @@ class Builder:
         gates = f", {n // 32}" if gated else ""
         return f"Panels<{kind}>{{{{{self.weight(name)}, {n}, {k}{gates}}}}}"
 
-    def streamed(self, panels: str) -> str:
+    def streamed(self, panels: str, at_once: int = 0) -> str:
         """The text of a weight that threads read from its first piece on, as `first_piece` has them."""
-        self.ahead = f"first_piece(t, {panels})"
+        self.ahead = f"first_piece(t, {panels}{f', {at_once}' if at_once else ''})"
         return panels
 
     def input(self, name: str) -> str:
@@ -202,11 +202,14 @@ def linear_w8a8(node: fx.Node, values: Values) -> Call:
 
 def linear_w4a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    (n, _), k = b.arg("weight").meta["val"].shape, b.arg("x").meta["val"].shape[1]
     rows = _scaled_rows(b)
+    return _integer_matrix(b, rows, f"{b.streamed(_int4_panels(b))}, {b.weight('scale')}")
+
+
+def _int4_panels(b: Builder) -> str:
+    (n, _), k = b.arg("weight").meta["val"].shape, b.arg("x").meta["val"].shape[1]
     group = int4_group(b.arg("weight").meta["val"], b.arg("group_scale").meta["val"])
-    panels = f"Int4Panels{{{{{b.weight('weight')}, {b.weight('group_scale')}, {n}, {k}, {group}}}}}"
-    return _integer_matrix(b, rows, f"{b.streamed(panels)}, {b.weight('scale')}")
+    return f"Int4Panels{{{{{b.weight('weight')}, {b.weight('group_scale')}, {n}, {k}, {group}}}}}"
 
 
 def _scaled_rows(b: Builder) -> str:
@@ -473,15 +476,36 @@ def _rope_kv_write(b: Builder, norms: str) -> Call:
 
 def qkv_rope_kv_write(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    x, operand = b.read("x")
+    return _qkv_rope_kv_write(b, b.read("x")[0], b.panels("weight"), "")
+
+
+def qkv_rope_kv_write_int8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    return _qkv_rope_kv_write(b, b.read("x")[0], b.panels("weight"), "_int8")
+
+
+def qkv_rope_kv_write_w8a8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    return _qkv_rope_kv_write(b, _scaled_rows(b), b.panels("weight"), "_w8a8")
+
+
+def qkv_rope_kv_write_w4a8(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    return _qkv_rope_kv_write(b, _scaled_rows(b), _int4_panels(b), "_w4a8")
+
+
+def _qkv_rope_kv_write(b: Builder, x: str, panels: str, scheme: str) -> Call:
     table, rotary = b.read("table")
-    out, _ = b.write(0)
-    weights = f"{b.panels('weight')}, {b.weight('bias')}, {b.weight('q_weight')}, {b.weight('k_weight')}, {_norm(b)}"
+    out, result = b.write(0)
+    head_dim = cached_head_dim(b.arg("kv_cache").meta["val"])
+    weights = [b.streamed(panels, head_dim // 16), *([b.weight("scale")] if scheme else []), b.weight("bias")]
+    norms = f"{b.weight('q_weight')}, {b.weight('k_weight')}, {_norm(b)}"
     how = f"{rotary.width // 2}, {b.arg('pairs').upper()}"
     cache, slots = b.cache(writes=True), b.input("slot_mapping")
-    sizes = f"{operand.rows}, {b.arg('num_heads')}"
-    types = f"{operand.cpp_type}, {b.stored}"
-    return b.done(f"qkv_rope_kv_write<{types}>(t, {x}, {weights}, {table}, {how}, {cache}, {slots}, {sizes}, {out});")
+    sizes = f"{result.rows}, {b.arg('num_heads')}"
+    types = f"{result.cpp_type}, {b.stored}"
+    heads = f"Heads<{types}>{{{{{norms}, {table}, {how}, {cache}, {slots}, {sizes}, {out}}}}}"
+    return b.done(f"qkv_rope_kv_write{scheme}<{types}>(t, {x}, {', '.join(weights)}, {heads});")
 
 
 def latent_write(node: fx.Node, values: Values) -> Call:

@@ -348,7 +348,7 @@ def _qkv_rope_kv_write(call: Call) -> None:
     cache, x = call.value("kv_cache"), call.value("x")
     q = call.node.meta["val"][0]
     call.write(q)
-    call.flops = times(call.sizes.elements((x.shape[0], *call.value("weight").shape)), 2)
+    call.flops = times(call.sizes.elements((x.shape[0], call.value("weight").shape[0], x.shape[1])), 2)
     each = PER_ELEMENT["inferc.rope"]
     if call.arguments["q_weight"] is not None:
         each += PER_ELEMENT["inferc.rms_norm"]

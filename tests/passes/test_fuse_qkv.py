@@ -74,6 +74,34 @@ def test_takes_the_projection_in_front_of_the_norms_in_with_its_bias() -> None:
     example(graph, INPUTS, WEIGHTS).check(FuseQKV(), 1, golden)
 
 
+def test_takes_a_quantized_projection_in() -> None:
+    """With the scales of rows, outputs and groups, and the dtype of what integers give."""
+
+    def graph(
+        x: Any, x_scale: Any, table: Any, kv_cache: Any, slot_mapping: Any, qkv: Any, groups: Any, scale: Any, bias: Any
+    ) -> Any:
+        packed = inferc.linear_w4a8.default(x, x_scale, qkv, groups, scale, torch.float32, bias)
+        q, k, v = heads(packed)
+        return results(inferc.rope_kv_write.default(q, k, v, table, kv_cache, slot_mapping, 0))
+
+    golden = """
+        %x: int8[s0, 32] = input
+        %x_scale: float32[s0] = input
+        %table: float32[s0, 8] = input
+        %kv_cache: float32[4, 1, 2, 4, 2, 8] = input
+        %slot_mapping: int64[s0] = input
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.qkv_rope_kv_write(%x, @qkv, @bias, None, None, 0.0, 0.0, False, %table, %kv_cache, %slot_mapping, 0, 4, 'halves', %x_scale, @scale, @groups, float32)
+        %1: float32[s0, 4, 8] = getitem(%0, 0)
+        %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
+        return (%1, %2)
+    """
+    integers = {"x": (rows(32) * 40).to(torch.int8), "x_scale": rows(1)[:, 0].abs()}
+    inputs = {**integers, **{name: INPUTS[name] for name in ("table", "kv_cache", "slot_mapping")}}
+    stored = {"qkv": (random(64, 16).abs() * 100).to(torch.uint8), "groups": (random(64, 1) * 50).to(torch.int8)}
+    weights = {**stored, "scale": random(64).abs(), "bias": WEIGHTS["bias"]}
+    example(graph, inputs, weights).check(FuseQKV(), 1, golden)
+
+
 def test_keeps_a_projection_that_something_else_reads() -> None:
     def graph(x: Any, table: Any, kv_cache: Any, slot_mapping: Any, qkv: Any) -> Any:
         packed = aten.linear.default(x, qkv)

@@ -310,10 +310,11 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 r
 // Items to hand out at a time.
 INLINE i64 piece_grain(const Team& team, i64 items) { return items < team.count * 16 ? 1 : items / (team.count * 8); }
 
-// Where a thread starts to read the weight of `linear_to`, or of four bits, for few rows.
+// Where a thread starts to read the weight of `linear_to`, or of four bits, for few rows; of which, if not 0, it takes so many
+// panels at a time.
 template <class P>
-INLINE Ahead first_piece(const Team& team, const P& w) {
-  const i64 panels = piece_grain(team, (w.count() + 3) / 4) * 4;
+INLINE Ahead first_piece(const Team& team, const P& w, i64 at_once = 0) {
+  const i64 panels = at_once ? at_once : piece_grain(team, (w.count() + 3) / 4) * 4;
   return {w.panel(team.tid * panels), bytes_between(w.panel(0), w.panel(panels))};
 }
 
@@ -436,20 +437,34 @@ KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, con
   linear_to(team, x, rows, w, emit, out.beside());
 }
 
-// What is done with sums of rows in int8 by weights that are integers.
+// What makes numbers of sums: where x is no integer, and where it is one as the weights are. The bias in T.
+template <class T>
+struct FromSums {
+  const float* scale;
+  const T* bias;
+  INLINE Vec operator()(Vec sums, i64, i64 at, i64 width = LANES) const { return finished(sums, scale, bias, at, width); }
+};
+template <class T>
+struct FromIntegers {
+  Rows<const float> x_scale;
+  const float* scale;
+  const T* bias;
+  INLINE Vec operator()(IVec sums, i64 row, i64 at, i64 width = LANES) const {
+    return finished(mul(to_float(sums), set1(*x_scale[row])), scale, bias, at, width);
+  }
+};
+
+// What writes such numbers.
 template <class T, class O>
-INLINE auto from_integers(Rows<const float> x_scale, const float* scale, const T* bias, Written<O> out) {
-  return [=](i64 row, i64 column, IVec acc, i64 width) {
-    Vec sums = mul(to_float(acc), set1(*x_scale[row]));
-    out(row, column, finished(sums, scale, bias, column, width), width);
-  };
+INLINE auto written_from(FromIntegers<T> number, Written<O> out) {
+  return [=](i64 row, i64 column, IVec acc, i64 width) { out(row, column, number(acc, row, column, width), width); };
 }
 
 // Rows in int8 too, x_scale [rows, 1]; the bias in T.
 template <class T, class O>
 KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
                         const T* bias, Written<O> out) {
-  linear_to(team, x, rows, w, from_integers(x_scale, scale, bias, out), out.beside());
+  linear_to(team, x, rows, w, written_from(FromIntegers<T>{x_scale, scale, bias}, out), out.beside());
 }
 
 // Each of `heads` consecutive pieces of k elements of a row times its own weight of w.n output rows.

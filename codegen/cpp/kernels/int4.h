@@ -391,7 +391,7 @@ __attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 e
 template <class T, class O>
 KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const float* scale,
                         const T* bias, Written<O> out) {
-  const auto emit = from_integers(x_scale, scale, bias, out);
+  const auto emit = written_from(FromIntegers<T>{x_scale, scale, bias}, out);
   pieces(team, row_blocks_of<i8>(rows, w.k), w.count(), false, 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
     int4_panels(
         w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },

@@ -8,6 +8,7 @@
 #pragma once
 #include <type_traits>
 
+#include "int4.h"
 #include "quantize.h"
 
 namespace inferc {
@@ -273,40 +274,82 @@ KERNEL void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Row
   });
 }
 
-// x times the weight of all heads of q, k and v, each head finished where it is computed: q into out, k and v into the
-// cache. Heads of q and k are normed first if they have weights.
+// What becomes of the heads of q, k and v that a projection gives: q's are rotated into out, k's and v's go into the cache. Those
+// of q and k are normed first if they have weights.
 template <class T, class S>
-KERNEL void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T* bias, const T* q_weight, const T* k_weight,
-                              Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache, const i64* slots,
-                              i64 rows, i64 heads, Rows<T> out) {
-  const i64 dim = cache.dim, of_head = dim / 16, all = heads + 2 * cache.heads;
-  const RowBlocks row_blocks = row_blocks_of<T>(rows, w.k);
-  const i64 blocks = row_blocks.count();
-  const bool early = blocks == 1 && fetches_weights<T, T>(rows);
-  team.each_early(all * blocks, 1, early, [&](i64 item, i64, i64 after) {
-    i64 block = item / all, head = item % all;
-    i64 row0 = row_blocks.begin(block), row1 = row_blocks.begin(block + 1);
-    alignas(64) T projected[(AMX ? TILE_BLOCK_ROWS : BLOCK_ROWS) * MAX_HEAD_DIM];
-    gemm_panels<T>(
-        w, head * of_head, (head + 1) * of_head, early && after < all ? after * of_head : -1, row1 - row0,
-        [&](i64 row) { return x[row0 + row]; },
-        [&](i64 row, i64 panel, Vec acc) {
-          if (bias) acc = add(acc, load(bias + panel * 16));
-          store(projected + row * dim + (panel - head * of_head) * 16, acc);
-        });
-    const bool is_q = head < heads, is_k = !is_q && head < heads + cache.heads;
-    const T* weight = is_q ? q_weight : k_weight;
+struct Heads {
+  const T *q_weight, *k_weight;
+  Norm norm;
+  Rows<const float> table;
+  i64 half;
+  Pairs pairs;
+  Cache<S> cache;
+  const i64* slots;
+  i64 rows, heads;
+  Rows<T> out;
+
+  INLINE i64 count() const { return heads + 2 * cache.heads; }
+  INLINE void operator()(i64 row, i64 head, const T* value) const {
+    const i64 of_k = head - heads, of_v = of_k - cache.heads;
+    if (of_v >= 0) return write_value(cache, slots[row], of_v, value);
     T rotated[MAX_HEAD_DIM];
-    for (i64 row = row0; row < row1; ++row) {
-      const T* value = projected + (row - row0) * dim;
-      if (!is_q && !is_k) {
-        write_value(cache, slots[row], head - heads - cache.heads, value);
-        continue;
-      }
-      norm_rope_head(value, weight, norm, table[row], half, pairs, dim, is_q ? out[row] + head * dim : rotated);
-      if (is_k) write_key(cache, slots[row], head - heads, rotated);
+    T* to = of_k < 0 ? out[row] + head * cache.dim : rotated;
+    norm_rope_head(value, of_k < 0 ? q_weight : k_weight, norm, table[row], half, pairs, cache.dim, to);
+    if (of_k >= 0) write_key(cache, slots[row], of_k, rotated);
+  }
+};
+
+// The panels of a head by rows of X.
+template <class X, class W, class R, class E>
+INLINE void head_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
+  gemm_panels<X>(w, begin, end, after, rows, row_of, emit);
+}
+template <class X, class R, class E>
+INLINE void head_panels(const Int4Panels& w, i64 begin, i64 end, i64, i64 rows, R row_of, E emit) {
+  int4_panels(w, begin, end, rows, row_of, emit);
+}
+
+// x times the weight of all heads of q, k and v, each head finished where it is computed.
+template <class X, class P, class F, class T, class S>
+INLINE void project_heads(Team& team, Rows<const X> x, const P& w, F number, const Heads<T, S>& finish, bool fetches) {
+  const i64 dim = finish.cache.dim, of_head = dim / 16, all = finish.count();
+  const RowBlocks row_blocks = row_blocks_of<X>(finish.rows, w.k);
+  const i64 blocks = row_blocks.count();
+  const bool early = blocks == 1 && fetches;
+  team.each_early(all * blocks, piece_grain(team, all * blocks), early, [&](i64 begin, i64 end, i64 after) {
+    alignas(64) T projected[(AMX ? TILE_BLOCK_ROWS : BLOCK_ROWS) * MAX_HEAD_DIM];
+    for (i64 item = begin; item < end; ++item) {
+      const i64 block = item / all, head = item % all, next = item + 1 < end ? item + 1 : after;
+      const i64 row0 = row_blocks.begin(block), row1 = row_blocks.begin(block + 1);
+      head_panels<X>(
+          w, head * of_head, (head + 1) * of_head, early && next < all ? next * of_head : -1, row1 - row0,
+          [&](i64 row) { return x[row0 + row]; },
+          [=, to = projected - head * dim](i64 row, i64 panel, auto acc) {
+            store(to + row * dim + panel * 16, number(acc, row0 + row, panel * 16));
+          });
+      for (i64 row = row0; row < row1; ++row) finish(row, head, projected + (row - row0) * dim);
     }
   });
+}
+
+template <class T, class S>
+KERNEL void qkv_rope_kv_write(Team& team, Rows<const T> x, Panels<T> w, const T* bias, Heads<T, S> finish) {
+  project_heads(team, x, w, FromSums<T>{nullptr, bias}, finish, fetches_weights<T, T>(finish.rows));
+}
+template <class T, class S>
+KERNEL void qkv_rope_kv_write_int8(Team& team, Rows<const T> x, Panels<i8> w, const float* scale, const T* bias,
+                                   Heads<T, S> finish) {
+  project_heads(team, x, w, FromSums<T>{scale, bias}, finish, fetches_weights<T, i8>(finish.rows));
+}
+template <class T, class S>
+KERNEL void qkv_rope_kv_write_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, Panels<i8> w, const float* scale,
+                                   const T* bias, Heads<T, S> finish) {
+  project_heads(team, x, w, FromIntegers<T>{x_scale, scale, bias}, finish, fetches_weights<i8, i8>(finish.rows));
+}
+template <class T, class S>
+KERNEL void qkv_rope_kv_write_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, Int4Panels w, const float* scale,
+                                   const T* bias, Heads<T, S> finish) {
+  project_heads(team, x, w, FromIntegers<T>{x_scale, scale, bias}, finish, false);
 }
 
 template <class S, class P>

@@ -6,13 +6,15 @@ import ctypes
 import mmap
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from cpp_kernels import DTYPES, Kernels, assert_near, packed
+from cpp_kernels import DTYPES, Kernels, assert_near, group_panels, packed
 from torch import Tensor
 
 from inferc.kv_pools import CacheGroup, row_size
+from inferc.ops.quantize import quantize_int4
 from inferc.program import dtype_name
 
 ops = torch.ops.inferc
@@ -313,27 +315,57 @@ def test_norms_in_the_write_equal_norms_before_it(
     assert torch.equal(fused.data.view(torch.uint8), plain.data.view(torch.uint8))
 
 
+def projection(
+    kernels: Kernels, scheme: str, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """What x [rows, k] times weight [n, k] is by the kernel of the product alone; and x, weights and k as for the fused one."""
+    (rows, k), n, dtype = x.shape, len(weight), x.dtype
+    out = torch.full((rows, n), float("nan"), dtype=dtype)
+    if scheme == "plain":
+        stored = packed(weight)
+        kernels.run("test_linear", dtype, x, k, rows, stored, n, k, bias, out, n, False)
+        return out, (x, None, stored, None, 0, None, k)
+    if scheme == "int4":
+        values, x_scale = ops.quantize_rows(x)
+        integers, of_groups, scale = quantize_int4(weight, 32)
+        stored, of_groups = packed(integers), group_panels(of_groups)
+        args = (values, k, x_scale, rows, stored, of_groups, scale, n, k, 32, bias, None, out)
+        kernels.run("test_linear_w4a8", dtype, *args)
+        return out, (values, x_scale, stored, of_groups, 32, scale, k)
+    integers, scale = ops.quantize_rows(weight)
+    stored, x_scale = packed(integers), None
+    if scheme == "w8a8":
+        x, x_scale = ops.quantize_rows(x)
+    kernels.run("test_linear_int8", dtype, x, k, x_scale, rows, stored, n, k, scale, bias, None, out)
+    return out, (x, x_scale, stored, None, 0, scale, k)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 7, 13, 200], ids=lambda count: f"T{count}")
-@pytest.mark.parametrize(("dim", "normed", "biased"), [(32, True, False), (64, False, True), (48, False, False)])
+@pytest.mark.parametrize(
+    ("scheme", "dim", "normed", "biased"),
+    [
+        *(("plain", 32, True, False), ("plain", 64, False, True), ("plain", 48, False, False)),
+        *(("int8", 32, True, True), ("w8a8", 64, False, True), ("int4", 48, True, False)),
+    ],
+)
 def test_the_projection_in_the_write_moves_no_bit(
-    kernels: Kernels, dtype: torch.dtype, int8: bool, num_tokens: int, dim: int, normed: bool, biased: bool
+    kernels: Kernels, dtype: torch.dtype, int8: bool, num_tokens: int, scheme: str, dim: int, normed: bool, biased: bool
 ) -> None:
     """Against the projection and the fused write as two kernels: one row, tall tiles, more rows than a block."""
     case = replace(CASES[1], dim=dim, seqs=((0, num_tokens),))
     fused, plain = Pool(kernels, case, dtype, int8), Pool(kernels, case, dtype, int8)
     plain.table = fused.table
     widths = (case.heads * dim, case.kv_heads * dim, case.kv_heads * dim)
-    x, weight = torch.randn(num_tokens, 72).to(dtype), packed((torch.randn(sum(widths), 72) / 8).to(dtype))
+    x, weight = torch.randn(num_tokens, 72).to(dtype), (torch.randn(sum(widths), 72) / 8).to(dtype)
     bias = torch.randn(sum(widths)).to(dtype) if biased else None
     half, slots, norm = 12, fused.slots(0, 0, num_tokens), (1e-5, 1.0, False)
     norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else (None, None)
     table = ops.rope_table(torch.arange(num_tokens), 10000.0 ** (-torch.arange(half).float() / half), 1.0)
     outs = [torch.full((num_tokens, case.heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
     rest = (2, 1, case.block_size, case.kv_heads, dim, slots, num_tokens, case.heads)
-    product = (x, weight, 72, bias, *norms, *norm)
-    kernels.run("test_qkv_rope_kv_write", dtype, int8, *product, table, half, fused.data, *rest, outs[0])
-    qkv = torch.empty(num_tokens, sum(widths), dtype=dtype)
-    kernels.run("test_linear", dtype, x, 72, num_tokens, weight, sum(widths), 72, bias, qkv, sum(widths), False)
+    qkv, product = projection(kernels, scheme, x, weight, bias)
+    call = (*product, bias, *norms, *norm, table, half, fused.data, *rest, outs[0])
+    kernels.run("test_qkv_rope_kv_write", dtype, int8, *call)
     parts = qkv.split(widths, -1)
     if normed:
         call = (*parts, sum(widths), *norms, *norm, table, half, plain.data)

@@ -43,18 +43,28 @@ EXPORT void test_norm_rope_kv_write(void* pool, i64 dtype, i64 int8, const void*
   })
 }
 
-EXPORT void test_qkv_rope_kv_write(void* pool, i64 dtype, i64 int8, const void* x, const void* w, i64 k, const void* bias,
+// x int8 with scales if x_scale, weights in T if there is no scale, in four bits if there are scales of groups.
+EXPORT void test_qkv_rope_kv_write(void* pool, i64 dtype, i64 int8, const void* x, const float* x_scale, const void* w,
+                                   const i8* group_scale, i64 group, const float* scale, i64 k, const void* bias,
                                    const void* q_weight, const void* k_weight, float eps, float offset, i64 early,
                                    const float* table, i64 half, void* cache, i64 layers, i64 layer, i64 block_size,
                                    i64 kv_heads, i64 dim, const i64* slots, i64 rows, i64 heads, void* out) {
   FOR_CACHE(dtype, int8, {
     Cache<S> c{static_cast<S*>(cache), layers, layer, block_size, kv_heads, dim};
-    Panels<T> panels{as<T>(w), (heads + 2 * kv_heads) * dim, k};
     Norm norm{eps, offset, early != 0};
+    const i64 n = (heads + 2 * kv_heads) * dim;
+    const Heads<T, S> to{as<T>(q_weight), as<T>(k_weight), norm, rows_of<const float>(table, 2 * half), half, HALVES, c, slots,
+                         rows, heads, rows_of<T>(out, heads * dim)};
     on(pool, [&](Team& t) {
-      qkv_rope_kv_write<T>(t, rows_of<const T>(x, k), panels, as<T>(bias), as<T>(q_weight), as<T>(k_weight), norm,
-                           rows_of<const float>(table, 2 * half), half, HALVES, c, slots, rows, heads,
-                           rows_of<T>(out, heads * dim));
+      const auto floats = rows_of<const T>(x, k);
+      const auto integers = rows_of<const i8>(x, k);
+      const auto scales = rows_of<const float>(x_scale, 1);
+      const Panels<i8> bytes{static_cast<const i8*>(w), n, k};
+      const Int4Panels fours{static_cast<const u8*>(w), group_scale, n, k, group};
+      if (group_scale) qkv_rope_kv_write_w4a8<T, S>(t, integers, scales, fours, scale, as<T>(bias), to);
+      else if (x_scale) qkv_rope_kv_write_w8a8<T, S>(t, integers, scales, bytes, scale, as<T>(bias), to);
+      else if (scale) qkv_rope_kv_write_int8<T, S>(t, floats, bytes, scale, as<T>(bias), to);
+      else qkv_rope_kv_write<T, S>(t, floats, Panels<T>{as<T>(w), n, k}, as<T>(bias), to);
     });
   })
 }
