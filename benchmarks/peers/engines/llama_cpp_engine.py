@@ -14,10 +14,32 @@ UBATCH = 512
 
 
 class LlamaCpp:
-    def __init__(self, model: Any, context: Any, log: Any) -> None:
-        self.model, self.context, self.log = model, context, log  # llama.cpp calls log for as long as it lives
+    def __init__(self, model: Any, threads: int, log: Any) -> None:
+        self.model, self.threads, self.log = model, threads, log  # llama.cpp calls log for as long as it lives
+        self.context: Any = None
+        self.room = (0, 0)  # sequences of the context, and tokens of each
         self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self.batch = api.llama_batch_init(2048, 0, 1)
+
+    def make_room(self, sequences: int, tokens: int) -> None:
+        """A context for as many, unless there is one already: the first run of a case makes it, which does not count.
+
+        Each sequence has a cache of its own. In one that all share, attention goes over everybody's tokens, most of them
+        masked, and 32 sequences at once are half as fast.
+        """
+        room = (sequences, -(-tokens // 256) * 256)
+        if self.room == room:
+            return
+        if self.context is not None:
+            api.llama_free(self.context)
+        params = api.llama_context_default_params()
+        params.n_ctx = room[0] * room[1]
+        params.n_batch, params.n_ubatch, params.n_seq_max = 2048, UBATCH, sequences
+        params.n_threads = params.n_threads_batch = self.threads
+        params.kv_unified = False
+        self.context, self.room = api.llama_init_from_model(self.model, params), room
+        if not self.context:
+            raise SystemExit(f"llama.cpp has no context of {room[0]} sequences of {room[1]} tokens")
 
     def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
         """A batch of (id, position, sequence, whether its logits are asked for)."""
@@ -35,6 +57,7 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
     def run(self, prompts: Prompts, output_len: int) -> list[list[float]]:
+        self.make_room(len(prompts), len(prompts[0]) + output_len)
         api.llama_memory_clear(api.llama_get_memory(self.context), True)
         recorder, last = Recorder(len(prompts)), []
         for sequence, prompt in enumerate(prompts):
@@ -53,18 +76,11 @@ class LlamaCpp:
 
 
 def load(path: Path, format: str, threads: int, max_requests: int, max_len: int) -> LlamaCpp:
-    del format
+    del format, max_requests, max_len
     quiet = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(quiet, ctypes.c_void_p())
     api.llama_backend_init()
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     if not model:
         raise SystemExit(f"llama.cpp cannot load {path}")
-    params = api.llama_context_default_params()
-    # Sequences of 256 tokens each, or one of the longest.
-    params.n_ctx = max(max_len, 256 * max_requests) + 256
-    params.n_batch, params.n_ubatch, params.n_seq_max = 2048, UBATCH, max_requests
-    params.n_threads = params.n_threads_batch = threads
-    params.kv_unified = True
-    context = api.llama_init_from_model(model, params)
-    return LlamaCpp(model, context, quiet)
+    return LlamaCpp(model, threads, quiet)
