@@ -5,8 +5,8 @@
 The shapes are those of the products in a layer of Qwen3-0.6B and of Llama-3.2-1B. Both multiply the same numbers, and what
 they give is compared first; weights rotate through more memory than a core's caches hold, as those of a model's layers do.
 oneDNN is the one in torch. A side works for a while before its calls count: after a rest the processor takes a tenth of a
-second to bring what lies between cores and memory to its clock, and until then a product has half of its speed. The peak is that of `inferc bench kernels`: tiles or vectors of numbers out of registers.
-targets.toml says how many times as fast as oneDNN bfloat16 shall be.
+second to give products their full speed, and has little more than half of it at first. The peak is that of `inferc bench kernels`:
+tiles or vectors of numbers out of registers. targets.toml says how many times as fast as oneDNN bfloat16 shall be.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from rich.table import Table
 
 from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
+from inferc.codegen.kernels import PANELS
 from inferc.config import available_cores
 from inferc.machine import measure_read
+from inferc.passes.plan_memory import padded
 from inferc.runtime.abi import choose_isa
+from inferc.weights import LAYOUTS
 
 SOURCE = r"""
 #include "exchange.h"
@@ -66,7 +69,6 @@ SHAPES = {
 }
 FORMATS = ("bfloat16", "w8a8")
 DTYPES = {"bfloat16": torch.bfloat16, "w8a8": torch.int8}
-UNITS = {"bfloat16": 2, "w8a8": 4}  # of k, that lie behind each other in a panel
 WEIGHT_BYTES = 512 << 20  # rotate through as much, on each side
 WARM_SECONDS, COUNTED_SECONDS = 0.2, 0.3  # that a side works in a turn
 X_SCALE = 0.02
@@ -103,12 +105,12 @@ class Ours:
 
 
 def stride(width: int, itemsize: int) -> int:
-    """Elements from row to row, as the compiler lays them: rows of whole 512 bytes have a cache line between them."""
-    return width + (64 // itemsize if width * itemsize % 512 == 0 else 0)
+    """Elements from row to row, as the compiler lays them."""
+    return padded(width * itemsize) // itemsize
 
 
 def product(ours: Ours, format: str, rows: int, n: int, k: int, weight_bytes: int = WEIGHT_BYTES) -> Product:
-    dtype, unit = DTYPES[format], UNITS[format]
+    dtype = DTYPES[format]
     source = torch.Generator().manual_seed(0)
     if format == "w8a8":
         x, weight = (torch.randint(-127, 128, size, dtype=dtype, generator=source) for size in ((rows, k), (n, k)))
@@ -116,7 +118,7 @@ def product(ours: Ours, format: str, rows: int, n: int, k: int, weight_bytes: in
         x, weight = (torch.randn(size, generator=source).to(dtype) for size in ((rows, k), (n, k)))
     x_scale, scale = torch.full((rows,), X_SCALE), torch.full((n,), 0.01)
     places = max(1, weight_bytes // (n * k * dtype.itemsize))
-    panels = weight.view(n // 16, 16, k // unit, unit).transpose(1, 2).contiguous()
+    panels = LAYOUTS[PANELS[dtype]].pack(weight)
     ours_at = [panels.clone() for _ in range(places)]
     theirs_at = [prepack(weight, rows) for _ in range(places)]
     spaced = torch.zeros(rows, stride(k, dtype.itemsize), dtype=dtype)

@@ -422,6 +422,8 @@ _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx
     ("inferc.embedding_int8", "embedding_int8", (), ("weight", "scale"), None),
     ("inferc.linear_int8", "linear_int8", ("weight",), ("scale", "bias"), None),
     ("inferc.linear_w8a8", "linear_w8a8", ("weight",), ("scale", "bias"), _int32_holds),
+    ("inferc.qkv_rope_kv_write", "qkv_rope_kv_write_int8", ("weight",), ("scale", *_QKV_PLAIN), _int8_qkv_fits),
+    ("inferc.qkv_rope_kv_write", "qkv_rope_kv_write_w8a8", ("weight",), ("scale", *_QKV_PLAIN), _w8a8_qkv_fits),
     ("inferc.moe_experts", "moe_experts_int8", ("gate_up", "down"), (*_BIASES, *_SCALES), _int8_experts_fit),
     ("inferc.moe_experts", "moe_experts_w8a8", ("gate_up", "down"), (*_BIASES, *_SCALES), _w8a8_experts_fit),
 )
@@ -429,16 +431,13 @@ _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx
 _INT4_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str]], ...] = (
     ("inferc.linear_w4a8", "linear_w4a8", ("weight",), ("group_scale",), ("scale", "bias"), _four_bits_fit),
     (
+        *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write_w4a8", ("weight",), ("group_scale",)),
+        *(("scale", *_QKV_PLAIN), _w4a8_qkv_fits),
+    ),
+    (
         *("inferc.moe_experts", "moe_experts_w4a8", ("gate_up", "down"), _GROUP_SCALES, (*_BIASES, *_SCALES)),
         _w4a8_experts_fit,
     ),
-)
-
-# What projects q, k and v by integers: name, what the weight is stored as, condition.
-_QKV_ROWS: tuple[tuple[str, torch.dtype, Callable[[fx.Node], str]], ...] = (
-    ("qkv_rope_kv_write_int8", torch.int8, _int8_qkv_fits),
-    ("qkv_rope_kv_write_w8a8", torch.int8, _w8a8_qkv_fits),
-    ("qkv_rope_kv_write_w4a8", torch.uint8, _w4a8_qkv_fits),
 )
 
 
@@ -449,50 +448,48 @@ def _emits(op: str, name: str) -> str:
     return f"inferc.codegen.cpp.calls:{name}"
 
 
+def _caches(op: str) -> tuple[bool | None, ...]:
+    """Whether the KV cache is in int8: both for what uses it."""
+    return (False, True) if op in {row[0] for row in _CACHE_ROWS} else (None,)
+
+
+def _cpp_name(name: str, dtype: torch.dtype, int8_cache: bool | None) -> str:
+    return f"cpp.{name}{'_int8kv' if int8_cache else ''}.{dtype_name(dtype)}"
+
+
 def _cpp_kernels() -> tuple[Kernel, ...]:
     kernels = [
         Kernel(
             "cpp",
             op,
-            f"cpp.{name}.{dtype_name(dtype)}",
-            _Cpp(deciding, dtype, check),
-            _emits(op, name),
-            {**dict.fromkeys(packed, PANELS[dtype]), **dict.fromkeys(plain, None)},
-        )
-        for op, name, deciding, packed, plain, check in _CPP_ROWS
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    kernels += [
-        Kernel(
-            "cpp",
-            op,
-            f"cpp.{name}{'_int8kv' if int8_cache else ''}.{dtype_name(dtype)}",
+            _cpp_name(name, dtype, int8_cache),
             _Cpp(deciding, dtype, check, int8_cache),
             _emits(op, name),
             {**dict.fromkeys(packed, PANELS[dtype]), **dict.fromkeys(plain, None)},
         )
-        for op, name, deciding, packed, plain, check in _CACHE_ROWS
+        for op, name, deciding, packed, plain, check in (*_CPP_ROWS, *_CACHE_ROWS)
         for dtype in (torch.bfloat16, torch.float32)
-        for int8_cache in (False, True)
+        for int8_cache in _caches(op)
     ]
     kernels += [
         Kernel(
             "cpp",
             op,
-            f"cpp.{name}.{dtype_name(dtype)}",
-            _CppIntegers((*packed, *plain)[0], dtype, check),
+            _cpp_name(name, dtype, int8_cache),
+            _CppIntegers((*packed, *plain)[0], dtype, check, torch.int8, int8_cache),
             _emits(op, name),
             {**dict.fromkeys(packed, PANELS[torch.int8]), **dict.fromkeys(plain, None)},
         )
         for op, name, packed, plain, check in _INT8_ROWS
         for dtype in (torch.bfloat16, torch.float32)
+        for int8_cache in _caches(op)
     ]
     kernels += [
         Kernel(
             "cpp",
             op,
-            f"cpp.{name}.{dtype_name(dtype)}",
-            _CppIntegers(packed[0], dtype, check, torch.uint8),
+            _cpp_name(name, dtype, int8_cache),
+            _CppIntegers(packed[0], dtype, check, torch.uint8, int8_cache),
             _emits(op, name),
             {
                 **dict.fromkeys(packed, PANELS[torch.int8]),
@@ -502,24 +499,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
         )
         for op, name, packed, scales, plain, check in _INT4_ROWS
         for dtype in (torch.bfloat16, torch.float32)
-    ]
-    of_groups = {"group_scale": PANELS[torch.float32]}
-    kernels += [
-        Kernel(
-            "cpp",
-            "inferc.qkv_rope_kv_write",
-            f"cpp.{name}{'_int8kv' if int8_cache else ''}.{dtype_name(dtype)}",
-            _CppIntegers("weight", dtype, check, stored, int8_cache),
-            _emits("inferc.qkv_rope_kv_write", name),
-            {
-                "weight": PANELS[torch.int8],
-                **(of_groups if stored == torch.uint8 else {}),
-                **dict.fromkeys(("scale", *_QKV_PLAIN), None),
-            },
-        )
-        for name, stored, check in _QKV_ROWS
-        for dtype in (torch.bfloat16, torch.float32)
-        for int8_cache in (False, True)
+        for int8_cache in _caches(op)
     ]
     kernels.append(Kernel("cpp", "aten.cat", "cpp.cat", _cat, "inferc.codegen.cpp.calls:cat"))
     kernels.append(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
-from inferc.passes.rewrite import arguments, infer_types, no_rewrite
+from inferc.passes.rewrite import arguments, infer_types, named_arguments, no_rewrite
 from inferc.program import Program, name_of, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
@@ -65,7 +64,7 @@ def _projection(node: fx.Node) -> fx.Node:
     projection = sources.pop()
     if projection.target not in PROJECTIONS:
         raise Other(f"q, k and v come from {name_of(projection)}, {target_name(projection.target)}; expected a linear")
-    if _named(projection).get("residual") is not None:
+    if named_arguments(projection).get("residual") is not None:
         raise Other(f"{name_of(projection)} adds a residual")
     end = 0
     for name, (_, low, high) in zip("qkv", heads, strict=True):
@@ -79,11 +78,6 @@ def _projection(node: fx.Node) -> fx.Node:
     if others:
         raise Other(f"{name_of(projection)} is also read by {name_of(others[0])}")
     return projection
-
-
-def _named(call: fx.Node) -> dict[str, Any]:
-    schema = call.target._schema  # type: ignore[union-attr]
-    return dict(zip((each.name for each in schema.arguments), arguments(call), strict=True))
 
 
 def _heads(node: object) -> tuple[fx.Node, int, int]:
@@ -115,7 +109,7 @@ def _rewrite(program: Program, node: fx.Node, projection: fx.Node) -> None:
     norms, rest = (tuple(args[3:8]), args[8:]) if node.target == NORMED else (NO_NORM, args[3:])
     table, cache, slots, layer, pairs = rest
     num_heads = int(args[0].meta["val"].shape[1])
-    product = _named(projection)
+    product = named_arguments(projection)
     x = product["input" if projection.target == aten.linear.default else "x"]
     integers = [product.get(name) for name in INTEGERS] if "scale" in product else []
     with program.graph.inserting_before(node):

@@ -48,6 +48,12 @@ def arguments(node: fx.Node) -> list[Any]:
     return given
 
 
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op's call by their names in its schema, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    return dict(zip((each.name for each in schema.arguments), arguments(node), strict=True))
+
+
 def value_of(arg: Any) -> Any:
     """The fake tensor behind a node; anything else is its own value."""
     return arg.meta["val"] if isinstance(arg, fx.Node) else arg

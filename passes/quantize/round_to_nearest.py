@@ -21,7 +21,7 @@ from torch import fx
 
 from inferc import weights as weight_lib
 from inferc.passes.quantize.schemes import Scheme
-from inferc.passes.rewrite import arguments, infer_types, no_rewrite
+from inferc.passes.rewrite import arguments, infer_types, named_arguments, no_rewrite
 from inferc.program import Program
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class _Run:
 
     def experts(self, node: fx.Node) -> None:
         """Their input is quantized once for all of them, here; the op does that with each activation."""
-        args = dict(zip([each.name for each in node.target._schema.arguments], arguments(node)))  # type: ignore[union-attr]
+        args = named_arguments(node)
         for name in ("gate_up", "down"):
             if self.scheme.group:
                 args[name], args[f"{name}_group_scale"], args[f"{name}_scale"] = self._int4_weight(args[name], node)

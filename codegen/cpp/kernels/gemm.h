@@ -310,11 +310,11 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 r
 // Items to hand out at a time.
 INLINE i64 piece_grain(const Team& team, i64 items) { return items < team.count * 16 ? 1 : items / (team.count * 8); }
 
-// Where a thread starts to read the weight of `linear_to`, or of four bits, for few rows; of which, if not 0, it takes so many
-// panels at a time.
+// Where a thread starts to read a weight for few rows, which is handed out by so many panels or a multiple: four by `linear_to`
+// and of four bits, a head's by `project_heads`.
 template <class P>
-INLINE Ahead first_piece(const Team& team, const P& w, i64 at_once = 0) {
-  const i64 panels = at_once ? at_once : piece_grain(team, (w.count() + 3) / 4) * 4;
+INLINE Ahead first_piece(const Team& team, const P& w, i64 at_once = 4) {
+  const i64 panels = piece_grain(team, (w.count() + at_once - 1) / at_once) * at_once;
   return {w.panel(team.tid * panels), bytes_between(w.panel(0), w.panel(panels))};
 }
 

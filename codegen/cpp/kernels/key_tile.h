@@ -238,7 +238,7 @@ struct Scores {
 
 // How scores become probabilities: e^((x - top) * unit) in T. bfloat16 has 8 bits of them, and takes 2^x within 3e-6; what is
 // smaller than 2^-100 becomes that, which is nothing beside the 1 of the highest score. So neither it nor its products with a
-// value and with that's scale are denormal, on which a processor may work a hundred times as long.
+// value and with that's scale are denormal, for which a processor stalls.
 template <class T>
 struct Probability {
   Vec top, unit;
