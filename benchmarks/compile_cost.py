@@ -116,7 +116,7 @@ def capture_and_lower(folder: str) -> dict[str, float]:
         start = now
 
     from inferc.codegen.cpp.emit import emit
-    from inferc.codegen.kernels import Target
+    from inferc.codegen.target import Target
     from inferc.frontend.check import check_capture
     from inferc.frontend.export import export_model
     from inferc.frontend.load import load

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from inferc import weights as weight_lib
-from inferc.codegen.kernels import KERNELS, Kernel, Target, argument, needs_kernel, select
+from inferc.codegen.conditions import argument
+from inferc.codegen.kernels import KERNELS, Kernel, needs_kernel, select
+from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
 from inferc.program import Program
 

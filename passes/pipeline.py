@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from inferc import debug
-from inferc.codegen.kernels import KERNELS, Kernel, Target
+from inferc.codegen.kernels import KERNELS, Kernel
+from inferc.codegen.target import Target
 from inferc.errors import ConfigError, VerifyError
 from inferc.passes.absorb_latent import AbsorbLatent
 from inferc.passes.canonicalise import Canonicalise

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
+from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values
-from inferc.codegen.kernels import argument
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ops import cached_head_dim
 from inferc.ops.quantize import int4_group

@@ -6,9 +6,9 @@ import math
 
 from torch import fx
 
+from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.calls import GROUPS, Builder, cpp_bool, cpp_float
 from inferc.codegen.cpp.values import CPP_TYPES, Call, Operand, Values
-from inferc.codegen.kernels import argument
 from inferc.ops.quantize import int4_group
 from inferc.program import target_name
 

@@ -25,7 +25,7 @@ class _Comparison:
 
 
 def why_not(node: fx.Node) -> str:
-    """Why the kernel cannot run a node, "" where it can (see codegen/kernels.py)."""
+    """Why the kernel cannot run a node, "" where it can (see codegen/conditions.py)."""
     inputs: Any = node.args[0]
     strange = [each.meta["val"].dtype for each in (*inputs, node) if each.meta["val"].dtype not in CPP_TYPES]
     if strange:

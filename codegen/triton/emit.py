@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.kernels import KERNELS, Kernel, Target
+from inferc.codegen.kernels import KERNELS, Kernel
+from inferc.codegen.target import Target
 from inferc.codegen.triton.build import Cubin, available
 from inferc.codegen.triton.launch import LaunchRecord
 from inferc.manifest import json_bytes

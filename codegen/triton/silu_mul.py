@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import fx
 
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.codegen.triton.build import KINDS, Cubin, Source, build
 from inferc.program import dtype_name
 

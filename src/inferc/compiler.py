@@ -29,7 +29,8 @@ from inferc.codegen.cpp.emit import CppUnit
 from inferc.codegen.cpp.emit import emit as emit_cpp
 from inferc.codegen.emit import ArtifactWriter, make_manifest, program_entry
 from inferc.codegen.folder import OutputFolder
-from inferc.codegen.kernels import Target, kernel_named
+from inferc.codegen.kernels import kernel_named
+from inferc.codegen.target import Target
 from inferc.codegen.triton.emit import Cubins, emit_cubins
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost_recorder import CostRecorder

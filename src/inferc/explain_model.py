@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inferc.codegen.cpp.emit import emit as emit_cpp
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost import CostLog, extended
 from inferc.cost_recorder import CostRecorder

@@ -6,7 +6,8 @@ import pytest
 import torch
 from graphs import example, random
 
-from inferc.codegen.kernels import Target, select
+from inferc.codegen.kernels import select
+from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
 
 aten, inferc = torch.ops.aten, torch.ops.inferc

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import inferc
 from inferc.certify import run_kernels
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.frontend.export import capture

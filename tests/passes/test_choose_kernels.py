@@ -5,7 +5,7 @@ import torch
 from graphs import example, random
 from torch import ops
 
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
 from inferc.passes.choose_kernels import ChooseKernels
 from inferc.passes.verify import verify

@@ -11,7 +11,7 @@ import torch
 from random_models import MOE_SIZES, SIZES
 from torch import Tensor
 
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.frontend.export import export_module
 from inferc.frontend.load import load_module
 from inferc.passes.pipeline import LowerConfig, PassRecord, lower

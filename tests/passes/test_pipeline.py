@@ -7,7 +7,7 @@ import pytest
 import torch
 from graphs import Example, example, rows
 
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.errors import VerifyError
 from inferc.passes.fuse_silu_mul import fuse_silu_mul
 from inferc.passes.pipeline import LowerConfig, build_pipeline, pass_table, run_passes

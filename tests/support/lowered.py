@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
+from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
-from inferc.codegen.kernels import Target, argument, needs_kernel, select
+from inferc.codegen.kernels import needs_kernel, select
+from inferc.codegen.target import Target
 from inferc.passes.rewrite import infer_type
 from inferc.program import KVGroup, Program, new_program
 from inferc.runtime.step import SampleRows, StepPlan

@@ -10,7 +10,7 @@ import torch
 from random_models import SIZES
 from torch import Tensor
 
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.frontend.export import export_module
 from inferc.frontend.load import load_module
 from inferc.passes.partition import RankProgram, Ranks, partition, prepare

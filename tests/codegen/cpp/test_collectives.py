@@ -15,7 +15,7 @@ from torch import Tensor
 from inferc import weights as weight_lib
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
-from inferc.codegen.kernels import Target
+from inferc.codegen.target import Target
 from inferc.config import EngineConfig
 from inferc.errors import VerifyError
 from inferc.meeting import Meeting

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inferc.codegen.kernels import Target, select
+from inferc.codegen.kernels import select
+from inferc.codegen.target import Target
 from inferc.errors import VerifyError
 from inferc.program import new_program
 

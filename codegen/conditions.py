@@ -1,0 +1,306 @@
+"""Why a kernel cannot run a node: a reason for people, "" where it can. What the table in kernels.py asks.
+
+Conditions read dtypes, shapes and arguments of the node only, which are known when a model is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from inferc.codegen.target import Target
+from inferc.ops import cached_head_dim
+from inferc.ops.quantize import int4_group
+from inferc.program import target_name
+
+OTHER_TARGET = "another target's kernel"
+OTHER_CASE = "another kernel's dtype or case"
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The node's argument by its schema name (positional, keyword or default)."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    schema = node.target._schema  # type: ignore[union-attr]
+    for index, parameter in enumerate(schema.arguments):
+        if parameter.name == name:
+            return node.args[index] if index < len(node.args) else parameter.default_value
+    raise AssertionError(f"{schema.name} has no argument {name}")
+
+
+def _dtype(node: fx.Node, name: str) -> torch.dtype | None:
+    value = argument(node, name)
+    value = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _shape(node: fx.Node, name: str) -> tuple[Any, ...]:
+    return tuple(argument(node, name).meta["val"].shape)
+
+
+def is_tied(node: fx.Node, name: str = "weight") -> bool:
+    """Whether another node multiplies by this node's weight, which is then stored packed and only once."""
+    weight = argument(node, name)
+    readers = (
+        user
+        for other in node.graph.nodes
+        if other.op == "get_attr" and other.target == weight.target
+        for user in other.users
+    )
+    return any(target_name(user.target) in _MULTIPLIES for user in readers)
+
+
+_MULTIPLIES = ("aten.linear", "inferc.lm_head", "inferc.linear_int8", "inferc.linear_w8a8")
+
+
+def _joined(*reasons: str) -> str:
+    """The reasons there are, in one line."""
+    return ", and ".join(reason for reason in reasons if reason)
+
+
+def at_most(name: str, found: Any, most: int) -> str:
+    return f"{name} {found}: expected at most {most}" if found > most else ""
+
+
+def _multiple(name: str, found: Any, of: int) -> str:
+    return f"{name} {found}: expected a multiple of {of}" if found % of else ""
+
+
+def same_shapes(node: fx.Node) -> str:
+    other = argument(node, "other")
+    if isinstance(other, (int, float)) or _shape(node, "self") == _shape(node, "other"):
+        return ""
+    found = f"{sizes(_shape(node, 'self'))} and {sizes(_shape(node, 'other'))}"
+    return f"{target_name(node.target)} of {found}: expected equal shapes"
+
+
+def first_axis(node: fx.Node) -> str:
+    dim = argument(node, "dim")
+    return "" if dim == 0 else f"axis {dim}: expected rows, which are axis 0"
+
+
+def last_axis(node: fx.Node) -> str:
+    dim, rank = argument(node, "dim"), node.meta["val"].dim()
+    return "" if dim % rank == rank - 1 else f"axis {dim}: expected columns, which are the last axis"
+
+
+def _head_dim_fits(dim: int) -> str:
+    return f"head_dim {dim}: expected a multiple of 16, at most 512" if dim % 16 or dim > 512 else ""
+
+
+def heads_fit(node: fx.Node) -> str:
+    """attention.h: heads of at most 512 elements in steps of 16."""
+    num_heads, dim = _shape(node, "q")[1:]
+    block_size, num_kv_heads = _shape(node, "kv_cache")[3:5]
+    cached_dim = _cached_dim(node)
+    if _head_dim_fits(dim):
+        return _head_dim_fits(dim)
+    if dim != cached_dim:
+        return f"head_dim {dim}: expected that of the values, {cached_dim}"
+    if num_heads % num_kv_heads:
+        return f"{num_heads} heads on {num_kv_heads} KV heads: expected a whole number on each"
+    return _multiple("block_size", block_size, 16)
+
+
+def latents_fit(node: fx.Node) -> str:
+    """attention.h: V of at most 512 elements in latents of at most 1024, both in steps of 16."""
+    block_size, dim = _shape(node, "kv_cache")[3], _cached_dim(node)
+    v_dim = argument(node, "v_dim")
+    steps = _joined(_multiple("the latent's size", dim, 16), _multiple("its values' size", v_dim, 16))
+    most = _joined(at_most("the latent's size", dim, 1024), at_most("its values' size", v_dim, 512))
+    return _joined(steps, most, _multiple("block_size", block_size, 16))
+
+
+def _experts_fit(node: fx.Node) -> str:
+    """moe.h: at most 1024 experts, their inner rows in whole panels."""
+    num_experts, both, _ = _shape(node, "gate_up")
+    return _joined(
+        at_most("num_experts", num_experts, 1024), _multiple("the experts' intermediate_size", both // 2, 16)
+    )
+
+
+def float_experts_fit(node: fx.Node) -> str:
+    return _experts_fit(node) if _dtype(node, "down") == _dtype(node, "x") else OTHER_CASE
+
+
+def int8_experts_fit(node: fx.Node) -> str:
+    return OTHER_CASE if _dtype(node, "x") == torch.int8 else _experts_fit(node)
+
+
+def w8a8_experts_fit(node: fx.Node) -> str:
+    if _dtype(node, "x") != torch.int8:
+        return OTHER_CASE
+    hidden, inter = _shape(node, "down")[1:]
+    return _joined(
+        _experts_fit(node),
+        at_most("hidden_size", hidden, INT32_HOLDS),
+        at_most("the experts' intermediate_size", inter, INT32_HOLDS),
+    )
+
+
+def w4a8_experts_fit(node: fx.Node) -> str:
+    if _dtype(node, "x") != torch.int8:
+        return OTHER_CASE
+    hidden, inter = _shape(node, "gate_up")[2] * 2, _shape(node, "down")[2] * 2  # two to a byte
+    return _joined(
+        _experts_fit(node),
+        *(_group_fits(node, each, f"{each}_group_scale") for each in ("gate_up", "down")),
+        at_most("hidden_size", hidden, INT4_LONGEST),
+        at_most("the experts' intermediate_size", inter, INT4_LONGEST),
+    )
+
+
+def ranks_fit(node: fx.Node) -> str:
+    """exchange.h: the ranks of a token are the bits of one word."""
+    return at_most("--ep", argument(node, "size"), 64)
+
+
+INT32_HOLDS = (2**31 - 1) // 127**2
+"""Products of at most 127 x 127 that a sum of Dot<i8> in simd.h may have."""
+INT4_LONGEST = 1 << 16
+"""Of k in four bits: scales of groups are then at least five bits, see `ops.quantize.largest_group_scale`."""
+
+
+def int32_holds(node: fx.Node) -> str:
+    return at_most("in_features", _shape(node, "weight")[1], INT32_HOLDS)
+
+
+def routing_fits(node: fx.Node) -> str:
+    num_experts = _shape(node, "router_logits")[1]
+    most = at_most("num_experts", num_experts, 1024)
+    return _joined(most, at_most("top_k", argument(node, "top_k"), num_experts))
+
+
+def rope_fits(node: fx.Node) -> str:
+    name = "x" if target_name(node.target) == "inferc.rope" else "q"
+    return at_most("rotary dimension", _shape(node, "table")[-1], _shape(node, name)[-1])
+
+
+def _cached_dim(node: fx.Node) -> int:
+    return cached_head_dim(argument(node, "kv_cache").meta["val"])
+
+
+def _heads_are_panels(node: fx.Node) -> str:
+    """kv.h: a head is whole panels, and what it is rotated in lies on the stack."""
+    head_dim = _cached_dim(node)
+    return _joined(_head_dim_fits(head_dim), at_most("rotary dimension", _shape(node, "table")[-1], head_dim))
+
+
+def float_qkv_fits(node: fx.Node) -> str:
+    return _heads_are_panels(node) if argument(node, "scale") is None else OTHER_CASE
+
+
+def int8_qkv_fits(node: fx.Node) -> str:
+    return _heads_are_panels(node) if argument(node, "x_scale") is None else OTHER_CASE
+
+
+def w8a8_qkv_fits(node: fx.Node) -> str:
+    return OTHER_CASE if argument(node, "x_scale") is None else _joined(_heads_are_panels(node), int32_holds(node))
+
+
+def w4a8_qkv_fits(node: fx.Node) -> str:
+    return _joined(_heads_are_panels(node), four_bits_fit(node))
+
+
+def packed_lookup(node: fx.Node) -> str:
+    return "" if is_tied(node) else OTHER_CASE
+
+
+def plain_lookup(node: fx.Node) -> str:
+    plain = argument(node, "scale_grad_by_freq") is False and argument(node, "sparse") is False
+    return "" if plain else "an embedding with options of training: expected a plain one"
+
+
+def four_bits_fit(node: fx.Node) -> str:
+    return _joined(_group_fits(node, "weight", "group_scale"), at_most("k", _shape(node, "x")[1], INT4_LONGEST))
+
+
+def _group_fits(node: fx.Node, weight: str, group_scale: str) -> str:
+    group = int4_group(argument(node, weight).meta["val"], argument(node, group_scale).meta["val"])
+    return "" if group in (32, 64, 128) else f"weights in groups of {group}: expected 32, 64 or 128"
+
+
+@dataclass(frozen=True)
+class ForCpp:
+    """Why not, of a cpp kernel: it is for the CPU, `argument` has `dtype`, and `check` has no reason either.
+
+    int8_cache: of what uses the KV cache, whether that is in int8 and not in `dtype`.
+    """
+
+    argument: str
+    dtype: torch.dtype
+    check: Callable[[fx.Node], str] | None = None
+    int8_cache: bool | None = None
+
+    def __call__(self, node: fx.Node, target: Target) -> str:
+        if target.device != "cpu":
+            return OTHER_TARGET
+        if _dtype(node, self.argument) != self.dtype:
+            return OTHER_CASE
+        reason = "" if self.int8_cache is None else _cache_fits(node, self.dtype, self.int8_cache)
+        return reason or ("" if self.check is None else self.check(node))
+
+
+@dataclass(frozen=True)
+class ForCppIntegers:
+    """The same for integer weights: the argument `weight` is `stored`, the result, or the first of several, in `dtype`."""
+
+    weight: str
+    dtype: torch.dtype
+    check: Callable[[fx.Node], str] | None = None
+    stored: torch.dtype = torch.int8
+    int8_cache: bool | None = None
+
+    def __call__(self, node: fx.Node, target: Target) -> str:
+        if target.device != "cpu":
+            return OTHER_TARGET
+        result = node.meta["val"]
+        first = result if isinstance(result, Tensor) else result[0]
+        if _dtype(node, self.weight) != self.stored or first.dtype != self.dtype:
+            return OTHER_CASE
+        reason = "" if self.int8_cache is None else _cache_fits(node, self.dtype, self.int8_cache)
+        return reason or ("" if self.check is None else self.check(node))
+
+
+def _cache_fits(node: fx.Node, dtype: torch.dtype, in_int8: bool) -> str:
+    cache = _dtype(node, "kv_cache")
+    if (cache == torch.int8) != in_int8:
+        return OTHER_CASE
+    return "" if cache in (torch.int8, dtype) else f"a KV cache of {cache}: expected {dtype}, that of the keys, or int8"
+
+
+def cat_fits(node: fx.Node, target: Target) -> str:
+    if target.device != "cpu":
+        return OTHER_TARGET
+    parts: Any = node.args[0]
+    rank = node.meta["val"].dim()
+    if (argument(node, "dim") % rank) != rank - 1:
+        return f"a concatenation along axis {argument(node, 'dim')}: expected the last"
+    dtypes = {each.meta["val"].dtype for each in parts}
+    return "" if dtypes <= {torch.float32, torch.bfloat16} and len(dtypes) == 1 else OTHER_CASE
+
+
+def pointwise_fits(node: fx.Node, target: Target) -> str:
+    if target.device != "cpu":
+        return OTHER_TARGET
+    from inferc.codegen.cpp.pointwise import why_not
+
+    return why_not(node)
+
+
+def reference_only(node: fx.Node, target: Target) -> str:
+    return "" if target.device == "reference" else OTHER_TARGET
+
+
+def triton_silu_mul_fits(node: fx.Node, target: Target) -> str:
+    if target.device != "cuda":
+        return OTHER_TARGET
+    return "" if _dtype(node, "gate") in (torch.float32, torch.bfloat16, torch.float16) else OTHER_CASE
+
+
+def sizes(shape: tuple[Any, ...]) -> str:
+    return f"[{', '.join(str(size) if isinstance(size, int) else 'T' for size in shape)}]"
