@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from inferc.codegen.cpp.blocking import ANY_ROWS, choices
+from inferc.codegen.cpp.blocking import Product as Multiplied
 from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.kernels import PANELS
@@ -47,16 +49,16 @@ EXPORT i64 peak_bfloat16(void* pool, i64 rounds) { return busy_team<bf16>(pool, 
 EXPORT i64 peak_w8a8(void* pool, i64 rounds) { return busy_team<i8>(pool, rounds); }
 // Rows lie x_stride and out_stride elements apart; the scales are of w8a8.
 EXPORT void multiply_bfloat16(void* pool, const bf16* x, i64 x_stride, const float*, i64 rows, const bf16* w, const float*, i64 n,
-                              i64 k, bf16* out, i64 out_stride) {
+                              i64 k, const Blocking* blocking, bf16* out, i64 out_stride) {
   auto region = [&](Team& t) {
-    linear<bf16, bf16>(t, {x, x_stride}, rows, Panels<bf16>{w, n, k}, nullptr, Rows<bf16>{out, out_stride});
+    linear<bf16, bf16>(t, {x, x_stride}, rows, Panels<bf16>{w, n, k, 0, blocking}, nullptr, Rows<bf16>{out, out_stride});
   };
   parallel(pool, region);
 }
 EXPORT void multiply_w8a8(void* pool, const i8* x, i64 x_stride, const float* x_scale, i64 rows, const i8* w, const float* scale,
-                          i64 n, i64 k, bf16* out, i64 out_stride) {
+                          i64 n, i64 k, const Blocking* blocking, bf16* out, i64 out_stride) {
   auto region = [&](Team& t) {
-    linear_w8a8<bf16>(t, {x, x_stride}, {x_scale, 1}, rows, Panels<i8>{w, n, k}, scale, nullptr,
+    linear_w8a8<bf16>(t, {x, x_stride}, {x_scale, 1}, rows, Panels<i8>{w, n, k, 0, blocking}, scale, nullptr,
                       Written<bf16>{{}, {out, out_stride}});
   };
   parallel(pool, region);
@@ -85,6 +87,7 @@ class Product:
 
 class Ours:
     def __init__(self, isa: str, threads: int) -> None:
+        self.isa = isa
         self.library = ctypes.CDLL(str(build([Unit(SOURCE)], HEADERS, (isa,))[isa]))
         self.library.bench_open.restype = ctypes.c_void_p
         self.pool = ctypes.c_void_p(self.library.bench_open(threads))
@@ -96,6 +99,15 @@ class Ours:
         start = time.perf_counter()
         operations = function(self.pool, ctypes.c_int64(400_000))
         return float(operations) / (time.perf_counter() - start)
+
+    def blocking(self, format: str, n: int, k: int) -> torch.Tensor:
+        """What a compile would choose, as the kernel reads it."""
+        size = DTYPES[format].itemsize
+        chosen = [
+            [choice.up_to, choice.blocking.rows, choice.blocking.k_bytes, choice.blocking.pairs]
+            for choice in choices(self.isa, Multiplied(n, k, size, size))
+        ]
+        return torch.tensor([*chosen[:-1], [ANY_ROWS, *chosen[-1][1:]]])
 
     def multiply(self, format: str, *args: Any) -> None:
         as_c = [
@@ -109,7 +121,15 @@ def stride(width: int, itemsize: int) -> int:
     return padded(width * itemsize) // itemsize
 
 
-def product(ours: Ours, format: str, rows: int, n: int, k: int, weight_bytes: int = WEIGHT_BYTES) -> Product:
+def product(
+    ours: Ours,
+    format: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_bytes: int = WEIGHT_BYTES,
+    blocking: torch.Tensor | None = None,
+) -> Product:
     dtype = DTYPES[format]
     source = torch.Generator().manual_seed(0)
     if format == "w8a8":
@@ -125,9 +145,10 @@ def product(ours: Ours, format: str, rows: int, n: int, k: int, weight_bytes: in
     spaced[:, :k] = x
     out = torch.zeros(rows, stride(n, 2), dtype=torch.bfloat16)
     zeros = torch.zeros(n, dtype=torch.int64)
+    table = ours.blocking(format, n, k) if blocking is None else blocking
 
     def multiply(index: int) -> torch.Tensor:
-        at = (spaced, spaced.stride(0), x_scale, rows, ours_at[index % places], scale, n, k, out, out.stride(0))
+        at = (spaced, spaced.stride(0), x_scale, rows, ours_at[index % places], scale, n, k, table, out, out.stride(0))
         ours.multiply(format, *at)
         return out[:, :n]
 
@@ -166,16 +187,18 @@ def compare(made: Product, turns: int) -> dict[str, list[float]]:
     return rates
 
 
-def median_seconds(call: Callable[[int], torch.Tensor]) -> float:
+def median_seconds(
+    call: Callable[[int], torch.Tensor], warm: float = WARM_SECONDS, counted: float = COUNTED_SECONDS
+) -> float:
     times: list[float] = []
     begin = time.perf_counter()
     for index in itertools.count():
         start = time.perf_counter()
         call(index)
         end = time.perf_counter()
-        if start - begin > WARM_SECONDS:
+        if start - begin > warm:
             times.append(end - start)
-        if end - begin > WARM_SECONDS + COUNTED_SECONDS and times:
+        if end - begin > warm + counted and times:
             break
     return statistics.median(times)
 

@@ -20,6 +20,8 @@ from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.step import SampleRows, StepPlan
 
 REPEATS = 5
+COMPUTE_BOUND_TOKENS = 64  # with fewer a product takes as long as its weight is read
+PEAK_OF = {4: "float32", 2: "bfloat16", 1: "int8"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,27 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
+class ProductTime:
+    """The matrix products of one size in a step, and what their blocking was chosen for (`codegen/cpp/blocking.py`)."""
+
+    n: int  # outputs
+    k: int
+    row_bytes: int  # of an element of the rows
+    weight_bytes: float  # of an element of the weight
+    calls: int
+    ms: float  # the median over steps of their sum, with all that is fused to them
+    rows_at_a_time: int
+    k_bytes_at_a_time: int
+    pairs_at_a_time: int  # of panels
+    gflops_per_s: float
+    expected_gflops_per_s: float  # by the model of cost, at the measured peak
+
+    @property
+    def of_expected(self) -> float:
+        return self.gflops_per_s / self.expected_gflops_per_s
+
+
+@dataclass(frozen=True)
 class StepProfile:
     num_tokens: int  # new in the step, of all sequences
     num_seqs: int
@@ -52,6 +75,7 @@ class StepProfile:
     ms: float
     of_limit: float | None
     kernels: list[KernelTime]
+    products: list[ProductTime]  # of a step with so many tokens that the arithmetic counts, if the limits are known
 
 
 def measure_limits(runner: ModelRunner, num_threads: int) -> Limits:
@@ -106,7 +130,43 @@ def profile_step(
     ]
     least = sum(each.seconds for each in work.values())
     of_limit = least / whole if least else None
-    return StepProfile(plan.num_tokens, num_seqs, context_len, runner.isa, 1e3 * whole, of_limit, rows)
+    products = _products(artifact, runner.isa, runs, plan.num_tokens, limits) if limits is not None else []
+    return StepProfile(plan.num_tokens, num_seqs, context_len, runner.isa, 1e3 * whole, of_limit, rows, products)
+
+
+def _products(
+    artifact: Artifact, isa: str, runs: Sequence[Sequence[tuple[int, float]]], num_tokens: int, limits: Limits
+) -> list[ProductTime]:
+    """The slowest first."""
+    if num_tokens < COMPUTE_BOUND_TOKENS:
+        return []
+    names = {int(entry["id"]): entry["name"] for entry in artifact.program["observable"]}
+    found = []
+    for product in artifact.program.get("products", ()):
+        nodes = frozenset(product["nodes"])
+        if not nodes:  # the LM head's
+            continue
+        seconds = statistics.median(sum(each for node, each in run if names[node] in nodes) for run in runs)
+        calls = sum(names[node] in nodes for node, _ in runs[0])
+        choices = product["choices"][isa]
+        choice = next((each for each in choices if num_tokens <= each["up_to"]), choices[-1])
+        peak = limits.flops_per_s[PEAK_OF[product["row_bytes"]]]
+        found.append(
+            ProductTime(
+                n=product["n"],
+                k=product["k"],
+                row_bytes=product["row_bytes"],
+                weight_bytes=product["weight_bytes"],
+                calls=calls,
+                ms=1e3 * seconds,
+                rows_at_a_time=min(num_tokens, choice["rows"]),
+                k_bytes_at_a_time=min(product["k"] * product["row_bytes"], choice["k_bytes"]),
+                pairs_at_a_time=choice["pairs"],
+                gflops_per_s=2e-9 * calls * num_tokens * product["n"] * product["k"] / seconds,
+                expected_gflops_per_s=choice["of_peak"] * peak / 1e9,
+            )
+        )
+    return sorted(found, key=lambda each: -each.ms)
 
 
 @dataclass

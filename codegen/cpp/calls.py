@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from inferc.codegen.conditions import argument
+from inferc.codegen.cpp.blocking import MOST_PAIRS, Product
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ops import cached_head_dim
@@ -28,6 +29,7 @@ class Builder:
         self.writes: list[tuple[Any, int, int]] = []
         self.outputs: list[tuple[fx.Node, Operand, int]] = []
         self.ahead = ""
+        self.product: Product | None = None
 
     def slot(self, value: int) -> str:
         self.slots.append(Slot(value))
@@ -71,12 +73,22 @@ class Builder:
         kind = CPP_TYPES[node.meta["val"].dtype]
         return f"s.weight<{kind}>({self.slot(self.values.weight(node))})"
 
-    def panels(self, name: str, gated: bool = False) -> str:
-        """gated: a gate's rows and as many of what it gates, whose panels are taken in turn."""
-        n, k = self.arg(name).meta["val"].shape
-        kind = CPP_TYPES[self.arg(name).meta["val"].dtype]
-        gates = f", {n // 32}" if gated else ""
-        return f"Panels<{kind}>{{{{{self.weight(name)}, {n}, {k}{gates}}}}}"
+    def panels(self, name: str, rows: str = "", gated: bool = False, most_pairs: int = MOST_PAIRS) -> str:
+        """rows: the C++ type of what is multiplied by the weight, which then is blocked for it, as `blocking`.
+
+        gated: a gate's rows and as many of what it gates, whose panels are taken in turn.
+        """
+        value = self.arg(name).meta["val"]
+        n, k = value.shape
+        gates = n // 32 if gated else 0
+        blocked = f", {gates}, {self.blocking(n, k, rows, value.dtype.itemsize, most_pairs)}" if rows else ""
+        return f"Panels<{CPP_TYPES[value.dtype]}>{{{{{self.weight(name)}, {n}, {k}{blocked}}}}}"
+
+    def blocking(self, n: int, k: int, rows: str, weight_bytes: float, most_pairs: int = MOST_PAIRS) -> str:
+        """The name of the table of blockings of this call's product; most_pairs: of panels in a piece, if it is not free."""
+        size = next(dtype.itemsize for dtype, kind in CPP_TYPES.items() if kind == rows)
+        self.product = Product(int(n), int(k), size, weight_bytes, most_pairs)
+        return self.product.name
 
     def streamed(self, panels: str, at_once: int = 0) -> str:
         """The text of a weight that threads read from its first piece on, as `first_piece` has them."""
@@ -124,7 +136,10 @@ class Builder:
         return CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
 
     def done(self, text: str, apart: bool = True) -> Call:
-        return Call(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead, apart)
+        return Call(
+            *(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead, apart),
+            product=self.product,
+        )
 
 
 def part(node: fx.Node, index: int) -> fx.Node | None:
@@ -192,12 +207,13 @@ def linear_add(node: fx.Node, values: Values) -> Call:
 def linear_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")
-    return _integer_matrix(b, x, f"{b.streamed(b.panels('weight'))}, {b.weight('scale')}", operand.cpp_type)
+    weights = f"{b.streamed(b.panels('weight', operand.cpp_type))}, {b.weight('scale')}"
+    return _integer_matrix(b, x, weights, operand.cpp_type)
 
 
 def linear_w8a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    return _integer_matrix(b, _scaled_rows(b), f"{b.streamed(b.panels('weight'))}, {b.weight('scale')}")
+    return _integer_matrix(b, _scaled_rows(b), f"{b.streamed(b.panels('weight', 'i8'))}, {b.weight('scale')}")
 
 
 def linear_w4a8(node: fx.Node, values: Values) -> Call:
@@ -209,7 +225,8 @@ def linear_w4a8(node: fx.Node, values: Values) -> Call:
 def _int4_panels(b: Builder) -> str:
     (n, _), k = b.arg("weight").meta["val"].shape, b.arg("x").meta["val"].shape[1]
     group = int4_group(b.arg("weight").meta["val"], b.arg("group_scale").meta["val"])
-    return f"Int4Panels{{{{{b.weight('weight')}, {b.weight('group_scale')}, {n}, {k}, {group}}}}}"
+    sizes = f"{n}, {k}, {group}, {b.blocking(n, k, 'i8', 0.5)}"
+    return f"Int4Panels{{{{{b.weight('weight')}, {b.weight('group_scale')}, {sizes}}}}}"
 
 
 def _scaled_rows(b: Builder) -> str:
@@ -229,9 +246,9 @@ def _integer_matrix(b: Builder, x: str, weights: str, kind: str = "") -> Call:
 
 def linear_silu_mul(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    x, _ = b.read("x")
+    x, operand = b.read("x")
     out, result = b.write()
-    weights = f"{b.streamed(b.panels('weight', gated=True))}, {b.weight('bias')}"
+    weights = f"{b.streamed(b.panels('weight', operand.cpp_type, gated=True))}, {b.weight('bias')}"
     return b.done(f"linear_silu_mul<{result.cpp_type}>(t, {x}, {result.rows}, {weights}, {out});")
 
 
@@ -246,7 +263,7 @@ def _matrix(b: Builder, name: str) -> Call:
     out, result = b.write()
     types = f"{left.cpp_type}, {result.cpp_type}"
     bias = "nullptr" if target_name(b.node.target) == "inferc.linear_wide" else b.weight("bias")
-    weights = f"{b.streamed(b.panels('weight'))}, {bias}"
+    weights = f"{b.streamed(b.panels('weight', left.cpp_type))}, {bias}"
     kernel = "linear_add" if adds else "linear"
     return b.done(f"{kernel}<{types}>(t, {x}, {result.rows}, {weights}, {residual}{out});")
 
@@ -475,18 +492,16 @@ def _rope_kv_write(b: Builder, norms: str) -> Call:
 
 
 def qkv_rope_kv_write(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    return _qkv_rope_kv_write(b, b.read("x")[0], b.panels("weight"), "")
+    return _float_qkv(Builder(node, values), "")
 
 
 def qkv_rope_kv_write_int8(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    return _qkv_rope_kv_write(b, b.read("x")[0], b.panels("weight"), "_int8")
+    return _float_qkv(Builder(node, values), "_int8")
 
 
 def qkv_rope_kv_write_w8a8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    return _qkv_rope_kv_write(b, _scaled_rows(b), b.panels("weight"), "_w8a8")
+    return _qkv_rope_kv_write(b, _scaled_rows(b), b.panels("weight", "i8", most_pairs=_head_pairs(b)), "_w8a8")
 
 
 def qkv_rope_kv_write_w4a8(node: fx.Node, values: Values) -> Call:
@@ -494,11 +509,24 @@ def qkv_rope_kv_write_w4a8(node: fx.Node, values: Values) -> Call:
     return _qkv_rope_kv_write(b, _scaled_rows(b), _int4_panels(b), "_w4a8")
 
 
+def _head_panels(b: Builder) -> int:
+    """Of a head: what a thread projects before it finishes them."""
+    return cached_head_dim(b.arg("kv_cache").meta["val"]) // 16
+
+
+def _head_pairs(b: Builder) -> int:
+    return max(1, _head_panels(b) // 2)
+
+
+def _float_qkv(b: Builder, scheme: str) -> Call:
+    x, operand = b.read("x")
+    return _qkv_rope_kv_write(b, x, b.panels("weight", operand.cpp_type, most_pairs=_head_pairs(b)), scheme)
+
+
 def _qkv_rope_kv_write(b: Builder, x: str, panels: str, scheme: str) -> Call:
     table, rotary = b.read("table")
     out, result = b.write(0)
-    head_dim = cached_head_dim(b.arg("kv_cache").meta["val"])
-    weights = [b.streamed(panels, head_dim // 16), *([b.weight("scale")] if scheme else []), b.weight("bias")]
+    weights = [b.streamed(panels, _head_panels(b)), *([b.weight("scale")] if scheme else []), b.weight("bias")]
     norms = f"{b.weight('q_weight')}, {b.weight('k_weight')}, {_norm(b)}"
     how = f"{rotary.width // 2}, {b.arg('pairs').upper()}"
     cache, slots = b.cache(writes=True), b.input("slot_mapping")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from inferc.codegen.cpp import calls, expert_calls
+from inferc.codegen.cpp.blocking import CORES, Product, choices
 from inferc.codegen.cpp.values import POOLS, Call, Place, Slot, Values
 from inferc.codegen.kernels import KERNELS, Kernel, kernel_named, needs_kernel
 from inferc.errors import UnsupportedError
@@ -40,6 +41,14 @@ WORK_BYTES = {
 }
 """Scratch of one node: bytes per row of its values, and besides."""
 HIDDEN_IN = "hidden_in"  # the input of a later pipeline stage
+# What the preprocessor knows an instruction set by, the most capable first.
+ISA_CONDITIONS = {
+    "amx": "defined(__AMX_TILE__) || defined(INFERC_AMX_EMULATED)",
+    "avx512": "defined(__AVX512F__)",
+    "neon_bf16": "defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)",
+    "neon": "defined(__aarch64__)",
+    "avx2": "",
+}
 KEY_UNITS = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 
@@ -116,13 +125,16 @@ def emit(
     else:
         at = Values(program, places, sampled).operand(logits)
         head_body += ["  t.barrier();", f"  return s.sample<float>({at.offset}, 0, {at.stride});"]
-    source = _source(program, arena, tables, body, head_body, list(own_headers))
+    products = {call.product.name: call.product for call in (*step, *head) if call.product}
+    blockings = _blockings([products[name] for name in sorted(products)])
+    source = _source(program, arena, [*blockings, *tables], body, head_body, list(own_headers))
     fields = {
         "abi": ABI,
         "arena": _formula(arena),
         "inputs": [node.name for node in program.inputs()],
         "weights": list(program.weights),
         "observable": [_observable(node, number) for node, number in numbers.items()],
+        "products": [_product(each, step) for each in products.values()],
         "kv_layout": _kv_layout(program),
         "vocab_size": _vocab_size(program),
     }
@@ -381,6 +393,43 @@ def _parts(kernels: Collection[tuple[str, bool]], own_headers: Sequence[str]) ->
         name = "use_" + re.sub(r"\W+", "_", kernel).strip("_")
         parts.append(f"{includes}\nnamespace inferc {{\n[[gnu::used]] static const auto {name} = &{kernel};\n}}\n")
     return (*parts, f'#include "{COMMON_HEADER}"\n#include "entry.h"\n')
+
+
+def _blockings(products: Sequence[Product]) -> list[str]:
+    """The choices for each product, by instruction set."""
+    if not products:
+        return []
+    lines = [
+        "// How products go through the caches, for up to so many rows: rows at a time, bytes of k, pairs of panels."
+    ]
+    for index, (isa, condition) in enumerate(ISA_CONDITIONS.items()):
+        lines.append(f"#{'elif' if index else 'if'} {condition}" if condition else "#else")
+        for product in products:
+            chosen = choices(isa, product)
+            limits = [*(str(choice.up_to) for choice in chosen[:-1]), "ANY_ROWS"]
+            rows = (
+                f"{{{limit}, {each.blocking.rows}, {each.blocking.k_bytes}, {each.blocking.pairs}}}"
+                for limit, each in zip(limits, chosen, strict=True)
+            )
+            lines.append(f"constexpr Blocking {product.name}[] = {{{', '.join(rows)}}};")
+    return [*lines, "#endif"]
+
+
+def _product(product: Product, made: Sequence[Call]) -> dict[str, Any]:
+    """A product as program.json has it: which nodes of the step are, and what was chosen for it."""
+    nodes = {name_of(node) for call in made if call.product == product for node, _, _ in call.outputs}
+    return {
+        "nodes": sorted(nodes),
+        "n": product.n,
+        "k": product.k,
+        "row_bytes": product.row_size,
+        "weight_bytes": product.weight_bytes,
+        "choices": {
+            isa: [{"up_to": each.up_to, **asdict(each.blocking), "of_peak": round(each.of_peak, 3)} for each in chosen]
+            for isa in CORES
+            for chosen in [choices(isa, product)]
+        },
+    }
 
 
 def _source(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from inferc.codegen.cpp.blocking import Product
 from inferc.errors import UnsupportedError
 from inferc.program import Program, name_of, target_name
 
@@ -84,6 +85,7 @@ class Call:
     ahead: str = ""  # the C++ text of what a thread will read first, if that is known before
     apart: bool = True  # the kernel, if it is a template, can be compiled apart from the call
     own: bool = False  # the kernel is a user's
+    product: Product | None = None  # the matrix product that it is, which its text has a blocking for
 
     @property
     def kernel(self) -> str:

@@ -48,6 +48,9 @@ def bench_kernels(
     Beside each stand its bytes and operations a second, and how near it is to the roofline: the time that its bytes take
     at the bandwidth of memory, or its products at the peak of the instruction set, whichever is longer, as a share of the
     time that it took. Both limits are measured first. Bytes are of weights, K and V; activations stay in the caches.
+
+    Of the prefill step the matrix products follow, with how the compiler cut them for the caches, and their speed as a
+    share of what its model of their cost expects: far below one, the model does not know this machine.
     """
     from inferc.config import EngineConfig, available_cores, from_dict
     from inferc.runtime.artifact import load_artifact
@@ -90,6 +93,16 @@ def bench_kernels(
         for row in step.kernels:
             rates = f"{_rate(row.gb_per_s):>7} {_rate(row.gflops_per_s):>8} {_percent(row.of_limit):>9}"
             say(f"  {row.kernel:32} {row.calls:5} {row.ms:10.3f} {row.share:7.1%} {rates}")
+        if step.products:
+            say("  products, as they are blocked, with what is fused to them")
+            say(
+                f"  {'outputs x k, bits':32} {'calls':>5} {'ms':>10} {'rows':>5} {'k bytes':>7} {'pairs':>5} {'GFLOP/s':>8} {'of model':>8}"
+            )
+        for each in step.products:
+            size = f"{each.n} x {each.k}, {8 * each.row_bytes} by {8 * each.weight_bytes:g}"
+            cut = f"{each.rows_at_a_time:5} {each.k_bytes_at_a_time:7} {each.pairs_at_a_time:5}"
+            rate = f"{_rate(each.gflops_per_s):>8} {_percent(each.of_expected):>8}"
+            say(f"  {size:32} {each.calls:5} {each.ms:10.3f} {cut} {rate}")
 
 
 def _rate(value: float | None) -> str:

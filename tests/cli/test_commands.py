@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from inferc.cli import app
 from inferc.client import Client
+from inferc.runtime.abi import detect_isa
 
 COMMANDS = ("compile", "explain", "inspect", "generate", "chat", "serve", "eval", "bench")
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
@@ -257,6 +258,23 @@ def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
     assert (calls["cpp.linear_silu_mul.float32"], calls["cpp.linear_add.float32"]) == (2, 2 * 2)
     assert calls["cpp.qkv_rope_kv_write.float32"] == 2
     assert calls["cpp.lm_head.float32"] == 1
+    assert not any(found[name]["products"] for name in ("prefill", "decode", "decode of 3"))  # of few tokens
+
+
+@pytest.mark.parametrize("isa", detect_isa())
+def test_bench_kernels_holds_products_beside_the_model_of_their_cost(tiny_artifact: Path, isa: str) -> None:
+    arguments = ("bench", "kernels", tiny_artifact, "--input-len", "64", "--num-seqs", "1", "--isa", isa)
+    found = run_json(*arguments)
+    peaks = found["limits"]["flops_per_s"]
+    assert peaks["int8"] < 10 * peaks["bfloat16"]  # once a compiler saw that the numbers were zeros
+    products = {(row["n"], row["k"]): row for row in found["prefill"]["products"]}
+    program = json.loads((tiny_artifact / "program.json").read_text())["products"]
+    assert set(products) == {(row["n"], row["k"]) for row in program if row["nodes"]}
+    for row in products.values():
+        assert row["calls"] in (2, 4) and 0 < row["rows_at_a_time"] <= 64 and row["pairs_at_a_time"] >= 1
+        assert row["k_bytes_at_a_time"] <= row["k"] * row["row_bytes"]
+        assert row["gflops_per_s"] > 0 and row["expected_gflops_per_s"] > 0
+    assert "of model" in run_inferc(*arguments).stdout and not found["decode"]["products"]
 
 
 def test_bench_serve_measures_a_server(tiny_artifact: Path) -> None:

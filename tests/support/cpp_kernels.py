@@ -166,6 +166,11 @@ def _node(op: Any, values: dict[str, Any], out: Tensor) -> torch.fx.Node:
     return node
 
 
+def nan(*sizes: int, dtype: torch.dtype) -> Tensor:
+    """What a kernel writes its result over."""
+    return torch.full(sizes, float("nan"), dtype=dtype)
+
+
 def assert_near(found: Tensor, expected: Tensor, factor: float = 1.0) -> None:
     """Within the table's tolerance; NaN anywhere fails."""
     tolerance = TOLERANCE[found.dtype] * factor

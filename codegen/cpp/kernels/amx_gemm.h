@@ -8,13 +8,10 @@ namespace inferc {
 
 template <class T>
 constexpr i64 TILE_K = TILE_LINE / i64(sizeof(T));
-// Of k at a time, in bytes of a row: two panels are then 32 KB of a first-level cache of 48 KB, and rows pass by them.
-constexpr i64 TILE_BLOCK = 1024;
+// Of k at a time at most, in bytes of a row, where weights are widened: two panels are then 32 KB.
+constexpr i64 TILE_WIDE_BYTES = 1024;
 // Weights in int8 are widened for so many k at a time for few rows.
 constexpr i64 TILE_WIDE_K = 256;
-// From so many rows on the next two panels are fetched meanwhile, a line in two: the processor fetches its neighbour. For
-// 160 and 192 rows that gained little or nothing.
-constexpr i64 TILE_FETCH_ROWS = 256, TILE_FETCH_BYTES = 128;
 
 // One or two tiles of rows: those of k step i start `step` bytes behind those of step i - 1, rows are `stride` bytes apart.
 struct RowTiles {
@@ -23,11 +20,13 @@ struct RowTiles {
   INLINE RowTiles from(i64 i) const { return {first + i * step, second + i * step, stride, step}; }
 };
 
-// What is fetched beside a product: `bytes` from each of both addresses, or from the first alone, with every step of it.
+// What is fetched beside a product: `bytes` from each of both addresses with every step of it.
 struct TileAhead {
   const char *first = nullptr, *second = nullptr;
-  i64 bytes = 0, apart = 64;
+  i64 bytes = 0;
 };
+// So many of each, whole lines, that `all` are there after so many steps.
+INLINE i64 fetched_each(i64 all, i64 steps) { return (all + steps * TILE_LINE - 1) / (steps * TILE_LINE) * TILE_LINE; }
 
 // Which operand is not read again before it has left the first-level cache, while the other is.
 enum Streams { NEITHER, ROWS, PANELS };
@@ -35,9 +34,10 @@ enum Streams { NEITHER, ROWS, PANELS };
 // M tiles of rows times P panels over whole tiles of k: to[row * stride + p * 16 + lane], started at zero, or with what
 // lies at `from`.
 template <class T, int M, int P, Streams STREAMS>
-__attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const* b, const TileAhead& next, i64 steps,
+__attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const* b, const TileAhead& ahead, i64 steps,
                                               const float* from, float* to, i64 stride) {
-  TileAhead ahead = next;
+  const char *first = ahead.first, *second = ahead.second;
+  const i64 fetched = ahead.bytes;
   constexpr T* type = nullptr;
   const char *rows = a.first, *more = a.second, *panels[P];
   const i64 row_stride = a.stride, row_step = a.step, line = stride * i64(sizeof(float));
@@ -57,12 +57,11 @@ __attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const*
     else amx::load<R>(at, apart);
   };
   for (i64 i = 0; i < steps; ++i) {
-    for (i64 at = 0; at < ahead.bytes; at += ahead.apart) {
-      fetch_l2(ahead.first + at);
-      if (ahead.second) fetch_l2(ahead.second + at);
+    for (i64 at = 0; at < fetched; at += TILE_LINE) {
+      fetch_l2(first + at);
+      fetch_l2(second + at);
     }
-    ahead.first += ahead.bytes;
-    if (ahead.second) ahead.second += ahead.bytes;
+    first += fetched, second += fetched;
     load(std::integral_constant<int, 4>(), rows, row_stride);
     if constexpr (M == 2) load(std::integral_constant<int, 5>(), more, row_stride);
     load(std::integral_constant<int, 6>(), panels[0], TILE_LINE);
@@ -197,16 +196,16 @@ template <class T, class W, class R, class E>
 __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit,
                                            Beside beside) {
   constexpr bool widens = !std::is_same_v<T, W>;
-  constexpr i64 width = 2 * LANES, wide_k = TILE_BLOCK / i64(sizeof(T)), tile = TILE_HEIGHT * TILE_K<T>;
-  const i64 k = w.k, steps = (k + TILE_K<T> - 1) / TILE_K<T>;
+  constexpr i64 width = 2 * LANES, wide_k = TILE_WIDE_BYTES / i64(sizeof(T)), tile = TILE_HEIGHT * TILE_K<T>;
+  const i64 k = w.k, steps = (k + TILE_K<T> - 1) / TILE_K<T>, chosen = w.blocking->k_bytes / i64(sizeof(T));
   // A weight that one tile of rows or two read once streams through whole panels.
-  const i64 block = rows > TILE_HEIGHT && (widens || rows > TILE_PAIR) ? wide_k : widens ? TILE_WIDE_K : steps * TILE_K<T>;
+  const i64 block = widens ? rows > TILE_HEIGHT ? wide_k : TILE_WIDE_K : rows > TILE_PAIR ? chosen : steps * TILE_K<T>;
   T* packed = nullptr;
   if (const i64 bytes = packed_bytes<T>(row_of, rows, k))
     packed = static_cast<T*>(__builtin_alloca_with_align(size_t(bytes), 8 * TILE_LINE));
   const TiledRows x = tiled_rows(row_of, rows, k, packed);
   const i64 all_pairs = (end - begin + 1) / 2;
-  const i64 pairs = is_deep(rows, k * i64(sizeof(T))) ? deep_pairs(rows) : 1;  // at a time
+  const i64 pairs = rows > TILE_PAIR ? w.blocking->pairs : 1;  // at a time
   const i64 of_pair = rows * width;
   const size_t room = size_t((pairs < all_pairs ? pairs : all_pairs) * of_pair) * sizeof(float);
   float* sums = static_cast<float*>(__builtin_alloca_with_align(room, 8 * TILE_LINE));
@@ -214,8 +213,6 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
   alignas(64) T last_tiles[2 * tile], wide[widens ? 2 * wide_k * 16 : 1];
   const i64 products = (rows + TILE_PAIR - 1) / TILE_PAIR;
   const i64 panel_bytes = w.size() * i64(sizeof(W));
-  const i64 fetches = products * steps * TILE_FETCH_BYTES;  // bytes, if each step fetches once
-  const i64 fetched = rows < TILE_FETCH_ROWS ? 0 : (2 * panel_bytes + fetches - 1) / fetches * TILE_FETCH_BYTES;
   auto bytes_of = [&](i64 panel) { return reinterpret_cast<const char*>(w.panel(panel)); };
   auto multiply_pair = [&](i64 panel, i64 k0, float* pair_sums, TileAhead ahead) {
     const i64 count = end - panel < 2 ? 1 : 2, here = k - k0 < block ? k - k0 : block;
@@ -240,8 +237,7 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
       if (rows > TILE_PAIR) tile_product<T, ROWS>(high, a, count, panels, last, ahead, here, from, to, width);
       else tile_product<T, NEITHER>(high, a, count, panels, last, ahead, here, from, to, width);
       const i64 passed = here / TILE_K<T> * ahead.bytes;
-      ahead.first += passed;
-      if (ahead.second) ahead.second += passed;
+      ahead.first += passed, ahead.second += passed;
       if (!is_last) continue;
       if (count == 2) emit_sums<T, 2>(done, high, row, panel, emit);
       else emit_sums<T, 1>(done, high, row, panel, emit);
@@ -252,22 +248,22 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
     for (i64 k0 = 0; k0 < k; k0 += block)
       for (i64 panel = first; panel < stop; panel += 2) {
         const bool is_last = k0 + block >= k;
-        // What is read next: this pair's next block if it goes on alone, else the same block of the next pair.
+        // What is read next: the same block of the next pair, the next block of the first, or a pair's next block if it is alone.
         const i64 at = bytes_between(w.panel(0), w.panel(0) + k0 * 16), size = bytes_between(w.panel(0), w.panel(0) + block * 16);
         TileAhead ahead;
-        if (pairs > 1) {
+        if (rows <= TILE_PAIR) {
+          if constexpr (widens) {  // widening them would wait for memory
+            const i64 next = is_last ? panel + 2 : panel, from = is_last ? 0 : at + size;
+            ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
+          }
+        } else if (pairs > 1) {
           const bool turns = panel + 2 >= stop;
-          const i64 next = turns ? first : panel + 2, from = at + (turns ? size : 0);
-          const i64 each = (size / (products * (block / TILE_K<T>)) + TILE_LINE - 1) / TILE_LINE * TILE_LINE;
-          if (fetched && !(turns && is_last)) ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, each};
-        } else if (widens && rows <= TILE_PAIR) {  // widening them would wait for memory
-          const i64 next = is_last ? panel + 2 : panel, from = is_last ? 0 : at + size;
-          ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
+          const i64 next = !turns ? panel + 2 : is_last ? stop : first, from = !turns ? at : is_last ? 0 : at + size;
+          if (next < end)
+            ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, fetched_each(size, products * (block / TILE_K<T>))};
         } else if (panel + 2 < end) {
-          const i64 streams = w.gates ? 2 : 1;  // otherwise one panel lies behind the other
-          const i64 passed = fetched / streams * products * (k0 / TILE_K<T>);
-          ahead = {bytes_of(panel + 2) + passed, w.gates ? bytes_of(panel + 3) + passed : nullptr, fetched / streams,
-                   TILE_FETCH_BYTES / streams};
+          const i64 each = fetched_each(panel_bytes, products * steps), passed = each * products * (k0 / TILE_K<T>);
+          ahead = {bytes_of(panel + 2) + passed, bytes_of(panel + 3) + passed, each};
         }
         multiply_pair(panel, k0, sums + (panel - first) / 2 * of_pair, ahead);
       }

@@ -26,18 +26,20 @@ constexpr int TALL_ROWS = 0;
 constexpr i64 INT8_TILE_ROWS = 2;
 #endif
 constexpr i64 PREFETCH_BYTES = 2048;
-constexpr i64 BLOCK_ROWS = 192;              // rows that share one pass over a group of panels
-// The same on tiles, which multiply TILE_PAIR at a time, with more than half of a 2 MB L2 for rows of `bytes` each.
-constexpr i64 TILE_BLOCK_ROWS = 512, TILE_PAIR = 32, TILE_ROW_BYTES = 5 << 18;
-INLINE i64 tile_block_rows(i64 bytes) {
-  const i64 rows = TILE_ROW_BYTES / bytes / TILE_PAIR * TILE_PAIR;
-  return rows < 2 * TILE_PAIR ? 2 * TILE_PAIR : rows < TILE_BLOCK_ROWS ? rows : TILE_BLOCK_ROWS;
-}
-// Whether they do not fit there; and of how many pairs of panels the sums do, beside a block of the rows' k.
-INLINE bool is_deep(i64 rows, i64 bytes) { return rows > TILE_PAIR && rows * bytes > TILE_ROW_BYTES; }
-INLINE i64 deep_pairs(i64 rows) { return (1 << 19) / (rows * 2 * LANES * i64(sizeof(float))); }
-constexpr i64 BLOCK_K_BYTES = 8192;          // of one output row: a group of panels then takes half of a 1 MB L2
-constexpr i64 WIDE_K = 256;                  // of int8 panels at a time, widened into L1 for rows of another type
+constexpr i64 TILE_PAIR = 32;  // rows that tiles multiply at a time
+constexpr i64 WIDE_K = 256;    // of int8 panels at a time, widened into L1 for rows of another type
+
+// How a product goes through the caches: codegen/cpp/blocking.py chooses it for every product, for several numbers of rows.
+struct Blocking {
+  i64 up_to;    // rows that it was chosen for
+  i64 rows;     // that go over a piece's panels before the next ones do: at most BLOCK_ROWS, on tiles TILE_BLOCK_ROWS
+  i64 k_bytes;  // of a row at a time, of integers that are not widened
+  i64 pairs;    // of panels that this much of k goes through before the next does, while their sums wait: 1 but on tiles
+};
+constexpr i64 BLOCK_ROWS = 192, TILE_BLOCK_ROWS = 512;
+// Of a product that nothing was chosen for: of few rows, like an expert's.
+constexpr i64 ANY_ROWS = i64(1) << 62;
+inline constexpr Blocking ANY_BLOCKING{ANY_ROWS, BLOCK_ROWS, AMX ? 1024 : 8192, 1};
 
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
 // a and b point at the first elements; ahead, unless null, at what to fetch meanwhile into the second-level cache: as many
@@ -126,6 +128,13 @@ template <class T>
 struct Panels {
   const T* data;
   i64 n, k, gates = 0;
+  const Blocking* blocking = &ANY_BLOCKING;
+  // The same, with the first blocking that is for as many rows.
+  INLINE Panels for_rows(i64 rows) const {
+    Panels chosen = *this;
+    while (chosen.blocking->up_to < rows) ++chosen.blocking;
+    return chosen;
+  }
   INLINE i64 size() const { return 16 * ((k + Dot<T>::unit - 1) / Dot<T>::unit * Dot<T>::unit); }  // of a panel
   INLINE const T* panel(i64 p) const { return data + (gates ? p / 2 + p % 2 * gates : p) * size(); }
   INLINE i64 count() const { return (n + 15) / 16; }
@@ -184,9 +193,10 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 template <class T, int P, class W, class R, class E>
 INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit, i64 next = -1) {
   constexpr bool widens = !std::is_same_v<T, W>;
-  constexpr i64 block = widens ? WIDE_K : BLOCK_K_BYTES / i64(sizeof(T)), width = P * LANES;
+  constexpr i64 width = P * LANES;
+  const i64 block = widens ? WIDE_K : w.blocking->k_bytes / i64(sizeof(T));
   alignas(64) float sums[BLOCK_ROWS * width];
-  alignas(64) T wide[widens ? P * block * 16 : 1];
+  alignas(64) T wide[widens ? P * WIDE_K * 16 : 1];
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     bool is_last = k0 + block >= w.k;
     const T *panels[P], *ahead[P], *a[P == 2 ? 12 : TILE_ROWS];
@@ -194,8 +204,8 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
     for (int p = 0; p < P; ++p) {
       if constexpr (!widens) ahead[p] = w.panel(fetches ? next + p : panel + p) + k0 * 16;
       if constexpr (widens) {
-        widen(w.panel(panel + p) + k0 * 16, is_last ? w.k - k0 : block, wide + p * block * 16);
-        panels[p] = wide + p * block * 16;
+        widen(w.panel(panel + p) + k0 * 16, is_last ? w.k - k0 : block, wide + p * WIDE_K * 16);
+        panels[p] = wide + p * WIDE_K * 16;
       } else {
         panels[p] = w.panel(panel + p) + k0 * 16;
       }
@@ -328,11 +338,10 @@ struct RowBlocks {
   }
 };
 
-// Those in which rows of T over k go through a product.
+// Those in which rows of T go through a product.
 template <class T>
-INLINE RowBlocks row_blocks_of(i64 rows, i64 k) {
-  if (AMX && sizeof(T) < 4 && rows > TALL_ROWS) return {rows, tile_block_rows(k * i64(sizeof(T))), TILE_PAIR};
-  return {rows, BLOCK_ROWS};
+INLINE RowBlocks row_blocks_of(i64 rows, const Blocking& blocking) {
+  return {rows, blocking.rows, AMX && sizeof(T) < 4 && rows > TALL_ROWS ? TILE_PAIR : TILE_ROWS};
 }
 
 // Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end, the
@@ -355,15 +364,14 @@ INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, i6
 // x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16. It should have
 // captured by value: what lies in memory is read anew for every vector, since the last may have been stored over it.
 template <class T, class W, class E>
-INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, Panels<W> w, E emit, Beside beside = {}) {
+INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, const Panels<W>& panels, E emit, Beside beside = {}) {
   const bool early = fetches_weights<T, W>(rows);
-  RowBlocks blocks = row_blocks_of<T>(rows, w.k);
+  const Panels<W> w = panels.for_rows(rows);
+  const RowBlocks blocks = row_blocks_of<T>(rows, *w.blocking);
   i64 groups = 0;
-  const RowBlocks tall{rows, TILE_BLOCK_ROWS, TILE_PAIR};
-  if (AMX && sizeof(T) < 4 && is_deep(tall.begin(1), w.k * i64(sizeof(T)))) {
+  if (w.blocking->pairs > 1) {
     // Rows over long k are read from beyond the second-level cache, once for each piece: by as few as there are threads.
-    blocks = tall;
-    const i64 most = deep_pairs(blocks.begin(1)) / 2, all = (w.count() + 3) / 4, share = (all + team.count - 1) / team.count;
+    const i64 most = w.blocking->pairs / 2, all = (w.count() + 3) / 4, share = (all + team.count - 1) / team.count;
     const i64 of_thread = (share + most - 1) / most;
     groups = (share + of_thread - 1) / of_thread;
   }

@@ -14,6 +14,12 @@ struct Int4Panels {
   const u8* data;
   const i8* scale;  // of groups: [n / 16][groups][16]
   i64 n, k, group;  // a multiple of 32
+  const Blocking* blocking = &ANY_BLOCKING;
+  INLINE Int4Panels for_rows(i64 rows) const {
+    Int4Panels chosen = *this;
+    while (chosen.blocking->up_to < rows) ++chosen.blocking;
+    return chosen;
+  }
   INLINE i64 groups() const { return (k + group - 1) / group; }
   INLINE i64 count() const { return (n + 15) / 16; }
   INLINE const u8* panel(i64 p) const { return data + p * groups() * group * 8; }
@@ -392,7 +398,8 @@ template <class T, class O>
 KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const float* scale,
                         const T* bias, Written<O> out) {
   const auto emit = written_from(FromIntegers<T>{x_scale, scale, bias}, out);
-  pieces(team, row_blocks_of<i8>(rows, w.k), w.count(), false, 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
+  const RowBlocks blocks = row_blocks_of<i8>(rows, *w.for_rows(rows).blocking);
+  pieces(team, blocks, w.count(), false, 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
     int4_panels(
         w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
         [emit, row0, n = w.n](i64 row, i64 panel, IVec acc) { emit(row0 + row, panel * 16, acc, n - panel * 16); });

@@ -311,9 +311,10 @@ INLINE void head_panels(const Int4Panels& w, i64 begin, i64 end, i64, i64 rows, 
 
 // x times the weight of all heads of q, k and v, each head finished where it is computed.
 template <class X, class P, class F, class T, class S>
-INLINE void project_heads(Team& team, Rows<const X> x, const P& w, F number, const Heads<T, S>& finish, bool fetches) {
+INLINE void project_heads(Team& team, Rows<const X> x, const P& panels, F number, const Heads<T, S>& finish, bool fetches) {
   const i64 dim = finish.cache.dim, of_head = dim / 16, all = finish.count();
-  const RowBlocks row_blocks = row_blocks_of<X>(finish.rows, w.k);
+  const P w = panels.for_rows(finish.rows);
+  const RowBlocks row_blocks = row_blocks_of<X>(finish.rows, *w.blocking);
   const i64 blocks = row_blocks.count();
   const bool early = blocks == 1 && fetches;
   team.each_early(all * blocks, piece_grain(team, all * blocks), early, [&](i64 begin, i64 end, i64 after) {

@@ -12,11 +12,25 @@ constexpr int BUSY_ROWS = 12;
 constexpr int BUSY_ROWS = 5;  // as many sums as registers hold
 #endif
 
+// Numbers of either sign with bits as those of weights: a processor that multiplies zeros draws less power, and may run at
+// a clock that no product reaches (3.1 against 2.2 TFLOP/s a core were measured).
+template <class T>
+INLINE void fill_with_numbers(T* to, i64 count) {
+  u32 state = 1;
+  for (i64 i = 0; i < count; ++i) {
+    state = state * 1664525u + 1013904223u;
+    if constexpr (std::is_same_v<T, bf16>) to[i].bits = u16(0x3f00 | (state >> 16 & 0x807f));  // from 0.5 to 1
+    else to[i] = T(state >> 24);
+  }
+}
+
 // `rounds` lines of weights, all the same one, times rows in registers; returns the operations.
 template <class T>
 __attribute__((noinline)) i64 busy(i64 rounds) {
-  alignas(64) T line[16 * Dot<T>::unit] = {};
-  alignas(64) float results[16];
+  alignas(64) T line[16 * Dot<T>::unit];
+  alignas(64) float results[16] = {};
+  fill_with_numbers(line, 16 * Dot<T>::unit);
+  asm volatile("" : "+m"(line));  // not known when it is compiled
   typename Dot<T>::Sum sums[BUSY_ROWS];
   for (auto& sum : sums) sum = Dot<T>::start(0, results, true);
   auto row = Dot<T>::left(line);
@@ -32,18 +46,6 @@ __attribute__((noinline)) i64 busy(i64 rounds) {
     asm volatile("" ::"m"(results));
   }
   return rounds * BUSY_ROWS * 16 * Dot<T>::unit * 2;
-}
-
-// Numbers of either sign with bits as those of weights: a processor that multiplies zeros draws less power, and may run at
-// a clock that no product reaches (3.1 against 2.2 TFLOP/s a core were measured).
-template <class T>
-INLINE void fill_with_numbers(T* to, i64 count) {
-  u32 state = 1;
-  for (i64 i = 0; i < count; ++i) {
-    state = state * 1664525u + 1013904223u;
-    if constexpr (std::is_same_v<T, bf16>) to[i].bits = u16(0x3f00 | (state >> 16 & 0x807f));  // from 0.5 to 1
-    else to[i] = T(state >> 24);
-  }
 }
 
 // The same with tiles: two of rows times two of weights.

@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_kernels import DTYPES, Kernels, assert_near, moe_experts, packed, part_of
-from torch import Tensor
+from cpp_kernels import DTYPES, Kernels, assert_near, moe_experts, nan, packed, part_of
 
 from inferc.ops import rope_pairs
 from inferc.ops.experts import GROUP_SCORES, SCORES
 
 ops = torch.ops.inferc
-
-
-def nan(*sizes: int, dtype: torch.dtype) -> Tensor:
-    return torch.full(sizes, float("nan"), dtype=dtype)
 
 
 def test_linear(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -122,20 +117,6 @@ def test_a_row_of_linear_does_not_depend_on_the_others(kernels: Kernels, dtype: 
         together = nan(count, n, dtype=dtype)
         kernels.run("test_linear", dtype, x, k, count, weight, n, k, None, together, n, False)
         assert torch.equal(together, alone[:count])
-
-
-@pytest.mark.parametrize(("rows", "n", "k"), [(70, 40, 16_400), (517, 72, 1401)])
-def test_many_rows_over_long_k_have_the_bits_of_few(
-    kernels: Kernels, dtype: torch.dtype, rows: int, n: int, k: int
-) -> None:
-    """More of x than the second-level cache holds: on tiles a block of k goes through many panels before the next."""
-    x, plain = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype)
-    weight, few, all_rows = packed(plain), nan(16, n, dtype=dtype), nan(rows, n, dtype=dtype)
-    first = rows - 16
-    kernels.run("test_linear", dtype, x[first:], k, 16, weight, n, k, None, few, n, False)
-    kernels.run("test_linear", dtype, x, k, rows, weight, n, k, None, all_rows, n, False)
-    assert torch.equal(all_rows[first:], few)
-    assert_near(all_rows, x.float() @ plain.float().T, factor=8.0)
 
 
 @pytest.mark.parametrize(("offset", "early"), [(0.0, True), (0.0, False), (1.0, False), (1.0, True)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_kernels import Kernels, assert_near, group_panels, moe_experts, packed, part_of
+from cpp_kernels import Kernels, assert_near, group_panels, moe_experts, nan, packed, part_of
 from experts import SCHEMES, as_rows, experts_of, quantized
 from torch import Tensor
 
@@ -23,10 +23,6 @@ SHAPES = (
     (200, 70, 519),
     (5, 40, 8195),
 )
-
-
-def nan(*sizes: int, dtype: torch.dtype) -> Tensor:
-    return torch.full(sizes, float("nan"), dtype=dtype)
 
 
 @pytest.mark.parametrize("sizes", SHAPES)

@@ -15,6 +15,20 @@ EXPORT void test_wide_int8(void* pool, i64 dtype, const void* x, const float* x_
   })
 }
 
+// The same with a weight in T too, unless there are scales, and as `blocking` says.
+EXPORT void test_blocked(void* pool, i64 dtype, const void* x, const float* x_scale, i64 rows, const void* w, i64 n, i64 k,
+                         const float* scale, const Blocking* blocking, float* out) {
+  FOR_DTYPE(dtype, {
+    Written<float> written{{}, {out, n}};
+    on(pool, [&](Team& t) {
+      const Panels<i8> bytes{as<i8>(w), n, k, 0, blocking};
+      if (!scale) linear<T, float>(t, rows_of<const T>(x, k), rows, Panels<T>{as<T>(w), n, k, 0, blocking}, nullptr, {out, n});
+      else if (!x_scale) linear_int8<T>(t, rows_of<const T>(x, k), rows, bytes, scale, nullptr, written);
+      else linear_w8a8<T>(t, rows_of<const i8>(x, k), rows_of<const float>(x_scale, 1), rows, bytes, scale, nullptr, written);
+    });
+  })
+}
+
 EXPORT void test_linear_w4a8(void* pool, i64 dtype, const i8* x, i64 ldx, const float* x_scale, i64 rows, const u8* w,
                              const i8* group_scale, const float* scale, i64 n, i64 k, i64 group, const void* bias,
                              const void* residual, void* out) {

@@ -1,0 +1,116 @@
+"""The compiler's model of what products cost, beside what they take: every way to cut each for the caches, measured.
+
+    python benchmarks/blocking.py [--rows 128 512 2048] [--formats bfloat16 w8a8] [--isa amx] [--turns 3] [--out FILE.json]
+
+For the products in a layer of Qwen3-0.6B and of Llama-3.2-1B: what `inferc compile` chooses (`codegen/cpp/blocking.py`), the
+share of the processor's peak that it expects and that is found, and what the best of all candidates reaches. Candidates run in
+turn, so that a slow moment of the machine falls on all of them. Where the last column is far below one, the model misses
+something of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemm_onednn import DTYPES, FORMATS, SHAPES, Ours, median_seconds, product
+from measured import save
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from inferc.codegen.cpp.blocking import ANY_ROWS, Blocking, Product, candidates, choose, core_of, cycles
+from inferc.codegen.cpp.build import ISAS
+from inferc.config import available_cores
+from inferc.runtime.abi import choose_isa
+
+WEIGHT_BYTES = 256 << 20  # to rotate through
+WARM_SECONDS, COUNTED_SECONDS = (
+    0.03,
+    0.06,
+)  # of a candidate in a turn: products run all the time, none begins after a rest
+
+
+def measure(ours: Ours, format: str, rows: int, n: int, k: int, turns: int, peak: float) -> dict[str, Any]:
+    size = DTYPES[format].itemsize
+    multiplied = Product(n, k, size, size)
+    core, chosen = core_of(ours.isa, multiplied, rows), choose(ours.isa, multiplied, rows)
+    table = torch.zeros(1, 4, dtype=torch.int64)
+    made = product(ours, format, rows, n, k, WEIGHT_BYTES, table)
+    shares: dict[Blocking, list[float]] = {each: [] for each in candidates(core, multiplied, rows)}
+    for _ in range(turns):
+        for each, found in shares.items():
+            table[0] = torch.tensor([ANY_ROWS, each.rows, each.k_bytes, each.pairs])
+            seconds = median_seconds(made.ours, WARM_SECONDS, COUNTED_SECONDS)
+            found.append(made.operations / seconds / peak)
+    medians = {each: statistics.median(found) for each, found in shares.items()}
+    best = max(medians, key=lambda each: medians[each])
+    least = made.operations / core.operations[size]
+    return {
+        "format": format,
+        "product": [rows, n, k],
+        "chosen": asdict(chosen.blocking),
+        "best": asdict(best),
+        "expected": chosen.of_peak,
+        "found": medians[chosen.blocking],
+        "of_best": medians[chosen.blocking] / medians[best],
+        "candidates": [
+            {**asdict(each), "expected": least / cycles(core, multiplied, rows, each), "found": found}
+            for each, found in medians.items()
+        ],
+    }
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="products of the peak, as they are cut and as they could be")
+    for name in ("format", "rows x columns x k", "chosen: rows, bytes of k, pairs", "best"):
+        table.add_column(name)
+    for name in ("expected", "found", "of the best"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cuts = (", ".join(map(str, row[each].values())) for each in ("chosen", "best"))
+        shares = (f"{row[each]:.2f}" for each in ("expected", "found", "of_best"))
+        table.add_row(row["format"], " x ".join(map(str, row["product"])), *cuts, *shares)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--shape", dest="shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--turns", type=int, default=3, choices=range(1, 1000), metavar="N")
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--isa", default="auto", choices=("auto", *ISAS))
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    isa = choose_isa(options.isa, ISAS)
+    ours = Ours(isa, options.threads)
+    cases = [
+        (format, rows, *size)
+        for format in options.formats
+        for rows in options.rows
+        for shape in options.shapes
+        for size in SHAPES[shape]
+    ]
+    peaks = {format: max(ours.peak(format) for _ in range(8)) for format in options.formats}
+    console = Console(stderr=True)
+    rows = [
+        measure(ours, *case, options.turns, peaks[case[0]])
+        for case in track(cases, description="products", console=console)
+    ]
+    print_console = Console()
+    print_console.print(table_of(rows))
+    of_best = statistics.geometric_mean([row["of_best"] for row in rows])
+    print_console.print(f"{isa}: what is chosen reaches {of_best:.3f} of the best of all (geometric mean)")
+    if options.out:
+        save({"isa": isa, "threads": options.threads, "peaks": peaks, "of_best": of_best, "rows": rows}, options.out)
+
+
+if __name__ == "__main__":
+    main()
