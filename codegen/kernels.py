@@ -20,6 +20,9 @@ from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
 from inferc.program import dtype_name, name_of, target_name
 
+__all__ = ["ALIAS_OPS", "KERNELS", "OTHER_CASE", "OTHER_TARGET", "PANELS", "Kernel"]
+__all__ += ["cannot_run", "kernel_named", "needs_kernel", "select"]
+
 # Views: they have no kernel, only another address or row stride of what they read.
 ALIAS_OPS = ("aten.slice.Tensor", "aten.view", "getitem")
 

@@ -10,10 +10,9 @@ from torch import Tensor, fx, ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import inferc
-from inferc.codegen.conditions import OTHER_TARGET
 from inferc.codegen.cpp.calls import Builder, cpp_float
 from inferc.codegen.cpp.values import Call, Values
-from inferc.codegen.kernels import Kernel
+from inferc.codegen.kernels import OTHER_TARGET, Kernel
 from inferc.ops.registry import define, like_first
 from inferc.passes.rewrite import Rewrite
 

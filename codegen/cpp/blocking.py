@@ -24,6 +24,7 @@ FEW_ROWS = 12  # up to which vectors multiply integers where there are tiles
 MOST_PAIRS = 16
 PANEL = 16  # outputs
 WIDE_BYTES = 1024  # of a row whose weight is widened: the kernels', no choice
+COPIED_BYTES = 2 << 20  # of rows at most that are no whole tiles: a block of them is copied to the stack
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Core:
     overlap: float = 0.65  # of the shorter of arithmetic and moving, how much hides behind the longer
     visit: float = 213.0  # cycles to begin and to end one pass of the innermost loop
     output: float = 17.6  # cycles for 16 outputs
+
+    @property
+    def has_tiles(self) -> bool:
+        return self.columns == self.rows
 
     def row_byte(self, passed: float) -> float:
         """Cycles to load a byte that was used last before `passed` bytes were."""
@@ -164,10 +169,10 @@ def cycles(core: Core, product: Product, rows: int, blocking: Blocking) -> float
 def candidates(core: Core, product: Product, rows: int) -> Iterator[Blocking]:
     """The blockings that the kernels have room for, those first that are cut least."""
     k_bytes = product.k * product.row_size
-    tiles = core.columns == core.rows
-    unit = core.most_rows // 8
-    whole = -(-rows // core.rows) * core.rows
+    unit, whole = core.most_rows // 8, -(-rows // core.rows) * core.rows
     heights = sorted({min(height, whole) for height in (unit, 2 * unit, 4 * unit, 6 * unit, 8 * unit)})
+    if core.has_tiles and k_bytes % 64:
+        heights = [height for height in heights if height * k_bytes <= COPIED_BYTES] or [core.rows]
     if product.weight_bytes < 1:
         blocks = [k_bytes]
     elif product.widens:
@@ -176,7 +181,7 @@ def candidates(core: Core, product: Product, rows: int) -> Iterator[Blocking]:
         blocks = [block for block in (8192, 4096, 2048, 1024, 512) if block < 2 * k_bytes] or [512]
     for height in reversed(heights):
         for block in blocks:
-            for pairs in (1, 2, 4, 8, 16) if tiles and product.weight_bytes >= 1 and block < k_bytes else (1,):
+            for pairs in (1, 2, 4, 8, 16) if core.has_tiles and product.weight_bytes >= 1 and block < k_bytes else (1,):
                 if pairs <= product.most_pairs:
                     yield Blocking(height, block, pairs)
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from graphs import example, random, rows
 
-from inferc.codegen.conditions import OTHER_TARGET
 from inferc.codegen.cpp.calls import Builder, cpp_float
 from inferc.codegen.cpp.values import Call, Values
-from inferc.codegen.kernels import KERNELS, Kernel
+from inferc.codegen.kernels import KERNELS, OTHER_TARGET, Kernel
 from inferc.codegen.target import Target
 from inferc.compiler import CompileSummary, compile
 from inferc.config import CompileConfig, ContextLength

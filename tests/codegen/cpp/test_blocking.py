@@ -63,6 +63,11 @@ def test_rows_that_overflow_the_second_level_cache_are_cut() -> None:
     assert short.pairs == 1
 
 
+def test_rows_that_are_copied_leave_room_on_the_stack() -> None:
+    copied, whole = (choose("amx", Product(4096, k, 2, 2), 512).blocking for k in (20_001, 20_000))
+    assert copied.rows * 20_001 * 2 <= 2 << 20 < whole.rows * 20_000 * 2
+
+
 def test_a_piece_of_few_panels_has_no_more_pairs() -> None:
     assert choose("amx", Product(4096, 8192, 2, 2, most_pairs=2), 512).blocking.pairs <= 2
 
