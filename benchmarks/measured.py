@@ -18,6 +18,7 @@ from inferc.machine import cpuinfo
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "numpy")
+CHANGES = ("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")  # but what was measured before
 
 
 def circumstances() -> dict[str, Any]:
@@ -40,7 +41,7 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git(*CHANGES) else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -29,10 +29,14 @@ def test_the_commit_says_whether_the_tree_is_clean(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(measured, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert measured.commit() == ""
-    (tmp_path / "file").write_text("one")
+    result = tmp_path / "benchmarks" / "results" / "some.json"
+    result.parent.mkdir(parents=True)
+    for file in (tmp_path / "file", result):
+        file.write_text("one")
     git("init", "-q")
-    git("add", "file")
+    git("add", ".")
     git("commit", "-q", "-m", "one")
+    result.write_text("what was measured just before")
     assert measured.commit() and "+" not in measured.commit()
     (tmp_path / "file").write_text("two")
     assert measured.commit().endswith("+changes")
