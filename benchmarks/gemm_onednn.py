@@ -183,13 +183,11 @@ def compare(made: Product, turns: int) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {"inferc": [], "onednn": []}
     for _ in range(turns):
         for call, found in zip((made.ours, made.theirs), rates.values(), strict=True):
-            found.append(made.operations / median_seconds(call))
+            found.append(made.operations / median_seconds(call, WARM_SECONDS, COUNTED_SECONDS))
     return rates
 
 
-def median_seconds(
-    call: Callable[[int], torch.Tensor], warm: float = WARM_SECONDS, counted: float = COUNTED_SECONDS
-) -> float:
+def median_seconds(call: Callable[[int], torch.Tensor], warm: float, counted: float) -> float:
     times: list[float] = []
     begin = time.perf_counter()
     for index in itertools.count():

@@ -24,10 +24,13 @@ POLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
 
 @dataclass(frozen=True)
 class Core:
-    cpus: tuple[
-        int, ...
-    ]  # its logical processors that this process may use: several, where a core runs several threads
-    node: int  # the node of memory that it is next to
+    """A core, by its logical processors that this process may use: several, where it runs several threads.
+
+    node: of memory, the one that it is next to.
+    """
+
+    cpus: tuple[int, ...]
+    node: int
 
 
 def read_cores(system: Path = SYSTEM, allowed: Sequence[int] | None = None) -> tuple[Core, ...]:

@@ -1,5 +1,6 @@
-"""The matrix kernels beside oneDNN's: both multiply the same numbers, and what is compared is checked."""
+"""The matrix kernels beside oneDNN's, which multiply the same numbers, and every way to cut their products."""
 
+import blocking
 import gemm_onednn
 import pytest
 
@@ -20,6 +21,16 @@ def test_both_give_the_same_product(ours: gemm_onednn.Ours, monkeypatch: pytest.
     assert made.ours(3).shape == made.theirs(3).shape == (40, 64) and made.operations == 2 * 40 * 64 * 512
     rates = gemm_onednn.compare(made, turns=2)
     assert all(len(each) == 2 and min(each) > 0 for each in rates.values())
+
+
+def test_every_way_to_cut_a_product_is_measured(ours: gemm_onednn.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(blocking, "COUNTED_SECONDS", 0.002)
+    found = blocking.measure(ours, "bfloat16", 70, 96, 640, turns=1, peak=1e13)
+    chosen, best = (", ".join(map(str, found[each].values())) for each in ("chosen", "best"))
+    shares = {cut: float(share.split()[1]) for cut, share in found["candidates"].items()}
+    assert len(shares) > 2 and {chosen, best} <= set(shares) and shares[best] == max(shares.values())
+    assert 0 < found["of_best"] <= 1 and 0 < found["expected"] < 1
 
 
 def test_another_product_is_refused(ours: gemm_onednn.Ours) -> None:
