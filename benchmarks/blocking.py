@@ -10,23 +10,18 @@ something of this machine.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
-from gemm_onednn import DTYPES, FORMATS, SHAPES, Ours, median_seconds, product
+from gemm_onednn import DTYPES, Ours, median_seconds, parse, product
 from measured import save
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from inferc.codegen.cpp.blocking import ANY_ROWS, Blocking, Product, candidates, choose, core_of, cycles
-from inferc.codegen.cpp.build import ISAS
-from inferc.config import available_cores
-from inferc.runtime.abi import choose_isa
 
 WEIGHT_BYTES = 256 << 20  # to rotate through
 WARM_SECONDS, COUNTED_SECONDS = (
@@ -44,7 +39,7 @@ def measure(ours: Ours, format: str, rows: int, n: int, k: int, turns: int, peak
     shares: dict[Blocking, list[float]] = {each: [] for each in candidates(core, multiplied, rows)}
     for _ in range(turns):
         for each, found in shares.items():
-            table[0] = torch.tensor([ANY_ROWS, each.rows, each.k_bytes, each.pairs])
+            table[0] = torch.tensor([ANY_ROWS, *astuple(each)])
             seconds = median_seconds(made.ours, WARM_SECONDS, COUNTED_SECONDS)
             found.append(made.operations / seconds / peak)
     medians = {each: statistics.median(found) for each, found in shares.items()}
@@ -81,37 +76,21 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[128, 512, 2048])
-    parser.add_argument("--shape", dest="shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--turns", type=int, default=3, choices=range(1, 1000), metavar="N")
-    parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--isa", default="auto", choices=("auto", *ISAS))
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    isa = choose_isa(options.isa, ISAS)
-    ours = Ours(isa, options.threads)
-    cases = [
-        (format, rows, *size)
-        for format in options.formats
-        for rows in options.rows
-        for shape in options.shapes
-        for size in SHAPES[shape]
-    ]
+    options = parse(__doc__, [128, 512, 2048], 3)
+    ours = Ours(options.isa, options.threads)
     peaks = {format: max(ours.peak(format) for _ in range(8)) for format in options.formats}
-    console = Console(stderr=True)
     rows = [
-        measure(ours, *case, options.turns, peaks[case[0]])
-        for case in track(cases, description="products", console=console)
+        measure(ours, format, num_rows, n, k, options.turns, peaks[format])
+        for format, _, num_rows, n, k in track(options.cases, "products", console=Console(stderr=True))
     ]
-    print_console = Console()
-    print_console.print(table_of(rows))
+    console = Console()
+    console.print(table_of(rows))
     of_best = statistics.geometric_mean([row["of_best"] for row in rows])
-    print_console.print(f"{isa}: what is chosen reaches {of_best:.3f} of the best of all (geometric mean)")
+    console.print(f"{ours.isa}: what is chosen reaches {of_best:.3f} of the best of all (geometric mean)")
     if options.out:
-        save({"isa": isa, "threads": options.threads, "peaks": peaks, "of_best": of_best, "rows": rows}, options.out)
+        save(
+            {"isa": ours.isa, "threads": options.threads, "peaks": peaks, "of_best": of_best, "rows": rows}, options.out
+        )
 
 
 if __name__ == "__main__":

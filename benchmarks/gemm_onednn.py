@@ -17,7 +17,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from inferc.codegen.cpp.blocking import ANY_ROWS, choices
 from inferc.codegen.cpp.blocking import Product as Multiplied
+from inferc.codegen.cpp.blocking import choices
 from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.kernels import PANELS
@@ -103,11 +104,8 @@ class Ours:
     def blocking(self, format: str, n: int, k: int) -> torch.Tensor:
         """What a compile would choose, as the kernel reads it."""
         size = DTYPES[format].itemsize
-        chosen = [
-            [choice.up_to, choice.blocking.rows, choice.blocking.k_bytes, choice.blocking.pairs]
-            for choice in choices(self.isa, Multiplied(n, k, size, size))
-        ]
-        return torch.tensor([*chosen[:-1], [ANY_ROWS, *chosen[-1][1:]]])
+        chosen = choices(self.isa, Multiplied(n, k, size, size))
+        return torch.tensor([[each.up_to, *astuple(each.blocking)] for each in chosen])
 
     def multiply(self, format: str, *args: Any) -> None:
         as_c = [
@@ -140,7 +138,6 @@ def product(
     places = max(1, weight_bytes // (n * k * dtype.itemsize))
     panels = LAYOUTS[PANELS[dtype]].pack(weight)
     ours_at = [panels.clone() for _ in range(places)]
-    theirs_at = [prepack(weight, rows) for _ in range(places)]
     spaced = torch.zeros(rows, stride(k, dtype.itemsize), dtype=dtype)
     spaced[:, :k] = x
     out = torch.zeros(rows, stride(n, 2), dtype=torch.bfloat16)
@@ -152,8 +149,12 @@ def product(
         ours.multiply(format, *at)
         return out[:, :n]
 
+    @cache
+    def prepacked() -> list[torch.Tensor]:
+        return [prepack(weight, rows) for _ in range(places)]
+
     def onednn(index: int) -> torch.Tensor:
-        packed = theirs_at[index % places]
+        packed = prepacked()[index % places]
         rest: tuple[str, list[float], str] = ("none", [], "")  # no activation
         if format == "bfloat16":
             return torch.ops.mkldnn._linear_pointwise(x, packed, None, *rest)  # type: ignore[no-any-return]
@@ -217,32 +218,38 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048])
+def parse(description: str | None, rows: list[int], turns: int) -> argparse.Namespace:
+    """The command line of a benchmark of products; `cases` has the product sizes (format, shape, rows, n, k) it names."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=rows)
     parser.add_argument("--shape", dest="shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--turns", type=int, default=5, choices=range(1, 1000), metavar="N")
+    parser.add_argument("--turns", type=int, default=turns, choices=range(1, 1000), metavar="N")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--isa", default="auto", choices=("auto", *ISAS))
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    targets = tomllib.loads((Path(__file__).parent / "targets.toml").read_text(encoding="utf-8"))
-    asked = targets["own"]["products_to_onednn"]
-    isa = choose_isa(options.isa, ISAS)
-    ours = Ours(isa, options.threads)
-    reads = [measure_read(options.threads)]
-    cases = [
+    options.isa = choose_isa(options.isa, ISAS)
+    options.cases = [
         (format, shape, rows, *size)
         for format in options.formats
         for shape in options.shapes
         for rows in options.rows
         for size in SHAPES[shape]
     ]
+    return options
+
+
+def main() -> None:
+    options = parse(__doc__, [512, 2048], 5)
+    targets = tomllib.loads((Path(__file__).parent / "targets.toml").read_text(encoding="utf-8"))
+    asked = targets["own"]["products_to_onednn"]
+    ours = Ours(options.isa, options.threads)
+    reads = [measure_read(options.threads)]
     found: list[dict[str, Any]] = []
     peaks: dict[str, float] = {}
-    for format, shape, rows, n, k in track(cases, "products", console=Console(stderr=True)):
+    for format, shape, rows, n, k in track(options.cases, "products", console=Console(stderr=True)):
         made = product(ours, format, rows, n, k)
         check(made)
         peaks[format] = max(peaks.get(format, 0.0), *(ours.peak(format) for _ in range(3)))
@@ -258,7 +265,7 @@ def main() -> None:
     reads.append(measure_read(options.threads))
     Console().print(table(found))
     if options.out is not None:
-        machine = {"isa": isa, "read_gb_per_s": [read / 1e9 for read in reads], "peaks": peaks}
+        machine = {"isa": ours.isa, "read_gb_per_s": [read / 1e9 for read in reads], "peaks": peaks}
         save({**machine, "asked": asked, "rows": found}, options.out)
 
 

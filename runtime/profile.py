@@ -148,8 +148,7 @@ def _products(
             continue
         seconds = statistics.median(sum(each for node, each in run if names[node] in nodes) for run in runs)
         calls = sum(names[node] in nodes for node, _ in runs[0])
-        choices = product["choices"][isa]
-        choice = next((each for each in choices if num_tokens <= each["up_to"]), choices[-1])
+        choice = next(each for each in product["choices"][isa] if num_tokens <= each["up_to"])
         peak = limits.flops_per_s[PEAK_OF[product["row_bytes"]]]
         found.append(
             ProductTime(

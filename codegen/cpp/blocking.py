@@ -14,12 +14,12 @@ really takes, and `inferc bench kernels` beside what a model's own products take
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 ROWS = (4, 12, 64, 128, 256, 512, 2048)
 """Numbers of rows that a product has a choice for; the last is for all above too."""
-ANY_ROWS = 1 << 62
+ANY_ROWS = (1 << 31) - 1  # as in gemm.h
 FEW_ROWS = 12  # up to which vectors multiply integers where there are tiles
 MOST_PAIRS = 16
 PANEL = 16  # outputs
@@ -52,10 +52,7 @@ class Core:
     overlap: float = 0.65  # of the shorter of arithmetic and moving, how much hides behind the longer
     visit: float = 213.0  # cycles to begin and to end one pass of the innermost loop
     output: float = 17.6  # cycles for 16 outputs
-
-    @property
-    def has_tiles(self) -> bool:
-        return self.columns == self.rows
+    has_tiles: bool = False
 
     def row_byte(self, passed: float) -> float:
         """Cycles to load a byte that was used last before `passed` bytes were."""
@@ -67,7 +64,13 @@ def _share(value: float, between: tuple[float, float]) -> float:
     return min(1.0, max(0.0, (value - between[0]) / (between[1] - between[0])))
 
 
-_TILES = Core(32, 32, 512, {2: 1024.0, 1: 2048.0}, {2: 1.0, 1: 1.0}, l1_bytes=48 << 10, l2_bytes=2 << 20, four_bits=0.3)
+_TILES = Core(
+    *(32, 32, 512, {2: 1024.0, 1: 2048.0}, {2: 1.0, 1: 1.0}),
+    l1_bytes=48 << 10,
+    l2_bytes=2 << 20,
+    four_bits=0.3,
+    has_tiles=True,
+)
 # Vectors wait for their own arithmetic and little else.
 _AVX512 = Core(
     *(6, 64, 192, {4: 64.0, 2: 128.0, 1: 256.0}, {4: 0.97, 2: 0.97, 1: 0.79}),
@@ -196,11 +199,11 @@ def choose(isa: str, product: Product, rows: int) -> Choice:
 
 
 def choices(isa: str, product: Product) -> list[Choice]:
-    """A choice for each of ROWS; neighbours that agree are one."""
+    """A choice for each of ROWS, the last of which is for any number; neighbours that agree are one."""
     found: list[Choice] = []
     for rows in ROWS:
         choice = choose(isa, product, rows)
         if found and found[-1].blocking == choice.blocking:
             found.pop()
         found.append(choice)
-    return found
+    return [*found[:-1], replace(found[-1], up_to=ANY_ROWS)]

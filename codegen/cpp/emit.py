@@ -405,11 +405,9 @@ def _blockings(products: Sequence[Product]) -> list[str]:
     for index, (isa, condition) in enumerate(ISA_CONDITIONS.items()):
         lines.append(f"#{'elif' if index else 'if'} {condition}" if condition else "#else")
         for product in products:
-            chosen = choices(isa, product)
-            limits = [*(str(choice.up_to) for choice in chosen[:-1]), "ANY_ROWS"]
             rows = (
-                f"{{{limit}, {each.blocking.rows}, {each.blocking.k_bytes}, {each.blocking.pairs}}}"
-                for limit, each in zip(limits, chosen, strict=True)
+                f"{{{each.up_to}, {each.blocking.rows}, {each.blocking.k_bytes}, {each.blocking.pairs}}}"
+                for each in choices(isa, product)
             )
             lines.append(f"constexpr Blocking {product.name}[] = {{{', '.join(rows)}}};")
     return [*lines, "#endif"]

@@ -57,11 +57,10 @@ __attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const*
     else amx::load<R>(at, apart);
   };
   for (i64 i = 0; i < steps; ++i) {
-    for (i64 at = 0; at < fetched; at += TILE_LINE) {
-      fetch_l2(first + at);
-      fetch_l2(second + at);
+    for (const char* end = first + fetched; first < end; first += TILE_LINE, second += TILE_LINE) {
+      fetch_l2(first);
+      fetch_l2(second);
     }
-    first += fetched, second += fetched;
     load(std::integral_constant<int, 4>(), rows, row_stride);
     if constexpr (M == 2) load(std::integral_constant<int, 5>(), more, row_stride);
     load(std::integral_constant<int, 6>(), panels[0], TILE_LINE);

@@ -37,9 +37,9 @@ struct Blocking {
   i64 pairs;    // of panels that this much of k goes through before the next does, while their sums wait: 1 but on tiles
 };
 constexpr i64 BLOCK_ROWS = 192, TILE_BLOCK_ROWS = 512;
-// Of a product that nothing was chosen for: of few rows, like an expert's.
-constexpr i64 ANY_ROWS = i64(1) << 62;
-inline constexpr Blocking ANY_BLOCKING{ANY_ROWS, BLOCK_ROWS, AMX ? 1024 : 8192, 1};
+constexpr i64 ANY_ROWS = 0x7fffffff;
+// Of a product that nothing was chosen for, like an expert's, whose pieces are two pairs of panels.
+inline constexpr Blocking ANY_BLOCKING{ANY_ROWS, BLOCK_ROWS, AMX ? 1024 : 8192, AMX ? 2 : 1};
 
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
 // a and b point at the first elements; ahead, unless null, at what to fetch meanwhile into the second-level cache: as many

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
-from cpp_kernels import Kernels, assert_near, nan, packed
+from cpp_kernels import EMULATED, Kernels, assert_near, nan, packed
 from experts import quantized
 
 from inferc.codegen.cpp.blocking import (
@@ -51,9 +53,12 @@ def test_a_choice_is_what_costs_least_of_what_the_kernel_has_room_for(isa: str) 
 
 def test_choices_go_up_to_any_number_of_rows() -> None:
     for product in PRODUCTS:
-        limits = [choice.up_to for choice in choices("amx", product)]
-        assert limits == sorted(set(limits)) and limits[-1] == ROWS[-1]
-        assert all(choose("amx", product, limit) in choices("amx", product) for limit in limits)
+        found = choices("amx", product)
+        limits = [choice.up_to for choice in found]
+        assert limits == sorted(set(limits)) and limits[-1] == ANY_ROWS
+        for rows in ROWS:
+            first = next(choice for choice in found if rows <= choice.up_to)
+            assert first.blocking == choose("amx", product, rows).blocking
 
 
 def test_rows_that_overflow_the_second_level_cache_are_cut() -> None:
@@ -96,9 +101,25 @@ def test_no_cut_changes_a_bit(kernels: Kernels, dtype: torch.dtype, scheme: str,
     stored, found = packed(weight), []
     for each in BLOCKINGS:
         # Fewer rows have another one, which must not be taken.
-        table = torch.tensor([[rows - 1, 32, 64, 1], [ANY_ROWS, each.rows, each.k_bytes, each.pairs]])
+        table = torch.tensor([[rows - 1, 32, 64, 1], [ANY_ROWS, *astuple(each)]])
         out = nan(rows, n, dtype=torch.float32)
         kernels.run("test_blocked", dtype, x, x_scale, rows, stored, n, k, scale, table, out)
         found.append(out)
     assert all(torch.equal(out, found[0]) for out in found)
     assert_near(found[0], expected, factor=8.0)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(70, 40, 16_400), (517, 72, 1401), (517, 264, 2048)])
+def test_many_rows_over_long_k_have_the_bits_of_few(
+    kernels: Kernels, dtype: torch.dtype, rows: int, n: int, k: int
+) -> None:
+    """As they are cut for this instruction set: on tiles up to 512 rows, a block of k through many panels before the next."""
+    x, plain = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype)
+    weight, few, all_rows = packed(plain), nan(16, n, dtype=torch.float32), nan(rows, n, dtype=torch.float32)
+    size, isa = dtype.itemsize, "amx" if kernels.isa == EMULATED else kernels.isa
+    table = torch.tensor([[each.up_to, *astuple(each.blocking)] for each in choices(isa, Product(n, k, size, size))])
+    first = rows - 16
+    kernels.run("test_blocked", dtype, x[first:], None, 16, weight, n, k, None, table, few)
+    kernels.run("test_blocked", dtype, x, None, rows, weight, n, k, None, table, all_rows)
+    assert torch.equal(all_rows[first:], few)
+    assert_near(all_rows, x.float() @ plain.float().T, factor=8.0)
