@@ -1,4 +1,4 @@
-// `gemm_panels` on tiles: 32 rows by two panels at a time, four tiles of sums.
+// `gemm_panels` on tiles: 32 rows by two panels at a time, or 16 by four, four tiles of sums.
 // A panel is the product's right side as it lies in memory, rows are its left side. Whatever the number of rows, an
 // output adds up tiles of k in ascending order, the last filled up with zeros: a row's bits do not depend on the others.
 #pragma once
@@ -10,8 +10,6 @@ template <class T>
 constexpr i64 TILE_K = TILE_LINE / i64(sizeof(T));
 // Of k at a time at most, in bytes of a row, where weights are widened: two panels are then 32 KB.
 constexpr i64 TILE_WIDE_BYTES = 1024;
-// Weights in int8 are widened for so many k at a time for few rows.
-constexpr i64 TILE_WIDE_K = 256;
 
 // One or two tiles of rows: those of k step i start `step` bytes behind those of step i - 1, rows are `stride` bytes apart.
 struct RowTiles {
@@ -188,30 +186,126 @@ INLINE void emit_sums(const float* sums, i64 height, i64 row, i64 panel, E emit)
     for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(sums + (2 * m + p) * LANES));
 }
 
+// Four panels by up to 16 rows, while the weight streams from memory: sums [16][4][16]. Fetches what lies half a tile further
+// on, and where panels end, `next` bytes behind each.
+template <class T>
+INLINE void stream_tiles(const Panels<T>& w, i64 panel, i64 rows, const RowTiles& a, i64 next, float* sums) {
+  constexpr T* type = nullptr;
+  constexpr i64 line = 4 * TILE_LINE;
+  const i64 steps = w.k / TILE_K<T>, left = w.k % TILE_K<T>;
+  const char *panels[4], *row = a.first;
+  for (int p = 0; p < 4; ++p) panels[p] = reinterpret_cast<const char*>(w.panel(panel + p));
+  auto step = [&](const char* rows_at, i64 stride, const char* first, const char* second, const char* third, const char* fourth) {
+    amx::load<4>(rows_at, stride);
+    amx::load<6>(first, TILE_LINE), amx::dot<0, 4, 6>(type);
+    amx::load<7>(second, TILE_LINE), amx::dot<1, 4, 7>(type);
+    amx::load<6>(third, TILE_LINE), amx::dot<2, 4, 6>(type);
+    amx::load<7>(fourth, TILE_LINE), amx::dot<3, 4, 7>(type);
+  };
+  shape_tiles(rows, rows);
+  amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
+  for (i64 i = 0; i < steps; ++i, row += a.step) {
+    step(row, a.stride, panels[0], panels[1], panels[2], panels[3]);
+    const i64 after = i + 1 < steps ? TILE_BYTES : TILE_BYTES + next;
+    for (i64 at = 0; at < TILE_BYTES / 2; at += TILE_LINE)
+#pragma GCC unroll 4
+      for (int p = 0; p < 4; ++p) fetch_l2(panels[p] + TILE_BYTES / 2 + at), fetch_l2(panels[p] + after + at);
+    for (int p = 0; p < 4; ++p) panels[p] += TILE_BYTES;
+  }
+  if (left) {
+    alignas(64) T last[4][TILE_HEIGHT * TILE_K<T>];
+    for (int p = 0; p < 4; ++p) last_tile(w.panel(panel + p), w.k, last[p]);
+    auto at = [&](int p) { return reinterpret_cast<const char*>(last[p]); };
+    step(row, a.stride, at(0), at(1), at(2), at(3));
+  }
+  amx::store<0>(sums, line), amx::store<1>(sums + LANES, line);
+  amx::store<2>(sums + 2 * LANES, line), amx::store<3>(sums + 3 * LANES, line);
+}
+
+// The same of weights in int8, which are widened a tile of each panel at a time, while the tiles before are multiplied: M
+// tiles of rows by P panels, sums [16 * M][P][16].
+template <class T, int M, int P>
+INLINE void stream_widened(const Panels<i8>& w, i64 panel, i64 rows, const RowTiles& a, i64 next, float* sums) {
+  constexpr T* type = nullptr;
+  constexpr i64 line = P * TILE_LINE, lines = TILE_K<T> / 4, bytes = lines * 64, tile = TILE_HEIGHT * TILE_K<T>;
+  const i64 steps = (w.k + TILE_K<T> - 1) / TILE_K<T>, all = w.size();
+  alignas(64) T room[2][P][tile];
+  const i8* panels[P];
+  for (int p = 0; p < P; ++p) panels[p] = w.panel(panel + p);
+  auto make = [&](i64 step) __attribute__((always_inline)) {
+    const i64 at = step * bytes, there = all - at < bytes ? (all - at) / 64 : lines;
+    const i64 ahead = at + FETCH_BYTES / P < all ? at + FETCH_BYTES / P : at + FETCH_BYTES / P + next;
+    T* to = room[step & 1][0];
+    if (there < lines) memset(static_cast<void*>(to), 0, sizeof(room[0]));
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p)
+      for (i64 i = 0; i < there; ++i) {
+        fetch_l2(panels[p] + ahead + i * 64);
+        widen_line(panels[p] + at + i * 64, to + p * tile + i * 64);
+      }
+    return to;
+  };
+  shape_tiles(M == 1 ? rows : TILE_HEIGHT, M == 1 ? rows : rows - TILE_HEIGHT);
+  amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
+  const char *row = a.first, *more = a.second;
+  const T* now = make(0);
+  for (i64 i = 0; i < steps; ++i, row += a.step, more += a.step) {
+    amx::load<4>(row, a.stride);
+    if constexpr (M == 2) amx::load<5>(more, a.stride);
+    const T* after = i + 1 < steps ? make(i + 1) : nullptr;
+    amx::load<6>(now, TILE_LINE), amx::load<7>(now + tile, TILE_LINE);
+    amx::dot<0, 4, 6>(type), amx::dot<1, 4, 7>(type);
+    if constexpr (M == 2) {
+      amx::dot<2, 5, 6>(type), amx::dot<3, 5, 7>(type);
+    } else {
+      amx::load<6>(now + 2 * tile, TILE_LINE), amx::load<7>(now + 3 * tile, TILE_LINE);
+      amx::dot<2, 4, 6>(type), amx::dot<3, 4, 7>(type);
+    }
+    now = after;
+  }
+  amx::store<0>(sums, line), amx::store<1>(sums + LANES, line);
+  float* second = M == 1 ? sums + 2 * LANES : sums + TILE_HEIGHT * 2 * LANES;
+  amx::store<2>(second, line), amx::store<3>(second + LANES, line);
+}
+
 // Two panels at a time, a block of their k at a time, all rows: a block of the panels stays in the first-level cache, the
 // rows in the second. Where rows of all k are too much for that, a block of k goes through all panels before the next.
 // Not inlined: what it takes of the stack it then gives back.
 template <class T, class W, class R, class E>
-__attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit,
+__attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit,
                                            Beside beside) {
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 width = 2 * LANES, wide_k = TILE_WIDE_BYTES / i64(sizeof(T)), tile = TILE_HEIGHT * TILE_K<T>;
   const i64 k = w.k, steps = (k + TILE_K<T> - 1) / TILE_K<T>, chosen = w.blocking->k_bytes / i64(sizeof(T));
-  // A weight that one tile of rows or two read once streams through whole panels.
-  const i64 block = widens ? rows > TILE_HEIGHT ? wide_k : TILE_WIDE_K : rows > TILE_PAIR ? chosen : steps * TILE_K<T>;
+  // A weight that is read once streams through whole panels.
+  const i64 block = widens ? wide_k : rows > TILE_PAIR ? chosen : steps * TILE_K<T>;
   T* packed = nullptr;
   if (const i64 bytes = packed_bytes<T>(row_of, rows, k))
     packed = static_cast<T*>(__builtin_alloca_with_align(size_t(bytes), 8 * TILE_LINE));
   const TiledRows x = tiled_rows(row_of, rows, k, packed);
+  const i64 panel_bytes = w.size() * i64(sizeof(W));
+  alignas(64) float done[TILE_PAIR * width];
+  auto stream = [&]<int M, int P>() {  // as many panels as are full
+    for (; begin + P <= end; begin += P) {
+      const i64 next = begin + 2 * P <= end ? begin + P : after < 0 ? begin : after;
+      const i64 behind = bytes_between(w.panel(begin), w.panel(next)) - panel_bytes;
+      if constexpr (widens) stream_widened<T, M, P>(w, begin, rows, x.at(0, 0), behind, done);
+      else stream_tiles(w, begin, rows, x.at(0, 0), behind, done);
+      for (i64 m = 0; m < rows; ++m)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) emit(m, begin + p, Dot<T>::sum(done + (P * m + p) * LANES));
+    }
+  };
+  if (rows <= TILE_HEIGHT) stream.template operator()<1, 4>();
+  if constexpr (widens)
+    if (rows > TILE_HEIGHT && rows <= TILE_PAIR) stream.template operator()<2, 2>();
   const i64 all_pairs = (end - begin + 1) / 2;
   const i64 pairs = rows > TILE_PAIR ? w.blocking->pairs : 1;  // at a time
   const i64 of_pair = rows * width;
   const size_t room = size_t((pairs < all_pairs ? pairs : all_pairs) * of_pair) * sizeof(float);
   float* sums = static_cast<float*>(__builtin_alloca_with_align(room, 8 * TILE_LINE));
-  alignas(64) float done[TILE_PAIR * width];
   alignas(64) T last_tiles[2 * tile], wide[widens ? 2 * wide_k * 16 : 1];
   const i64 products = (rows + TILE_PAIR - 1) / TILE_PAIR;
-  const i64 panel_bytes = w.size() * i64(sizeof(W));
   auto bytes_of = [&](i64 panel) { return reinterpret_cast<const char*>(w.panel(panel)); };
   auto multiply_pair = [&](i64 panel, i64 k0, float* pair_sums, TileAhead ahead) {
     const i64 count = end - panel < 2 ? 1 : 2, here = k - k0 < block ? k - k0 : block;
@@ -251,10 +345,7 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
         const i64 at = bytes_between(w.panel(0), w.panel(0) + k0 * 16), size = bytes_between(w.panel(0), w.panel(0) + block * 16);
         TileAhead ahead;
         if (rows <= TILE_PAIR) {
-          if constexpr (widens) {  // widening them would wait for memory
-            const i64 next = is_last ? panel + 2 : panel, from = is_last ? 0 : at + size;
-            ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, is_last && panel + 4 > end ? 0 : TILE_K<T> * 16};
-          }
+          if constexpr (!widens) ahead = {bytes_of(panel) + TILE_BYTES, bytes_of(panel + 1) + TILE_BYTES, TILE_BYTES};
         } else if (pairs > 1) {
           const bool turns = panel + 2 >= stop;
           const i64 next = !turns ? panel + 2 : is_last ? stop : first, from = !turns ? at : is_last ? 0 : at + size;

@@ -26,6 +26,9 @@ constexpr int TALL_ROWS = 0;
 constexpr i64 INT8_TILE_ROWS = 2;
 #endif
 constexpr i64 PREFETCH_BYTES = 2048;
+// Of a weight, all panels that are read at a time: how much is fetched in front of what a few rows are multiplied by.
+// As much as arrives while the memory answers; what is fetched long before stands in the way of what is needed first.
+constexpr i64 FETCH_BYTES = 3072;
 constexpr i64 TILE_PAIR = 32;  // rows that tiles multiply at a time
 constexpr i64 WIDE_K = 256;    // of int8 panels at a time, widened into L1 for rows of another type
 
@@ -41,13 +44,20 @@ constexpr i64 ANY_ROWS = 0x7fffffff;
 // Of a product that nothing was chosen for, like an expert's, whose pieces are two pairs of panels.
 inline constexpr Blocking ANY_BLOCKING{ANY_ROWS, BLOCK_ROWS, AMX ? 1024 : 8192, AMX ? 2 : 1};
 
+// What a product fetches meanwhile into the second-level cache, unless `next` is null: lines that lie `front` lines in front
+// of what it multiplies, and where a panel ends before, from the start of next[p].
+template <class T>
+struct Fetch {
+  const T* const* next = nullptr;
+  i64 front = 0x7fffffff;  // more than any panel has
+};
+
 // M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
-// a and b point at the first elements; ahead, unless null, at what to fetch meanwhile into the second-level cache: as many
-// bytes as each panel has. offsets [M], if Dot<T> has such.
+// a and b point at the first elements. offsets [M], if Dot<T> has such.
 // Not inlined: the few sizes are shared by every matrix product of a program.
 template <class T, int M, int P>
-__attribute__((noinline)) void tile(const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums,
-                                    i64 stride, bool fresh, const i32* offsets) {
+__attribute__((noinline)) void tile(const T* const* a, const T* const* b, Fetch<T> fetch, i64 k, float* sums, i64 stride,
+                                    bool fresh, const i32* offsets) {
   using D = Dot<T>;
   constexpr i64 line = 16 * D::unit;
   const T *rows[M], *panels[P];
@@ -61,20 +71,28 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) acc[m][p] = D::start(offset, sums + m * stride + p * LANES, fresh);
   }
-  i64 steps = k / D::unit;
-  for (i64 i = 0; i < steps; ++i) {
-    typename D::B right[P];
+  const i64 steps = k / D::unit, own = !fetch.next ? steps : steps > fetch.front ? steps - fetch.front : 0;
+  const T* fetched[P];  // lines of these, first of this product's panels, then of the next ones
 #pragma GCC unroll 16
-    for (int p = 0; p < P; ++p) {
-      right[p] = D::right(panels[p] + i * line);
-      if (ahead) fetch_l2(ahead[p] + i * line);
+  for (int p = 0; p < P; ++p) fetched[p] = panels[p] + (steps - own) * line;
+  for (i64 i = 0, stop = own; i < steps; stop = steps) {
+    for (; i < stop; ++i) {
+      typename D::B right[P];
+#pragma GCC unroll 16
+      for (int p = 0; p < P; ++p) {
+        right[p] = D::right(panels[p] + i * line);
+        if (fetch.next) fetch_l2(fetched[p] + i * line);
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        typename D::A left = D::left(rows[m] + i * D::unit);
+#pragma GCC unroll 16
+        for (int p = 0; p < P; ++p) acc[m][p] = D::step(acc[m][p], left, right[p]);
+      }
     }
+    if (fetch.next)
 #pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      typename D::A left = D::left(rows[m] + i * D::unit);
-#pragma GCC unroll 16
-      for (int p = 0; p < P; ++p) acc[m][p] = D::step(acc[m][p], left, right[p]);
-    }
+      for (int p = 0; p < P; ++p) fetched[p] = fetch.next[p] - own * line;
   }
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
@@ -90,10 +108,10 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, const 
 
 // The same for any number of rows up to TILE_ROWS, or with two panels for those from there to TALL_ROWS.
 template <class T, int P>
-INLINE void multiply(i64 rows, const T* const* a, const T* const* b, const T* const* ahead, i64 k, float* sums, i64 stride,
-                     bool fresh, const i32* offsets = nullptr) {
+INLINE void multiply(i64 rows, const T* const* a, const T* const* b, Fetch<T> fetch, i64 k, float* sums, i64 stride, bool fresh,
+                     const i32* offsets = nullptr) {
 #define ROWS(M) \
-  case M: return tile<T, M, P>(a, b, ahead, k, sums, stride, fresh, offsets);
+  case M: return tile<T, M, P>(a, b, fetch, k, sums, stride, fresh, offsets);
   if constexpr (P == 2) {
     switch (rows) { ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) }
   } else if constexpr (TILE_ROWS == 6) {
@@ -150,8 +168,8 @@ INLINE void widen(const i8* panel, i64 k, T* out) {
 }
 
 // `tile` over all of k with weights in int8, for so few rows that widening in registers costs less than storing it.
-// Step by step it adds the same as `tile` of the widened weights, from zero if `fresh`. Fetches `ahead` meanwhile if FETCHES.
-template <class T, int M, int P, bool FETCHES>
+// Step by step it adds the same as `tile` of the widened weights, from zero if `fresh`. Fetches `ahead` meanwhile.
+template <class T, int M, int P>
 __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
                                          i64 stride, bool fresh) {
   using D = Dot<T>;
@@ -163,7 +181,7 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
       IVec bytes = iload(b[p] + i * 64);
-      if (FETCHES) fetch_l2(ahead[p] + i * 64);
+      fetch_l2(ahead[p] + i * 64);
       auto step = [&]<int S>(std::integral_constant<int, S>) {
         if (S * unit >= left) return;
 #pragma GCC unroll 16
@@ -189,9 +207,11 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 // Rows [0, rows) times P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16 outputs.
 // row_of(i) is the address of row i. Long k goes in blocks, continued in float32 or int32, which rounds nothing. Weights
 // in int8 are read as such and widened in registers or a block at a time: the additions are those of weights in T.
-// offsets [rows] as for `tile`. next: the panel whose first P are fetched meanwhile, if it is not negative.
+// offsets [rows] as for `tile`. If it fetches, then what it goes on with: itself, and at its end the P panels from `next` on,
+// unless that is negative; or for so many rows that each line takes a while, all of those at once.
 template <class T, int P, class W, class R, class E>
-INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit, i64 next = -1) {
+INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit, bool fetches = false,
+                       i64 next = -1) {
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 width = P * LANES;
   const i64 block = widens ? WIDE_K : w.blocking->k_bytes / i64(sizeof(T));
@@ -200,9 +220,12 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     bool is_last = k0 + block >= w.k;
     const T *panels[P], *ahead[P], *a[P == 2 ? 12 : TILE_ROWS];
-    const bool fetches = !widens && next >= 0;
+    const bool is_near = rows <= TILE_ROWS;
     for (int p = 0; p < P; ++p) {
-      if constexpr (!widens) ahead[p] = w.panel(fetches ? next + p : panel + p) + k0 * 16;
+      if constexpr (!widens) {
+        const i64 at = is_near ? is_last ? 0 : k0 + block : k0;
+        ahead[p] = w.panel((next < 0 || (is_near && !is_last) ? panel : next) + p) + at * 16;
+      }
       if constexpr (widens) {
         widen(w.panel(panel + p) + k0 * 16, is_last ? w.k - k0 : block, wide + p * WIDE_K * 16);
         panels[p] = wide + p * WIDE_K * 16;
@@ -213,7 +236,8 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
     row_tiles(rows, P == 2 ? TALL_ROWS : TILE_ROWS, [&](i64 row, i64 height) {
       for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m) + k0;
       float* part = sums + (w.k > block ? row * width : 0);
-      multiply<T, P>(height, a, panels, fetches ? ahead : nullptr, is_last ? w.k - k0 : block, part, width, k0 == 0, offsets + row);
+      const Fetch<T> fetch{fetches && (is_near || next >= 0) ? ahead : nullptr, is_near ? FETCH_BYTES / 64 / P : 0x7fffffff};
+      multiply<T, P>(height, a, panels, fetch, is_last ? w.k - k0 : block, part, width, k0 == 0, offsets + row);
       if (!is_last) return;
       for (i64 m = 0; m < height; ++m)
         for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(part + m * width + p * LANES));
@@ -222,12 +246,12 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
 }
 
 // `int8_tile` of any number of rows up to M.
-template <class T, int M, int P, bool FETCHES>
+template <class T, int M, int P>
 INLINE void int8_multiply(i64 rows, const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
                           i64 stride, bool fresh) {
   auto run = [&]<int H>(std::integral_constant<int, H>) {
     if constexpr (H <= M)
-      if (rows == H) int8_tile<T, H, P, FETCHES>(a, b, ahead, k, sums, stride, fresh);
+      if (rows == H) int8_tile<T, H, P>(a, b, ahead, k, sums, stride, fresh);
   };
 #define ROWS(H) run(std::integral_constant<int, H>());
   ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
@@ -239,24 +263,23 @@ template <class T, int M, int P, class R, class E>
 INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emit) {
   constexpr i64 width = P * LANES;
   alignas(64) float sums[M * width];
-  const i8* panels[P];
-  for (int p = 0; p < P; ++p) panels[p] = w.panel(panel + p);
+  const i8 *panels[P], *ahead[P];
+  for (int p = 0; p < P; ++p) panels[p] = w.panel(panel + p), ahead[p] = panels[p] + FETCH_BYTES / P;
   row_tiles(rows, M, [&](i64 row, i64 height) {
     const T* a[M];
     for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m);
-    int8_multiply<T, M, P, false>(height, a, panels, nullptr, w.k, sums, width, true);
+    int8_multiply<T, M, P>(height, a, panels, ahead, w.k, sums, width, true);
     for (i64 m = 0; m < height; ++m)
       for (int p = 0; p < P; ++p) emit(row + m, panel + p, load(sums + m * width + p * LANES));
   });
 }
 
-// From so many rows on a product computes for a while on each line of the weight. What it then waits for is no longer
-// fetched in time by the processor alone, which needs the first lines of every page to see where a stream goes; for one row
-// it does better without instructions of ours. Tiles, and weights that are widened, are fetched in other ways.
+// Whether a product reads its weight once, and so fetches it by instructions before: the processor alone needs the first
+// lines of every page to see where a stream goes. Weights that are widened are fetched in other ways.
 template <class T, class W>
 INLINE bool fetches_weights(i64 rows) {
-  if (!std::is_same_v<T, W> || (AMX && std::is_same_v<T, bf16>)) return false;
-  return rows > 1 && rows <= (TALL_ROWS > 0 ? TALL_ROWS : TILE_ROWS);
+  if (!std::is_same_v<T, W>) return false;
+  return rows <= (AMX ? TILE_HEIGHT : TALL_ROWS > 0 ? TALL_ROWS : TILE_ROWS);
 }
 
 // The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight. after: the
@@ -282,10 +305,10 @@ INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64
   if constexpr (TALL_ROWS > 0)
     if (rows > TILE_ROWS && rows <= TALL_ROWS)
       for (; panel + 2 <= end; panel += 2)
-        gemm_block<T, 2>(w, panel, rows, offsets, row_of, emit, panel + 4 <= end ? panel + 2 : after);
+        gemm_block<T, 2>(w, panel, rows, offsets, row_of, emit, true, panel + 4 <= end ? panel + 2 : after);
   for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) {
     const i64 next = panel + 2 * TILE_PANELS <= end ? panel + TILE_PANELS : after;
-    gemm_block<T, TILE_PANELS>(w, panel, rows, offsets, row_of, emit, fetches_weights<T, W>(rows) ? next : -1);
+    gemm_block<T, TILE_PANELS>(w, panel, rows, offsets, row_of, emit, std::is_same_v<T, W> && rows <= TILE_ROWS, next);
   }
   if constexpr (TILE_PANELS > 1)
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, offsets, row_of, emit);
@@ -302,17 +325,17 @@ struct Beside {
 };
 
 template <class T, class W, class R, class E>
-void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 rows, R row_of, E emit, Beside beside);  // amx_gemm.h
+void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit, Beside beside);  // amx_gemm.h
 
 // The panels [begin, end). Tiles round sums of bf16 otherwise than vectors, so there all rows go through them; integers
 // come out the same, and few rows are multiplied by vectors as fast as memory gives their weights.
 template <class T, class W, class R, class E>
 INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit, Beside beside = {}) {
   if constexpr (AMX && std::is_same_v<T, bf16>) {
-    tile_panels<T>(w, begin, end, rows, row_of, emit, beside);
+    tile_panels<T>(w, begin, end, after, rows, row_of, emit, beside);
   } else {
     if constexpr (AMX && std::is_same_v<T, i8>)
-      if (rows > TALL_ROWS) return tile_panels<T>(w, begin, end, rows, row_of, emit, beside);
+      if (rows > TALL_ROWS) return tile_panels<T>(w, begin, end, after, rows, row_of, emit, beside);
     vector_panels<T>(w, begin, end, after, rows, row_of, emit);
   }
 }

@@ -29,7 +29,7 @@ struct Int4Panels {
 constexpr i64 FLUSH = 32;            // of k: as many products as 16 bits hold
 constexpr i64 INT4_BLOCK_K = 512;    // of k at a time that is put as bytes; a multiple of every group
 constexpr i64 INT4_VECTOR_ROWS = 2;  // that tiles, where there are such, are not faster for
-constexpr i64 INT4_PREFETCH_BYTES = 3072;  // as one or two panels are read at a time
+constexpr i64 INT4_PREFETCH_BYTES = 3072;  // of a panel, where one or two are read at a time
 
 #ifdef __AVX512VNNI__
 constexpr int INT4_ROWS = 6, INT4_TALL_ROWS = 12;
@@ -138,13 +138,31 @@ struct Int4 {
 // -8 times the sum of `count` elements of a row.
 INLINE i32 int4_offset(const i8* row, i64 count) { return -8 * byte_sum(row, count); }
 
+// Those of all k of a row.
+INLINE void int4_offsets(const i8* row, i64 k, i32* offsets) {
+#ifdef __AVX512VNNI__
+  for (; k >= 2 * FLUSH; k -= 2 * FLUSH, row += 2 * FLUSH, offsets += 2) {
+    // Bytes without a sign, each 128 more than it is, by eights.
+    __m512i sums = _mm512_sad_epu8(_mm512_xor_si512(_mm512_loadu_si512(row), _mm512_set1_epi8(-128)), _mm512_setzero_si512());
+    sums = _mm512_add_epi64(sums, _mm512_shuffle_epi32(sums, _MM_PERM_BADC));
+    sums = _mm512_add_epi64(sums, _mm512_permutex_epi64(sums, 0x4e));
+    offsets[0] = -8 * (_mm512_cvtsi512_si32(sums) - 128 * i32(FLUSH));
+    offsets[1] = -8 * (_mm256_cvtsi256_si32(_mm512_extracti64x4_epi64(sums, 1)) - 128 * i32(FLUSH));
+  }
+#endif
+  for (; k > 0; k -= FLUSH, row += FLUSH) *offsets++ = int4_offset(row, k < FLUSH ? k : FLUSH);
+}
+
 // M rows times P panels over k elements from the start of a group on: sums[m * stride + p * 16 + lane], continued unless
 // `fresh`. offsets [k / 32] of each row. WIDE: b holds a byte for each element, the four of the low bits in front of the
-// four of the high ones.
+// four of the high ones; else lines are fetched before they are multiplied, and where panels end, what lies `next` bytes
+// behind each.
 template <bool WIDE, int M, int P>
 __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* offsets, const u8* const* b,
-                                         const i8* const* scales, i64 k, i64 group, i32* sums, i64 stride, bool fresh) {
-  constexpr i64 line_bytes = WIDE ? 128 : 64;
+                                         const i8* const* scales, i64 next, i64 k, i64 group, i32* sums, i64 stride,
+                                         bool fresh) {
+  constexpr i64 line_bytes = WIDE ? 128 : 64, front = P < 4 ? INT4_PREFETCH_BYTES : FETCH_BYTES / P;
+  const i64 bytes = (k + group - 1) / group * group * 8, next_scales = P * ((k + group - 1) / group) * 16;
   // Copies, which the stores to `sums` cannot change.
   const i8* rows[M];
   const i32* below[M];
@@ -160,6 +178,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
   for (i64 g = 0; g * group < k; ++g) {
     const i64 end = (g + 1) * group < k ? (g + 1) * group : k;
     for (i64 first = g * group; first < end; first += FLUSH) {
+      const i64 fetched = first * 8 + front < bytes ? front : front + next;
       Int4::Part part[M][P];
 #pragma GCC unroll 16
       for (int i = 0; i < M * P; ++i) part[i / P][i % P] = Int4::start(below[i / P][first / FLUSH]);
@@ -170,7 +189,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
           const u8* from = panels[p] + (at >> 3) * line_bytes;
           low[p] = WIDE ? Int4::line(from) : Int4::low(from);
           high[p] = WIDE ? Int4::line(from + 64) : Int4::high(from);
-          if (!WIDE) fetch_l2(from + INT4_PREFETCH_BYTES);
+          if (!WIDE) fetch_l2(from + fetched);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
@@ -192,6 +211,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
 #pragma GCC unroll 16
       for (int p = 0; p < P; ++p) {
         const Int4::Scale scale = Int4::scale(scales[p] + g * 16);
+        if (!WIDE && g % 4 == 0) fetch_l2(scales[p] + g * 16 + next_scales);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) total[m][p] = Int4::add(total[m][p], part[m][p], scale);
       }
@@ -210,14 +230,15 @@ INLINE void int4_bytes(const u8* panel, i64 k, u8* to) {
   }
 }
 
-// Rows [0, rows) times P panels from `panel` on, at most M rows at a time; emit(row, panel, sums) as in `gemm_block`.
-// offsets [rows][k / 32], rounded up.
+// Rows [0, rows) times P panels from `panel` on, at most M rows at a time; emit(row, panel, sums) as in `gemm_block`. offsets
+// [rows][k / 32], rounded up. next: the panel that the thread goes on with.
 template <bool WIDE, int M, int P, class R, class E>
-INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit) {
+INLINE void int4_block(const Int4Panels& w, i64 panel, i64 next, i64 rows, const i32* offsets, R row_of, E emit) {
   constexpr i64 width = P * LANES;
   alignas(64) i32 sums[BLOCK_ROWS * width];
   alignas(64) u8 wide[WIDE ? P * INT4_BLOCK_K * 16 : 1];
   const i64 block = WIDE ? INT4_BLOCK_K : w.k;
+  const i64 to_next = bytes_between(w.panel(panel + 1), w.panel(next));
   for (i64 k0 = 0; k0 < w.k; k0 += block) {
     const bool is_last = k0 + block >= w.k;
     const i64 k = is_last ? w.k - k0 : block;
@@ -242,7 +263,7 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 rows, const i32* offs
       i32* part = sums + row * width;
       auto run = [&]<int H>(std::integral_constant<int, H>) {
         if constexpr (H <= M)
-          if (height == H) int4_tile<WIDE, H, P>(a, below, panels, scales, k, w.group, part, width, k0 == 0);
+          if (height == H) int4_tile<WIDE, H, P>(a, below, panels, scales, to_next, k, w.group, part, width, k0 == 0);
       };
 #define ROWS(H) run(std::integral_constant<int, H>());
       if constexpr (P > 1 || M <= 6) {
@@ -365,22 +386,26 @@ __attribute__((noinline)) void int4_tile_panels(const Int4Panels& w, i64 begin, 
 }
 #endif
 
+// Whether panels are read once, and fetched before.
+INLINE bool fetches_int4(i64 rows) { return rows <= (INT4_TALL_ROWS > 0 ? INT4_VECTOR_ROWS : INT4_ROWS); }
+
 // The panels [begin, end): a few rows read them once and take them apart in registers, for more they are put as bytes into
-// the first-level cache. Not inlined: what it takes of the stack it then gives back.
+// the first-level cache. after: the panel that the thread goes on with, or -1. Not inlined: what it takes of the stack it then
+// gives back.
 template <class R, class E>
-__attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
+__attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
   if constexpr (AMX)
     if (rows > INT4_VECTOR_ROWS) return int4_tile_panels(w, begin, end, rows, row_of, emit);
   const i64 parts = (w.k + FLUSH - 1) / FLUSH;
   i32* offsets = static_cast<i32*>(__builtin_alloca(size_t(rows * parts) * sizeof(i32)));
   for (i64 row = 0; row < rows; ++row)
-    for (i64 i = 0; i < parts; ++i)
-      offsets[row * parts + i] = int4_offset(row_of(row) + i * FLUSH, i + 1 < parts ? FLUSH : w.k - i * FLUSH);
+    int4_offsets(row_of(row), w.k, offsets + row * parts);
   i64 panel = begin;
 #define BLOCKS(WIDE, M, P) \
-  for (; panel + P <= end; panel += P) int4_block<WIDE, M, P>(w, panel, rows, offsets, row_of, emit)
+  for (; panel + P <= end; panel += P) \
+    int4_block<WIDE, M, P>(w, panel, panel + P < end || after < 0 ? panel + P : after, rows, offsets, row_of, emit)
   if constexpr (INT4_TALL_ROWS > 0) {
-    if (rows <= 2) BLOCKS(false, 2, 1);
+    if (rows <= 2) BLOCKS(false, 2, 4);
     else if (rows <= 6) BLOCKS(false, 6, 2);
     else if (rows <= 2 * INT4_TALL_ROWS) BLOCKS(false, 12, 1);
     else BLOCKS(true, 6, 2);
@@ -399,9 +424,9 @@ KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale,
                         const T* bias, Written<O> out) {
   const auto emit = written_from(FromIntegers<T>{x_scale, scale, bias}, out);
   const RowBlocks blocks = row_blocks_of<i8>(rows, *w.for_rows(rows).blocking);
-  pieces(team, blocks, w.count(), false, 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64) {
+  pieces(team, blocks, w.count(), fetches_int4(rows), 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64 after) {
     int4_panels(
-        w, first, last, row1 - row0, [&](i64 row) { return x[row0 + row]; },
+        w, first, last, after, row1 - row0, [&](i64 row) { return x[row0 + row]; },
         [emit, row0, n = w.n](i64 row, i64 panel, IVec acc) { emit(row0 + row, panel * 16, acc, n - panel * 16); });
   });
 }

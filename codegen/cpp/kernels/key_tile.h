@@ -199,7 +199,7 @@ INLINE void score_panels(const T* const* panels, const T* const* ahead, Range pi
     const T* left[TILE_ROWS];
     for (i64 m = 0; m < height; ++m) left[m] = row_of(row + m);
     for (i64 p = pieces.first; p < pieces.last; p += TILE_PANELS)
-      multiply<T, TILE_PANELS>(height, left, panels + p, ahead ? ahead + p : nullptr, dim,
+      multiply<T, TILE_PANELS>(height, left, panels + p, {ahead ? ahead + p : nullptr}, dim,
                                scores + row * KEY_TILE + p * LANES, KEY_TILE, true);
   });
 }
@@ -227,7 +227,7 @@ INLINE void score_int8(const Tile<i8>& tile, const Tile<i8>& next, Range pieces,
   const T* left[M];
   for (i64 m = 0; m < rows; ++m) left[m] = row_of(m);
   for (i64 p = pieces.first; p < pieces.last; p += P)
-    int8_multiply<T, M, P, true>(rows, left, tile.keys + p, next.keys + p, tile.dim, scores + p * LANES, KEY_TILE, true);
+    int8_multiply<T, M, P>(rows, left, tile.keys + p, next.keys + p, tile.dim, scores + p * LANES, KEY_TILE, true);
 }
 
 // What makes scores of the products of q and keys. Without a cap they are multiplied by it late, by `unit`, which is positive.
@@ -367,7 +367,7 @@ INLINE void weigh_panels(const T* probabilities, const T* const* values, const T
         row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
           const T* left[TILE_ROWS];
           for (i64 m = 0; m < height; ++m) left[m] = probabilities + (row + m) * KEY_TILE + step * VALUE_TOKENS;
-          multiply<T, P>(height, left, panels, fetches && row == 0 ? next : nullptr, VALUE_TOKENS, acc + row * v_dim + d, v_dim,
+          multiply<T, P>(height, left, panels, {fetches && row == 0 ? next : nullptr}, VALUE_TOKENS, acc + row * v_dim + d, v_dim,
                          fresh && step == steps.first);
         });
       }
@@ -389,7 +389,7 @@ INLINE void weigh_int8(const T* probabilities, const Tile<i8>& tile, const Tile<
       for (; d + N * LANES <= v_dim; d += N * LANES) {
         const i8 *panels[N], *ahead[N];
         for (int i = 0; i < N; ++i) panels[i] = tile.panel(p, d + i * 16), ahead[i] = next.panel(p, d + i * 16);
-        int8_multiply<T, M, N, true>(rows, left, panels, ahead, 16, acc + d, v_dim, fresh && p == pieces.first);
+        int8_multiply<T, M, N>(rows, left, panels, ahead, 16, acc + d, v_dim, fresh && p == pieces.first);
       }
     };
     columns(std::integral_constant<int, P>());

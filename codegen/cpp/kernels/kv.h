@@ -305,8 +305,8 @@ INLINE void head_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 r
   gemm_panels<X>(w, begin, end, after, rows, row_of, emit);
 }
 template <class X, class R, class E>
-INLINE void head_panels(const Int4Panels& w, i64 begin, i64 end, i64, i64 rows, R row_of, E emit) {
-  int4_panels(w, begin, end, rows, row_of, emit);
+INLINE void head_panels(const Int4Panels& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
+  int4_panels(w, begin, end, after, rows, row_of, emit);
 }
 
 // x times the weight of all heads of q, k and v, each head finished where it is computed.
@@ -350,7 +350,7 @@ KERNEL void qkv_rope_kv_write_w8a8(Team& team, Rows<const i8> x, Rows<const floa
 template <class T, class S>
 KERNEL void qkv_rope_kv_write_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, Int4Panels w, const float* scale,
                                    const T* bias, Heads<T, S> finish) {
-  project_heads(team, x, w, FromIntegers<T>{x_scale, scale, bias}, finish, false);
+  project_heads(team, x, w, FromIntegers<T>{x_scale, scale, bias}, finish, fetches_int4(finish.rows));
 }
 
 template <class S, class P>

@@ -116,7 +116,7 @@ struct ExpertMatrix {
       else sums = acc;
       emit(row, panel, finished(sums, scale, bias, expert * n + panel * 16, n - panel * 16));
     };
-    if constexpr (std::is_same_v<W, u8>) int4_panels(of(expert), begin, end, rows, row_of, write);
+    if constexpr (std::is_same_v<W, u8>) int4_panels(of(expert), begin, end, -1, rows, row_of, write);
     else gemm_panels<X>(of(expert), begin, end, -1, rows, row_of, write);
   }
 };
@@ -195,19 +195,22 @@ INLINE void each_block(Team& team, const Experts<T, W, X>& m, const ExpertWork<T
   for (i64 e = 0; e < m.experts; ++e) items += blocks(e) * groups;
   const i64 grain = items / (team.count * 8);
   team.each(items, grain < 1 ? 1 : grain < 4 ? grain : 4, [&](i64 item, i64 end) {
-    for (; item < end; ++item) {
+    while (item < end) {
       while (item >= limit) base = limit, limit += blocks(++expert) * groups;
       const i64 first = work.starts[expert] + (item - base) / groups * BLOCK_ROWS, stop = work.starts[expert + 1];
-      const i64 panel = (item - base) % groups * 4;
-      f(expert, first, first + BLOCK_ROWS < stop ? first + BLOCK_ROWS : stop, panel, panel + 4 < panels ? panel + 4 : panels);
+      const i64 group = (item - base) % groups, count = groups - group < end - item ? groups - group : end - item;
+      const i64 last = (group + count) * 4 < panels ? (group + count) * 4 : panels;
+      f(expert, first, first + BLOCK_ROWS < stop ? first + BLOCK_ROWS : stop, group * 4, last);
+      item += count;
     }
   });
 }
 
-// The activation of the choices [first, last) of one expert, for at most four panels of columns.
+// The activation of the choices [first, last) of one expert for the panels [panel, end) of columns: as many at a time as
+// there is room for their gates, four at least.
 template <class T, class W, class X>
 void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel, i64 end) {
-  const i64 shift = m.inter / 16;
+  const i64 shift = m.inter / 16, at_once = BLOCK_ROWS / (last - first) * 4;
   alignas(64) float gate[BLOCK_ROWS * 64];
   auto row_of = [&](i64 row) -> const X* {
     if constexpr (std::is_same_v<T, X>)
@@ -218,14 +221,17 @@ void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 ex
     const i64 choice = work.choices[first + row], token = choice / m.top_k;
     return *m.x_scale[token] * (m.scale_input ? m.weights[token][choice % m.top_k] : 1.0f);
   };
-  auto multiply = [&](i64 begin, auto emit) {
-    m.gate_up.template multiply<X>(expert, begin + panel, begin + end, last - first, row_of, scale_of, emit);
-  };
-  multiply(0, [&](i64 row, i64 p, Vec sums) { store(gate + row * 64 + (p - panel) * 16, rounded<T>(sums)); });
-  multiply(shift, [&](i64 row, i64 p, Vec sums) {
-    Vec value = m.active(load(gate + row * 64 + (p - shift - panel) * 16), rounded<T>(sums));
-    store(work.active + (first + row) * m.inter + (p - shift) * 16, value);
-  });
+  for (; panel < end; panel += at_once) {
+    const i64 stop = panel + at_once < end ? panel + at_once : end, width = (stop - panel) * 16;
+    auto multiply = [&](i64 begin, auto emit) {
+      m.gate_up.template multiply<X>(expert, begin + panel, begin + stop, last - first, row_of, scale_of, emit);
+    };
+    multiply(0, [&](i64 row, i64 p, Vec sums) { store(gate + row * width + (p - panel) * 16, rounded<T>(sums)); });
+    multiply(shift, [&](i64 row, i64 p, Vec sums) {
+      Vec value = m.active(load(gate + row * width + (p - shift - panel) * 16), rounded<T>(sums));
+      store(work.active + (first + row) * m.inter + (p - shift) * 16, value);
+    });
+  }
 }
 
 // The share of the choices [first, last) of one expert in their tokens' results: emit(token, panel, share).
@@ -244,12 +250,21 @@ INLINE void shares(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i
   });
 }
 
+// Groups of four panels of a result that go to a thread at a time: for few rows, whose sums stay in the first-level cache, all
+// that it has, so that what it reads of an expert lies together.
+template <class T, class W, class X>
+INLINE i64 combined_groups(const Team& team, const Experts<T, W, X>& m) {
+  const i64 groups = (m.hidden + 63) / 64, share = groups / team.count, fits = 128 / (m.rows + 1);
+  const i64 most = share < fits ? share : fits;
+  return most < 1 ? 1 : most;
+}
+
 // A token's shares are added in rising expert, whoever computes them: a column of sums belongs to one thread.
 template <class T, class W, class X>
 void combine(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) {
   const i64 panels = (m.hidden + 15) / 16;
-  team.each((panels + 3) / 4, 1, [&](i64 group, i64) {
-    const i64 panel = group * 4, end = panel + 4 < panels ? panel + 4 : panels;
+  team.each((panels + 3) / 4, combined_groups(team, m), [&](i64 group, i64 last_group) {
+    const i64 panel = group * 4, end = last_group * 4 < panels ? last_group * 4 : panels;
     const i64 column = panel * 16, stop = end * 16 < m.hidden ? end * 16 : m.hidden;
     for (i64 row = 0; row < m.rows; ++row) memset(work.sums + row * m.hidden + column, 0, (stop - column) * 4);
     for (i64 expert = 0; expert < m.experts; ++expert)
@@ -262,6 +277,15 @@ void combine(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& w
     for (i64 row = 0; row < m.rows; ++row)
       for (i64 i = column; i < stop; i += LANES) store(m.out[row] + i, load(work.sums + row * m.hidden + i, stop - i), stop - i);
   });
+}
+
+// What a thread reads first in `combine`.
+template <class T, class W, class X>
+INLINE Ahead first_combined(const Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) {
+  if (work.starts[m.experts] == 0) return {};
+  const i64 first = work.choices[0], panels = combined_groups(team, m) * 4;
+  const auto down = m.down.of(m.ids[first / m.top_k][first % m.top_k]);
+  return {down.panel(team.tid * panels), bytes_between(down.panel(0), down.panel(panels))};
 }
 
 template <class T, class W>
@@ -287,11 +311,12 @@ KERNEL void moe_experts(Team& team, const Experts<T, W, X>& m) {
   each_block(team, m, work, m.inter / 16, [&](i64 expert, i64 first, i64 last, i64 panel, i64 end) {
     activate(m, work, expert, first, last, panel, end);
   });
-  team.barrier();
+  const Ahead ahead = first_combined(team, m, work);
+  team.barrier(ahead);
   if (m.quantizes) {
     const i64 choices = work.starts[m.experts];
     quantize_rows<T>(team, {work.active, m.inter}, choices, m.inter, {work.quantized, m.inter}, {work.scales, 1});
-    team.barrier();
+    team.barrier(ahead);
   }
   combine(team, m, work);
 }
