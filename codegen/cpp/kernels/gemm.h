@@ -343,10 +343,15 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 r
 // Items to hand out at a time.
 INLINE i64 piece_grain(const Team& team, i64 items) { return items < team.count * 16 ? 1 : items / (team.count * 8); }
 
-// Where a thread starts to read a weight for few rows, which is handed out by so many panels or a multiple: four by `linear_to`
-// and of four bits, a head's by `project_heads`.
+// Panels that a product is handed out by, or a multiple: four, or two where not all threads would have a part. A gate's and
+// what it gates lie in turn, and go to one thread.
+INLINE i64 panel_group(const Team& team, i64 panels) { return panels > 2 * team.count ? 4 : 2; }
+
+// Where a thread starts to read a weight for few rows, which is handed out by so many panels or a multiple: a `panel_group` if
+// that is 0, by `project_heads` a head's.
 template <class P>
-INLINE Ahead first_piece(const Team& team, const P& w, i64 at_once = 4) {
+INLINE Ahead first_piece(const Team& team, const P& w, i64 at_once = 0) {
+  if (at_once == 0) at_once = panel_group(team, w.count());
   const i64 panels = piece_grain(team, (w.count() + at_once - 1) / at_once) * at_once;
   return {w.panel(team.tid * panels), bytes_between(w.panel(0), w.panel(panels))};
 }
@@ -367,18 +372,18 @@ INLINE RowBlocks row_blocks_of(i64 rows, const Blocking& blocking) {
   return {rows, blocking.rows, AMX && sizeof(T) < 4 && rows > TALL_ROWS ? TILE_PAIR : TILE_ROWS};
 }
 
-// Hands out a product of `rows` by `panels`, four panels or a multiple at a time: f(first row, end, first panel, end, the
-// panel that the thread goes on with or -1). early: to know that panel. most: groups of four at a time, if not 0.
+// Hands out a product of `rows` by `panels`, a `panel_group` or a multiple at a time: f(first row, end, first panel, end, the
+// panel that the thread goes on with or -1). early: to know that panel. most: groups at a time, if not 0.
 template <class F>
 INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, i64 most, F f) {
-  i64 groups = (panels + 3) / 4, items = groups * rows.count();
+  const i64 size = panel_group(team, panels), groups = (panels + size - 1) / size, items = groups * rows.count();
   team.each_early(items, most ? most : piece_grain(team, items), early, [&](i64 begin, i64 end, i64 after) {
     // Items in the order (row block, panel group): neighbours share rows of x and stream the weight.
     while (begin < end) {
       i64 block = begin / groups, group = begin % groups;
       i64 stop = end - begin < groups - group ? group + end - begin : groups;
-      f(rows.begin(block), rows.begin(block + 1), group * 4, stop * 4 < panels ? stop * 4 : panels,
-        early && after * 4 + TILE_PANELS <= panels ? after * 4 : -1);
+      f(rows.begin(block), rows.begin(block + 1), group * size, stop * size < panels ? stop * size : panels,
+        early && after * size + TILE_PANELS <= panels ? after * size : -1);
       begin += stop - group;
     }
   });

@@ -106,18 +106,20 @@ struct ExpertMatrix {
       return Panels<W>{all.panel(expert * all.count()), n, k};
     }
   }
+  INLINE i64 panels() const { return (n + 15) / 16; }  // of an expert: those of the next follow
   // One expert's panels [begin, end) by `rows` rows of X, at most BLOCK_ROWS; emit(row, panel, 16 outputs). row_of(i) is
-  // a row's address, scale_of(i) its scale where X is int8. The arithmetic is that of the linear with such operands.
+  // a row's address, scale_of(i) its scale where X is int8. after: the panel that the thread goes on with, which may be a later
+  // expert's, or -1. The arithmetic is that of the linear with such operands.
   template <class X, class R, class S, class E>
-  INLINE void multiply(i64 expert, i64 begin, i64 end, i64 rows, R row_of, S scale_of, E emit) const {
+  INLINE void multiply(i64 expert, i64 begin, i64 end, i64 after, i64 rows, R row_of, S scale_of, E emit) const {
     auto write = [&](i64 row, i64 panel, auto acc) {
       Vec sums;
       if constexpr (std::is_same_v<X, i8>) sums = mul(to_float(acc), set1(scale_of(row)));
       else sums = acc;
       emit(row, panel, finished(sums, scale, bias, expert * n + panel * 16, n - panel * 16));
     };
-    if constexpr (std::is_same_v<W, u8>) int4_panels(of(expert), begin, end, -1, rows, row_of, write);
-    else gemm_panels<X>(of(expert), begin, end, -1, rows, row_of, write);
+    if constexpr (std::is_same_v<W, u8>) int4_panels(of(expert), begin, end, after, rows, row_of, write);
+    else gemm_panels<X>(of(expert), begin, end, after, rows, row_of, write);
   }
 };
 
@@ -184,9 +186,16 @@ void sort_by_expert(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) 
   on_choices([&](i32 expert, i32 choice) { work.choices[next[expert]++] = choice; });
 }
 
+// The next expert that was chosen, or `experts`.
+INLINE i64 next_chosen(const i32* starts, i64 experts, i64 expert) {
+  do ++expert;
+  while (expert < experts && starts[expert] == starts[expert + 1]);
+  return expert;
+}
+
 // Hands out `panels` of every expert's choices, four or a few times that at a time, BLOCK_ROWS rows at most:
-// f(expert, first choice, last, first panel, end). Neighbouring panels go to one thread: where its stream of weights breaks
-// off, the next begins with a memory latency.
+// f(expert, first choice, last, first panel, end, the expert whose first panel the thread goes on with or -1). Neighbouring
+// panels go to one thread: where its stream of weights breaks off, the next begins with a memory latency.
 template <class T, class W, class X, class F>
 INLINE void each_block(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 panels, F f) {
   const i64 groups = (panels + 3) / 4;
@@ -200,16 +209,18 @@ INLINE void each_block(Team& team, const Experts<T, W, X>& m, const ExpertWork<T
       const i64 first = work.starts[expert] + (item - base) / groups * BLOCK_ROWS, stop = work.starts[expert + 1];
       const i64 group = (item - base) % groups, count = groups - group < end - item ? groups - group : end - item;
       const i64 last = (group + count) * 4 < panels ? (group + count) * 4 : panels;
-      f(expert, first, first + BLOCK_ROWS < stop ? first + BLOCK_ROWS : stop, group * 4, last);
       item += count;
+      const i64 after = item == limit && item < end ? next_chosen(work.starts, m.experts, expert) : -1;
+      f(expert, first, first + BLOCK_ROWS < stop ? first + BLOCK_ROWS : stop, group * 4, last, after);
     }
   });
 }
 
 // The activation of the choices [first, last) of one expert for the panels [panel, end) of columns: as many at a time as
-// there is room for their gates, four at least.
+// there is room for their gates, four at least. after: the expert that comes next, or -1.
 template <class T, class W, class X>
-void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel, i64 end) {
+void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel, i64 end,
+              i64 after) {
   const i64 shift = m.inter / 16, at_once = BLOCK_ROWS / (last - first) * 4;
   alignas(64) float gate[BLOCK_ROWS * 64];
   auto row_of = [&](i64 row) -> const X* {
@@ -223,11 +234,12 @@ void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 ex
   };
   for (; panel < end; panel += at_once) {
     const i64 stop = panel + at_once < end ? panel + at_once : end, width = (stop - panel) * 16;
-    auto multiply = [&](i64 begin, auto emit) {
-      m.gate_up.template multiply<X>(expert, begin + panel, begin + stop, last - first, row_of, scale_of, emit);
+    auto multiply = [&](i64 begin, i64 next, auto emit) {
+      m.gate_up.template multiply<X>(expert, begin + panel, begin + stop, next, last - first, row_of, scale_of, emit);
     };
-    multiply(0, [&](i64 row, i64 p, Vec sums) { store(gate + row * width + (p - panel) * 16, rounded<T>(sums)); });
-    multiply(shift, [&](i64 row, i64 p, Vec sums) {
+    multiply(0, shift + panel, [&](i64 row, i64 p, Vec sums) { store(gate + row * width + (p - panel) * 16, rounded<T>(sums)); });
+    const i64 next = stop < end ? stop : after < 0 ? -1 : (after - expert) * m.gate_up.panels();
+    multiply(shift, next, [&](i64 row, i64 p, Vec sums) {
       Vec value = m.active(load(gate + row * width + (p - shift - panel) * 16), rounded<T>(sums));
       store(work.active + (first + row) * m.inter + (p - shift) * 16, value);
     });
@@ -243,7 +255,9 @@ INLINE void shares(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i
     else return work.quantized + (first + row) * m.inter;
   };
   auto scale_of = [&](i64 row) { return work.scales[first + row]; };
-  m.down.template multiply<X>(expert, panel, end, last - first, row_of, scale_of, [&](i64 row, i64 p, Vec result) {
+  const i64 next = next_chosen(work.starts, m.experts, expert);
+  const i64 after = next < m.experts ? (next - expert) * m.down.panels() + panel : -1;
+  m.down.template multiply<X>(expert, panel, end, after, last - first, row_of, scale_of, [&](i64 row, i64 p, Vec result) {
     const i64 choice = work.choices[first + row], token = choice / m.top_k;
     const float weight = m.scale_input ? 1.0f : m.weights[token][choice % m.top_k];
     emit(token, p, mul(rounded<T>(result), set1(weight)));
@@ -308,8 +322,8 @@ KERNEL void moe_experts(Team& team, const Experts<T, W, X>& m) {
   team.barrier();
   if constexpr (std::is_same_v<T, X>)
     if (m.scale_input) scale_inputs(team, m, work);
-  each_block(team, m, work, m.inter / 16, [&](i64 expert, i64 first, i64 last, i64 panel, i64 end) {
-    activate(m, work, expert, first, last, panel, end);
+  each_block(team, m, work, m.inter / 16, [&](i64 expert, i64 first, i64 last, i64 panel, i64 end, i64 after) {
+    activate(m, work, expert, first, last, panel, end, after);
   });
   const Ahead ahead = first_combined(team, m, work);
   team.barrier(ahead);
