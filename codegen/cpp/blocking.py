@@ -20,7 +20,7 @@ from functools import lru_cache
 ROWS = (4, 12, 64, 128, 256, 512, 2048)
 """Numbers of rows that a product has a choice for; the last is for all above too."""
 ANY_ROWS = (1 << 31) - 1  # as in gemm.h
-FEW_ROWS = 12  # up to which vectors multiply integers where there are tiles
+FEW_ROWS = 4  # up to which vectors multiply integers where there are tiles
 MOST_PAIRS = 16
 PANEL = 16  # outputs
 WIDE_BYTES = 1024  # of a row whose weight is widened: the kernels', no choice

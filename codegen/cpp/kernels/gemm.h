@@ -30,6 +30,7 @@ constexpr i64 PREFETCH_BYTES = 2048;
 // As much as arrives while the memory answers; what is fetched long before stands in the way of what is needed first.
 constexpr i64 FETCH_BYTES = 3072;
 constexpr i64 TILE_PAIR = 32;  // rows that tiles multiply at a time
+constexpr i64 VECTOR_ROWS = 4;  // of int8 by int8 that tiles, where there are such, are not faster for
 constexpr i64 WIDE_K = 256;    // of int8 panels at a time, widened into L1 for rows of another type
 
 // How a product goes through the caches: codegen/cpp/blocking.py chooses it for every product, for several numbers of rows.
@@ -335,7 +336,7 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 r
     tile_panels<T>(w, begin, end, after, rows, row_of, emit, beside);
   } else {
     if constexpr (AMX && std::is_same_v<T, i8>)
-      if (rows > TALL_ROWS) return tile_panels<T>(w, begin, end, after, rows, row_of, emit, beside);
+      if (rows > VECTOR_ROWS) return tile_panels<T>(w, begin, end, after, rows, row_of, emit, beside);
     vector_panels<T>(w, begin, end, after, rows, row_of, emit);
   }
 }
