@@ -80,7 +80,8 @@ def test_selects_just_after_the_last_attention() -> None:
     """
     text = made.program.to_text()
     assert text.split() == golden.split(), f"the program is now\n{text}"
-    torch.testing.assert_close(made.run()[0], before[[4, 1]])
+    # torch adds up two rows otherwise than all of them, on some processors
+    torch.testing.assert_close(made.run()[0], before[[4, 1]], rtol=1e-4, atol=1e-4)
     made.check_untouched(SelectRows())
 
 
