@@ -20,7 +20,13 @@ INPUTS = {
     "block_table_0": torch.tensor([[1, 2]], dtype=torch.int32),
     "kv_cache_0": random(4, 1, 2, 4, 2, 4, seed=9),
 }
-WEIGHTS = {"embed": random(7, 8), "norm": random(8), "up": random(24, 8), "down": random(8, 12), "head": random(7, 8)}
+WEIGHTS = {  # by the root of what a sum adds up, as in a model: results near 1 are rounded far below what a test allows
+    "embed": random(7, 8),
+    "norm": random(8),
+    "up": random(24, 8) / 8**0.5,
+    "down": random(8, 12) / 12**0.5,
+    "head": random(7, 8) / 8**0.5,
+}
 
 
 def layer(
@@ -80,8 +86,7 @@ def test_selects_just_after_the_last_attention() -> None:
     """
     text = made.program.to_text()
     assert text.split() == golden.split(), f"the program is now\n{text}"
-    # torch adds up two rows otherwise than all of them, on some processors
-    torch.testing.assert_close(made.run()[0], before[[4, 1]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.run()[0], before[[4, 1]])
     made.check_untouched(SelectRows())
 
 

@@ -19,4 +19,5 @@ def pytest_configure(config: pytest.Config) -> None:
     build.FLAGS = (*build.FLAGS, "-O1", "-g", *FLAGS[which])  # type: ignore[assignment]  # of any length
     # Not -O2, at which g++ 12 breaks down over a step under the thread sanitizer ("during IPA pass: cp").
     build.CALLER_FLAGS = tuple(flag for flag in build.CALLER_FLAGS if flag != "-O2")  # type: ignore[assignment]
-    build.LINK_FLAGS = ("-shared",)  # type: ignore[assignment]  # the sanitizer's runtime is Python's
+    # Linked to its runtime, which `make sanitize` has loaded already: what else is missing is an error here too.
+    build.LINK_FLAGS = (*build.LINK_FLAGS, *FLAGS[which])  # type: ignore[assignment]  # of any length
