@@ -12,33 +12,14 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from inferc.codegen.triton.launch import Argument, LaunchRecord, check_launch_record
-from inferc.errors import UnsupportedError
+from inferc.codegen.triton.source import Source
+from inferc.errors import UnsupportedError, VerifyError
 
-KINDS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 ARGUMENT_BYTES = {"i32": 4, "i64": 8, "u64": 8, "pointer": 8}
 # Triton's entry points end with these two; a kernel that needs no scratch memory takes null.
 SCRATCH = (Argument("global_scratch", "u64", 8), Argument("profile_scratch", "u64", 8))
-
-
-@dataclass(frozen=True)
-class Source:
-    """A kernel and the choices under which it is compiled.
-
-    signature: argument name to "*bf16", "i32", …, in order, the constants left out. divisible_by_16: arguments that
-    the caller promises to be multiples of 16 (addresses in bytes, the others in elements).
-    grid: one expression per axis over `num_tokens` and the arguments, see `LaunchRecord.grid_for`.
-    """
-
-    function: Any  # a triton.jit function
-    signature: dict[str, str]
-    constants: dict[str, int]
-    divisible_by_16: tuple[str, ...]
-    grid: tuple[str, str, str]
-    num_warps: int
-    num_stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +36,10 @@ def available() -> bool:
 
 
 def build(source: Source, name: str, op: str, arch: str) -> Cubin:
-    """Compile `source` for `arch` ("sm_90") and check the result against its launch record."""
+    """Compile `source` for `arch` ("sm_90").
+
+    Raises VerifyError for a cubin that its launch record does not fit, or that spills more than `source` allows.
+    """
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -65,7 +49,7 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
         raise UnsupportedError(f"{name}: arch {arch!r} is not an NVIDIA one; expected for example sm_90")
     signature = {**source.signature, **dict.fromkeys(source.constants, "constexpr")}
     order = list(source.signature)
-    attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.divisible_by_16}
+    attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.aligned}
     with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True  # it holds the compiling machine's paths
         compiled = triton.compile(
@@ -76,7 +60,7 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
     data: bytes = compiled.asm["cubin"]
     metadata = compiled.metadata
     arguments = [
-        Argument(argument, _kind(kind), ARGUMENT_BYTES[_kind(kind)], 16 if argument in source.divisible_by_16 else 1)
+        Argument(argument, _kind(kind), ARGUMENT_BYTES[_kind(kind)], 16 if argument in source.aligned else 1)
         for argument, kind in source.signature.items()
     ]
     record = LaunchRecord(
@@ -94,13 +78,17 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
         compiler=f"triton {triton.__version__}",
     )
     check_launch_record(record, data)
+    if (spilled := record.resources["stack_bytes"] + record.resources["local_bytes"]) > source.stack_bytes:
+        raise VerifyError(
+            f"{name} for {arch}: {spilled} bytes of a thread's registers spilled, its budget is {source.stack_bytes}"
+        )
     return Cubin(data, record)
 
 
 def read_resources(cubin: bytes, entry: str) -> dict[str, int]:
     """Registers per thread, and bytes of stack, static shared and local memory, as the driver will see them.
 
-    Local memory and stack are what registers spilled to: slow, and zero in every kernel of ours.
+    Local memory and stack are what registers spilled to, which is slow.
     """
     import triton
 

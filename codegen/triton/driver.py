@@ -6,6 +6,7 @@ What the CUDA target's runner will do for a whole step; today the GPU tests and 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 from inferc.codegen.triton.launch import LaunchRecord
@@ -67,9 +68,10 @@ class CudaKernel:
         self._driver, self._function = driver, function
         self.record = record
 
-    def launch(self, stream: int, num_tokens: int, **values: int) -> None:
+    def launch(self, stream: int, counts: Mapping[str, int], **values: int) -> None:
         """Launch on `stream` (0: the default one). `values` are the record's arguments but for the two scratch pointers.
 
+        counts: what the grid goes by, `num_tokens`, `num_rows` and `num_seqs`, as far as it does.
         Pointers are device addresses. Nothing waits: an error of the kernel itself shows at the next synchronisation.
         """
         record = self.record
@@ -85,7 +87,7 @@ class CudaKernel:
         self._driver._call(
             "cuLaunchKernel",
             self._function,
-            *(ctypes.c_uint(size) for size in record.grid_for(num_tokens=num_tokens, **values)),
+            *(ctypes.c_uint(size) for size in record.grid_for(**counts)),
             *(ctypes.c_uint(size) for size in (record.threads, 1, 1)),
             ctypes.c_uint(record.shared_bytes),
             ctypes.c_void_p(stream),

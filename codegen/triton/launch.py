@@ -20,6 +20,7 @@ EIATTR_REQNTID = 0x10
 EIATTR_KPARAM_INFO = 0x17
 EIFMT_SVAL = 4  # the attribute's value follows, of the size given
 EM_CUDA = 190
+NEWER_ABI = 8
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
@@ -46,7 +47,7 @@ class LaunchRecord:
     shared_bytes: int
     global_scratch_bytes: int
     arguments: tuple[Argument, ...]
-    constants: dict[str, int]
+    constants: dict[str, int | float]
     resources: dict[str, int]
     compiler: str
 
@@ -54,10 +55,9 @@ class LaunchRecord:
     def threads(self) -> int:
         return 32 * self.num_warps
 
-    def grid_for(self, **values: int) -> tuple[int, int, int]:
-        """The grid of a launch: `grid` evaluated over the arguments, `num_tokens` and the constants."""
-        x, y, z = (_evaluate(ast.parse(axis, mode="eval").body, {**self.constants, **values}) for axis in self.grid)
-        return x, y, z
+    def grid_for(self, **counts: int) -> tuple[int, int, int]:
+        """The grid of a launch: `grid` evaluated over `num_tokens`, `num_rows`, `num_seqs` and the constants."""
+        return evaluate_grid(self.grid, {**self.constants, **counts})
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -130,7 +130,8 @@ def _sections(cubin: bytes) -> tuple[dict[str, bytes], str]:
         names[header[0] : names.index(b"\0", header[0])].decode(): cubin[header[4] : header[4] + header[5]]
         for header in headers
     }
-    return sections, f"sm_{flags & 0xFF}"
+    # The chip's number: in the low byte of the flags, since Blackwell's version of the format in the second.
+    return sections, f"sm_{flags >> 8 & 0xFF if cubin[8] >= NEWER_ABI else flags & 0xFF}"
 
 
 def _attributes(data: bytes) -> list[tuple[int, bytes]]:
@@ -146,12 +147,18 @@ def _attributes(data: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
+def evaluate_grid(grid: tuple[str, str, str], values: Mapping[str, int | float]) -> tuple[int, int, int]:
+    """The three axes, expressions over `values`. Raises VerifyError for anything but integers, + - * // and ceil_div."""
+    x, y, z = (_evaluate(ast.parse(axis, mode="eval").body, values) for axis in grid)
+    return x, y, z
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, int | float]) -> int:
     """A grid expression: names, integers, + - * //, and ceil_div(a, b)."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.Name):
-        return values[node.id]
+        return int(values[node.id])
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return int(OPERATORS[type(node.op)](_evaluate(node.left, values), _evaluate(node.right, values)))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ceil_div":

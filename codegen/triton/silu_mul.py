@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import fx
 
 from inferc.codegen.target import Target
-from inferc.codegen.triton.build import KINDS, Cubin, Source, build
+from inferc.codegen.triton.build import Cubin, build
+from inferc.codegen.triton.source import COUNTS, POINTERS, Source
 from inferc.program import dtype_name
 
 NAME = "triton.silu_mul"
@@ -27,46 +27,57 @@ def silu_mul_kernel(  # type: ignore[no-untyped-def]
     gate_ptr,
     up_ptr,
     out_ptr,
-    num_columns,
-    gate_stride,
-    up_stride,
-    out_stride,
+    counts_ptr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    UP_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < num_columns
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if row < tl.load(counts_ptr + COUNT):
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = columns < WIDTH
+        gate = tl.load(gate_ptr + row * GATE_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * UP_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+        out = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out_ptr + row * OUT_STRIDE + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def source(dtype: str, aligned: bool) -> Source:
-    """The kernel for tensors of `dtype`; aligned: their width and row strides are multiples of 16 elements."""
-    pointers = ("gate_ptr", "up_ptr", "out_ptr")
-    sizes = ("num_columns", "gate_stride", "up_stride", "out_stride")
+def silu_mul(
+    dtype: str, rows: str, width: int, strides: tuple[int, int, int], unaligned: tuple[str, ...] = ()
+) -> Source:
+    """gate, up, out [rows, width]; strides: elements from row to row of each."""
     return Source(
         function=silu_mul_kernel,
-        signature={**dict.fromkeys(pointers, KINDS[dtype]), **dict.fromkeys(sizes, "i32")},
-        constants={"BLOCK": BLOCK},
-        # `up` starts num_columns after `gate` in a packed projection: its address divides only if the width does.
-        divisible_by_16=(*pointers, *sizes) if aligned else (),
-        grid=("num_tokens", "ceil_div(num_columns, BLOCK)", "1"),
+        signature={
+            **dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), POINTERS[dtype]),
+            "counts_ptr": POINTERS["int32"],
+        },
+        constants={
+            "COUNT": COUNTS[rows],
+            "WIDTH": width,
+            **dict(zip(("GATE_STRIDE", "UP_STRIDE", "OUT_STRIDE"), strides, strict=True)),
+            "BLOCK": BLOCK,
+        },
+        grid=(f"num_{rows}", "ceil_div(WIDTH, BLOCK)", "1"),
         num_warps=NUM_WARPS,
+        unaligned=unaligned,
     )
 
 
 @cache
-def compiled(dtype: str, aligned: bool, arch: str) -> Cubin:
+def compiled(dtype: str, width: int, strides: tuple[int, int, int], arch: str) -> Cubin:
     """The cubin for one chip; the layers of a model share it."""
-    name = f"{NAME}.{dtype}" + ("" if aligned else ".unaligned")
-    return build(source(dtype, aligned), name, "inferc.silu_mul", arch)
+    # `up` starts `width` elements after `gate` in a packed projection.
+    unaligned = () if width % 16 == 0 else ("up_ptr",)
+    return build(silu_mul(dtype, "tokens", width, strides, unaligned), f"{NAME}.{dtype}", "inferc.silu_mul", arch)
 
 
 def emit(node: fx.Node, target: Target) -> Cubin:
     """Compile for one `inferc.silu_mul` node: its dtype, its width, and the strides of the packed projection it reads."""
     gate, up = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
-    out: torch.Tensor = node.meta["val"]
-    sizes = (int(out.shape[-1]), int(gate.stride(0)), int(up.stride(0)))
-    return compiled(dtype_name(out.dtype), all(size % 16 == 0 for size in sizes), target.arch)
+    out = node.meta["val"]
+    width = int(out.shape[-1])
+    return compiled(dtype_name(out.dtype), width, (int(gate.stride(0)), int(up.stride(0)), width), target.arch)

@@ -1,0 +1,185 @@
+"""Rotary embedding: the table of a step, and rotation, norms of heads and the write of K and V as one kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inferc.codegen.triton.rms_norm import normed
+from inferc.codegen.triton.source import POINTERS, Source
+from inferc.ops.rope import PAIRS
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rope_table_kernel(  # type: ignore[no-untyped-def]
+    positions_ptr,
+    inv_freq_ptr,
+    out_ptr,
+    counts_ptr,
+    HALF: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    SCALING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(counts_ptr):
+        i = tl.arange(0, BLOCK)
+        mask = i < HALF
+        angle = tl.load(positions_ptr + row).to(tl.float32) * tl.load(inv_freq_ptr + i, mask=mask, other=0.0)
+        tl.store(out_ptr + row * OUT_STRIDE + i, tl.cos(angle) * SCALING, mask=mask)
+        tl.store(out_ptr + row * OUT_STRIDE + HALF + i, tl.sin(angle) * SCALING, mask=mask)
+
+
+def rope_table(half: int, out_stride: int, scaling: float) -> Source:
+    """positions [tokens] i64, inv_freq [half] float32 -> out [tokens, 2 * half] float32: cosines, then sines."""
+    return Source(
+        function=rope_table_kernel,
+        signature={
+            "positions_ptr": POINTERS["int64"],
+            "inv_freq_ptr": POINTERS["float32"],
+            "out_ptr": POINTERS["float32"],
+            "counts_ptr": POINTERS["int32"],
+        },
+        constants={
+            "HALF": half,
+            "OUT_STRIDE": out_stride,
+            "SCALING": scaling,
+            "BLOCK": triton.next_power_of_2(half),
+        },
+        grid=("num_tokens", "1", "1"),
+        num_warps=1,
+        stack_bytes=32,  # of the library's cosine, for angles beyond 100,000
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    table_ptr,
+    cache_ptr,
+    slots_ptr,
+    out_ptr,
+    counts_ptr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HOW: tl.constexpr,
+    ROTATED_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if token < tl.load(counts_ptr):
+        dtype = out_ptr.dtype.element_ty
+        is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
+        kv_head = tl.where(is_q, 0, (head - HEADS) % KV_HEADS)
+        source = q_ptr + token * Q_STRIDE + head * DIM
+        weights = q_weight_ptr
+        target = out_ptr + token * OUT_STRIDE + head * DIM
+        if not is_q:
+            slot = tl.load(slots_ptr + token)
+            piece = cache_ptr + (slot // BLOCK_SIZE) * BLOCK_STRIDE + kv_head.to(tl.int64) * (2 * BLOCK_SIZE * DIM)
+            target = piece + (slot % BLOCK_SIZE) * DIM
+            source = k_ptr + token * K_STRIDE + kv_head * DIM
+            weights = k_weight_ptr
+            if is_v:
+                target += BLOCK_SIZE * DIM
+                source = v_ptr + token * V_STRIDE + kv_head * DIM
+        i = tl.arange(0, ROTATED_BLOCK)
+        mask = i < HALF
+        first_at, second_at = i, HALF + i
+        if PAIRS != 0:
+            first_at, second_at = 2 * i, 2 * i + 1
+        first = tl.load(source + first_at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + second_at, mask=mask, other=0.0).to(tl.float32)
+        j = 2 * HALF + tl.arange(0, REST_BLOCK)
+        rest = tl.load(source + j, mask=j < DIM, other=0.0).to(tl.float32)
+        if HOW != 0:  # noqa: SIM102  known when it is compiled, as the other is not
+            if not is_v:
+                squares = tl.sum(first * first) + tl.sum(second * second) + tl.sum(rest * rest)
+                first_weight = tl.load(weights + first_at, mask=mask, other=0.0).to(tl.float32)
+                second_weight = tl.load(weights + second_at, mask=mask, other=0.0).to(tl.float32)
+                rest_weight = tl.load(weights + j, mask=j < DIM, other=0.0).to(tl.float32)
+                first = normed(first, squares, first_weight, DIM, EPS, OFFSET, HOW, dtype).to(dtype).to(tl.float32)
+                second = normed(second, squares, second_weight, DIM, EPS, OFFSET, HOW, dtype).to(dtype).to(tl.float32)
+                rest = normed(rest, squares, rest_weight, DIM, EPS, OFFSET, HOW, dtype).to(dtype).to(tl.float32)
+        if is_v:
+            tl.store(target + first_at, first.to(dtype), mask=mask)
+            tl.store(target + second_at, second.to(dtype), mask=mask)
+        else:
+            cos = tl.load(table_ptr + token * TABLE_STRIDE + i, mask=mask, other=0.0)
+            sin = tl.load(table_ptr + token * TABLE_STRIDE + HALF + i, mask=mask, other=0.0)
+            to_first, to_second = first_at, second_at
+            if PAIRS == 2:
+                to_first, to_second = i, HALF + i
+            tl.store(target + to_first, (first * cos - second * sin).to(dtype), mask=mask)
+            tl.store(target + to_second, (second * cos + first * sin).to(dtype), mask=mask)
+        tl.store(target + j, rest.to(dtype), mask=j < DIM)
+
+
+def rope_kv_write(
+    dtype: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    half: int,
+    pairs: str,
+    strides: tuple[int, int, int, int, int],
+    layers: int,
+    block_size: int,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    how: int = 0,
+    unaligned: tuple[str, ...] = (),
+) -> Source:
+    """`inferc.rope_kv_write` and, with norms of heads, `inferc.norm_rope_kv_write`.
+
+    q [tokens, heads * dim], k and v [tokens, kv_heads * dim], table [tokens, 2 * half] float32, out as q; strides:
+    elements from row to row of q, k, v, the table and out. cache_ptr: the layer's part of block 0 of a pool
+    [block][layer][kv head][k, v][block_size][dim]; slots [tokens] i64.
+    """
+    names = ("Q_STRIDE", "K_STRIDE", "V_STRIDE", "TABLE_STRIDE", "OUT_STRIDE")
+    inputs = ("q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr")
+    return Source(
+        function=rope_kv_write_kernel,
+        signature={
+            **dict.fromkeys(inputs, POINTERS[dtype]),
+            "table_ptr": POINTERS["float32"],
+            "cache_ptr": POINTERS[dtype],
+            "slots_ptr": POINTERS["int64"],
+            "out_ptr": POINTERS[dtype],
+            "counts_ptr": POINTERS["int32"],
+        },
+        constants={
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "DIM": dim,
+            "HALF": half,
+            "PAIRS": PAIRS.index(pairs),
+            **dict(zip(names, strides, strict=True)),
+            "BLOCK_STRIDE": layers * kv_heads * 2 * block_size * dim,
+            "BLOCK_SIZE": block_size,
+            "EPS": eps,
+            "OFFSET": offset,
+            "HOW": how,
+            "ROTATED_BLOCK": triton.next_power_of_2(half),
+            "REST_BLOCK": triton.next_power_of_2(max(1, dim - 2 * half)),
+        },
+        grid=("num_tokens", "HEADS + KV_HEADS + KV_HEADS", "1"),
+        num_warps=1,
+        unaligned=unaligned,
+    )

@@ -1,0 +1,85 @@
+"""Every Triton kernel: its numbers under the interpreter and on a GPU if there is one, and what it costs a chip."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton_cases import KERNELS, Case
+
+from inferc.codegen.triton.build import build
+from inferc.codegen.triton.driver import CudaDriver
+
+INTERPRETED = Path(__file__).parent / "interpreted.py"
+SUPPORT = Path(__file__).parents[2] / "support"
+ARCHS = ("sm_80", "sm_90", "sm_100")
+MAX_SHARED = 100 << 10  # bytes of a block: what the smallest of the chips that we compile for has
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, list[list[float]]]]:
+    """The errors and tolerances of all cases, by kernel and case."""
+    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, INTERPRETED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, dict[str, list[list[float]]]] = json.loads(done.stdout)
+    return results
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_numbers_under_the_interpreter(interpreted: dict[str, dict[str, list[list[float]]]], kernel: str) -> None:
+    found = interpreted[kernel]
+    assert list(found) == [case.name for case in KERNELS[kernel]()]
+    wrong = {name: pair for name, pairs in found.items() for pair in pairs if not pair[0] <= pair[1]}
+    assert not wrong, wrong
+
+
+def test_the_benchmark_launches_what_it_compares(interpreted: dict[str, dict[str, list[list[float]]]]) -> None:
+    found = interpreted["benchmark"]
+    assert {name.partition(" ")[0] for name in found} == {"silu_mul", "rms_norm", "linear", "paged_attention"}
+    assert all(error <= tolerance for pairs in found.values() for error, tolerance in pairs), found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles_within_its_budget(kernel: str, arch: str) -> None:
+    """`build` refuses what spills more than its source allows, or does not fit its launch record."""
+    for case in KERNELS[kernel]():
+        record = build(case.source, kernel, "", arch).record
+        assert case.source.stack_bytes <= 32
+        assert record.shared_bytes <= MAX_SHARED, f"{case.name}: {record.shared_bytes} bytes of shared memory"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_numbers_on_the_gpu(kernel: str) -> None:
+    """The cubin through the driver API, as a runner launches it, with a grid larger than the step."""
+    driver = CudaDriver()
+    for case in KERNELS[kernel]():
+        assert_on_gpu(driver, kernel, case)
+
+
+def assert_on_gpu(driver: CudaDriver, kernel: str, case: Case) -> None:
+    built = build(case.source, kernel, "", driver.arch)
+    moved = {name: on_gpu(tensor) for name, tensor in case.tensors.items()}
+    pointers = {name: tensor.data_ptr() for name, tensor in moved.items()}
+    counts = {name: count + 3 for name, count in case.counts.items()}
+    stream = torch.cuda.current_stream().cuda_stream
+    driver.load(built.data, built.record).launch(stream, counts, **pointers, **case.scalars)
+    torch.cuda.synchronize()
+    for error, tolerance in case.errors({name: tensor.cpu() for name, tensor in moved.items()}):
+        assert error <= tolerance, case.name
+
+
+def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of its storage on the GPU, at the same offset and with the same strides."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    whole = tensor.as_strided((size,), (1,), 0).cuda()
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

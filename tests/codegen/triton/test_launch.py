@@ -1,0 +1,126 @@
+"""Launch records: made with a cubin, kept as JSON, and checked against what the cubin says of itself."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from inferc.codegen.kernels import select
+from inferc.codegen.target import Target
+from inferc.errors import VerifyError
+from inferc.program import new_program
+
+pytest.importorskip("triton")
+
+from triton_cases import KERNELS
+
+from inferc.codegen.triton.build import Cubin, build
+from inferc.codegen.triton.launch import check_launch_record, read_entry, record_from_json
+from inferc.codegen.triton.silu_mul import compiled, emit
+
+WIDTH = 96
+
+
+@pytest.fixture(scope="module")
+def cubin() -> Cubin:
+    return compiled("bfloat16", 4096, (8192, 8192, 4096), "sm_90")
+
+
+def test_an_odd_width_promises_nothing_of_the_second_half() -> None:
+    record = compiled("bfloat16", 1000, (2000, 2000, 1000), "sm_80").record
+    promised = {argument.name: argument.divisible_by for argument in record.arguments}
+    assert (promised["gate_ptr"], promised["up_ptr"]) == (16, 1)
+
+
+def test_emit_reads_the_node() -> None:
+    program = new_program()
+    packed = program.graph.placeholder("packed")
+    packed.meta["val"] = program.fake((4, 2 * WIDTH), torch.float32)
+    halves = []
+    for start in (0, WIDTH):
+        half = program.graph.call_function(torch.ops.aten.slice.Tensor, (packed, -1, start, start + WIDTH))
+        half.meta["val"] = packed.meta["val"][:, start : start + WIDTH]
+        halves.append(half)
+    node = program.graph.call_function(torch.ops.inferc.silu_mul.default, tuple(halves))
+    node.meta["val"] = program.fake((4, WIDTH), torch.float32)
+    target = Target.parse("cuda:sm_80")
+    kernel = select(node, target)
+    assert kernel.backend == "triton"
+    record = kernel.load_emit()(node, target).record
+    assert (record.name, record.op, record.arch) == ("triton.silu_mul.float32", "inferc.silu_mul", "sm_80")
+    assert record.constants["WIDTH"] == WIDTH and record.constants["UP_STRIDE"] == 2 * WIDTH
+    assert record.grid_for(num_tokens=4) == (4, 1, 1)
+    assert emit(node, target) is compiled("float32", WIDTH, (2 * WIDTH, 2 * WIDTH, WIDTH), "sm_80")
+
+
+def test_the_record_survives_json(cubin: Cubin) -> None:
+    assert record_from_json(json.loads(json.dumps(cubin.record.to_json()))) == cubin.record
+
+
+def test_the_entry_takes_two_scratch_pointers(cubin: Cubin) -> None:
+    info = read_entry(cubin.data, cubin.record.entry, "silu_mul")
+    assert [size for _, size in info.parameters] == [8, 8, 8, 8, 8, 8]
+    assert (info.threads, info.arch) == (128, "sm_90")
+    assert [argument.name for argument in cubin.record.arguments[-2:]] == ["global_scratch", "profile_scratch"]
+
+
+def test_no_path_of_the_compiling_machine_is_kept(cubin: Cubin) -> None:
+    assert str(Path(__file__).parents[3]).encode() not in cubin.data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"entry": "other"}, "triton.silu_mul.bfloat16: the cubin has no entry other; it has silu_mul_kernel"),
+        ({"num_warps": 8}, "triton.silu_mul.bfloat16: the cubin wants 128 threads, its record says 256"),
+        ({"arch": "sm_80"}, "triton.silu_mul.bfloat16: the cubin is for sm_90, its record says sm_80"),
+    ],
+)
+def test_a_wrong_record_is_refused(cubin: Cubin, change: dict[str, object], message: str) -> None:
+    with pytest.raises(VerifyError) as error:
+        check_launch_record(dataclasses.replace(cubin.record, **change), cubin.data)  # type: ignore[arg-type]
+    assert str(error.value) == message
+
+
+def test_a_record_without_the_scratch_pointers_is_refused(cubin: Cubin) -> None:
+    record = dataclasses.replace(cubin.record, arguments=cubin.record.arguments[:-2])
+    with pytest.raises(VerifyError, match="takes parameters of"):
+        check_launch_record(record, cubin.data)
+
+
+def test_arguments_out_of_order_are_refused() -> None:
+    built = build(next(KERNELS["paged_attention"]()).source, "attention", "", "sm_90")
+    *pointers, number, scratch, profile = built.record.arguments
+    assert (number.name, number.num_bytes) == ("max_blocks", 4)
+    record = dataclasses.replace(built.record, arguments=(number, *pointers, scratch, profile))
+    with pytest.raises(VerifyError, match="takes parameters of"):
+        check_launch_record(record, built.data)
+
+
+def test_what_spills_more_than_its_budget_is_refused() -> None:
+    source = next(KERNELS["rope_table"]()).source
+    assert source.stack_bytes == 32
+    with pytest.raises(
+        VerifyError, match=r"rope_table for sm_90: 32 bytes of a thread's registers spilled, its budget is 0"
+    ):
+        build(dataclasses.replace(source, stack_bytes=0), "rope_table", "", "sm_90")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_a_cubin_names_its_chip(arch: str) -> None:
+    built = compiled("bfloat16", 64, (64, 64, 64), arch)
+    assert read_entry(built.data, built.record.entry, "silu_mul").arch == arch
+
+
+@pytest.mark.parametrize("data", [b"", b"not a cubin", b"\x7fELF\x02" + bytes(200)])
+def test_what_is_no_cubin_is_refused(cubin: Cubin, data: bytes) -> None:
+    with pytest.raises(VerifyError, match="not a CUDA ELF file"):
+        check_launch_record(cubin.record, data)
+
+
+def test_a_grid_is_no_python(cubin: Cubin) -> None:
+    record = dataclasses.replace(cubin.record, grid=("__import__('os')", "1", "1"))
+    with pytest.raises(VerifyError, match="a grid may hold"):
+        record.grid_for(num_tokens=1)

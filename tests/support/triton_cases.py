@@ -1,0 +1,282 @@
+"""Every Triton kernel over a sweep of shapes: its inputs, and what its op's reference makes of them.
+
+The same cases run under Triton's interpreter, which needs no GPU, and on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
+from inferc.codegen.triton.gather_rows import gather_rows
+from inferc.codegen.triton.launch import evaluate_grid
+from inferc.codegen.triton.linear import linear
+from inferc.codegen.triton.paged_attention import paged_attention
+from inferc.codegen.triton.rms_norm import how_scaled, rms_norm
+from inferc.codegen.triton.rope import rope_kv_write, rope_table
+from inferc.codegen.triton.silu_mul import silu_mul
+from inferc.codegen.triton.source import Source
+
+ops = torch.ops.inferc
+UNTOUCHED = 77.0  # what outputs hold before: rows behind the step's last keep it
+# Relative to 1 + |reference|: a rounding of the result's dtype, to bfloat16 the interpreter truncates; a few in float32.
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6, torch.int64: 0.0}
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass
+class Case:
+    """One launch. tensors and scalars: by argument of the kernel; expected: of the tensors that it writes."""
+
+    name: str
+    source: Source
+    tensors: dict[str, Tensor]
+    expected: dict[str, Tensor]
+    counts: dict[str, int]
+    scalars: dict[str, int] = field(default_factory=dict)
+    tolerance: float | None = None  # if not that of one rounding to the dtype
+
+    def __post_init__(self) -> None:
+        numbers = [self.counts.get(name, 0) for name in ("num_tokens", "num_rows", "num_seqs")]
+        self.tensors["counts_ptr"] = torch.tensor([*numbers, 0], dtype=torch.int32)
+        for name, kind in self.source.signature.items():
+            if kind.startswith("*") and name not in self.tensors:  # what this specialisation does not read
+                self.tensors[name] = torch.zeros(16)
+        for name in self.source.aligned:
+            assert name not in self.tensors or not misaligned(self.tensors[name]), f"{self.name}: {name}"
+
+    def arguments(self, tensors: dict[str, Tensor]) -> list[Any]:
+        """In the order of the signature."""
+        return [tensors[name] if name in tensors else self.scalars[name] for name in self.source.signature]
+
+    def grid(self, spare: int = 0) -> tuple[int, int, int]:
+        """Of the launch; spare: of a graph that was captured for so many tokens, rows and sequences more."""
+        counts = {name: count + spare for name, count in self.counts.items()}
+        return evaluate_grid(self.source.grid, {**self.source.constants, **counts})
+
+    def errors(self, written: dict[str, Tensor]) -> list[tuple[float, float]]:
+        """(largest error relative to 1 + |expected|, tolerance) of each output."""
+        found = []
+        for name, expected in self.expected.items():
+            error = (written[name].double() - expected.double()).abs() / (1 + expected.double().abs())
+            found.append((float(error.max()), TOLERANCE[expected.dtype] if self.tolerance is None else self.tolerance))
+        return found
+
+
+def misaligned(tensor: Tensor) -> bool:
+    """Whether it starts at no multiple of 16 bytes of its storage."""
+    return tensor.storage_offset() * tensor.itemsize % 16 != 0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def numbers(*sizes: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed + sum(sizes))).to(dtype)
+
+
+def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+    """An output, with a row that nothing may write to behind its last."""
+    return torch.full((sizes[0] + 1, *sizes[1:]), UNTOUCHED).to(dtype)
+
+
+def behind(expected: Tensor) -> Tensor:
+    """`expected` as `empty` is left."""
+    last = torch.full((1, *expected.shape[1:]), UNTOUCHED).to(expected.dtype)
+    return torch.cat((expected, last))
+
+
+def gather_rows_cases() -> Iterator[Case]:
+    for dtype, rows, width in ((F32, 1, 1), (BF16, 3, 96), (BF16, 5, 1025), (F16, 2, 2048), (torch.int64, 4, 1)):
+        table = numbers(11, width).mul(9).to(dtype)
+        index = torch.arange(rows, dtype=torch.int32) * 7 % 11
+        source = gather_rows(dtype_name(dtype), "rows", width, width, width)
+        tensors = {"table_ptr": table, "index_ptr": index, "out_ptr": empty(rows, width, dtype=dtype)}
+        yield Case(f"{rows}x{width} {dtype}", source, tensors, {"out_ptr": behind(table[index])}, {"num_rows": rows})
+
+
+def silu_mul_cases() -> Iterator[Case]:
+    for dtype in (F32, BF16, F16):
+        for rows, width in ((1, 1), (1, 96), (3, 1000), (5, 1024), (2, 1025), (7, 2500)):
+            packed = (numbers(rows, 2 * width) * 4).to(dtype)
+            gate, up = packed[:, :width], packed[:, width:]
+            unaligned = ("up_ptr",) if misaligned(up) else ()
+            source = silu_mul(dtype_name(dtype), "tokens", width, (2 * width, 2 * width, width), unaligned)
+            tensors = {"gate_ptr": gate, "up_ptr": up, "out_ptr": empty(rows, width, dtype=dtype)}
+            expected = {"out_ptr": behind(ops.silu_mul(gate, up))}
+            yield Case(f"{rows}x{width} {dtype}", source, tensors, expected, {"num_tokens": rows})
+
+
+def rms_norm_cases() -> Iterator[Case]:
+    for dtype, rows, width, offset, early, weighs, adds in (
+        *((F32, 1, 16, 0.0, True, True, False), (BF16, 3, 96, 0.0, True, True, False)),
+        *((BF16, 2, 1000, 1.0, False, True, False), (BF16, 4, 4096, 0.0, True, True, True)),
+        *((F32, 5, 65, 1.0, True, True, True), (BF16, 2, 128, 0.0, False, False, False)),
+    ):
+        x, residual = numbers(rows, width, dtype=dtype), numbers(rows, width, dtype=dtype, seed=1)
+        weight = numbers(width, dtype=dtype) if weighs else None
+        out, total = empty(rows, width, dtype=dtype), empty(rows, width, dtype=dtype)
+        how = how_scaled(weighs, early)
+        source = rms_norm(dtype_name(dtype), "tokens", width, (width,) * 4, 1e-5, offset, how, adds)
+        tensors = {"x_ptr": x, "out_ptr": out}
+        if weight is not None:
+            tensors["weight_ptr"] = weight
+        if adds:
+            tensors.update(residual_ptr=residual, sum_ptr=total)
+            normed, added = ops.rms_norm_add(x, residual, weight, 1e-5, offset, early)
+            expected = {"out_ptr": behind(normed), "sum_ptr": behind(added)}
+        else:
+            expected = {"out_ptr": behind(ops.rms_norm(x, weight, 1e-5, offset, early))}
+        name = f"{rows}x{width} {dtype} offset {offset} how {how} adds {adds}"
+        rounded = 3 if how == 1 else 2 if adds else 1  # the sum, the norm, its weight
+        yield Case(name, source, tensors, expected, {"num_tokens": rows}, tolerance=rounded * TOLERANCE[dtype])
+
+
+def linear_cases() -> Iterator[Case]:
+    for dtype, out_dtype, rows, n, k, bias, adds, few in (
+        *((BF16, BF16, 1, 64, 64, False, False, True), (BF16, BF16, 17, 96, 192, True, False, True)),
+        *((BF16, F32, 3, 100, 72, False, False, True), (BF16, BF16, 33, 130, 100, True, True, True)),
+        *((F32, F32, 5, 70, 40, True, True, True), (BF16, BF16, 70, 130, 128, False, True, False)),
+        *((F32, F32, 65, 16, 96, False, False, False), (F16, F16, 4, 32, 64, True, False, True)),
+    ):
+        x, weight = numbers(rows, k, dtype=dtype), (numbers(n, k, seed=1) / k**0.5).to(dtype)
+        shift, residual = numbers(n, dtype=dtype), numbers(rows, n, dtype=dtype, seed=2)
+        source = linear(dtype_name(dtype), dtype_name(out_dtype), "tokens", n, k, (k, n, n), bias, adds, few)
+        product = x.float() @ weight.float().T + (shift.float() if bias else 0.0)
+        product = product.to(out_dtype)
+        expected = {"out_ptr": behind(product + residual if adds else product)}
+        tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": empty(rows, n, dtype=out_dtype)}
+        tensors.update({"bias_ptr": shift} if bias else {}, **({"residual_ptr": residual} if adds else {}))
+        name = f"{rows}x{n}x{k} {dtype} to {out_dtype} bias {bias} adds {adds} few {few}"
+        tolerance = (2 if adds else 1) * TOLERANCE[out_dtype]
+        yield Case(name, source, tensors, expected, {"num_tokens": rows}, tolerance=tolerance)
+
+
+def rope_table_cases() -> Iterator[Case]:
+    for rows, half, scaling in ((1, 1, 1.0), (5, 32, 1.0), (3, 24, 1.5)):
+        positions = torch.arange(rows, dtype=torch.int64) * 977
+        inv_freq = 10000.0 ** -(torch.arange(half) / half)
+        tensors = {"positions_ptr": positions, "inv_freq_ptr": inv_freq, "out_ptr": empty(rows, 2 * half, dtype=F32)}
+        expected = {"out_ptr": behind(ops.rope_table(positions, inv_freq, scaling))}
+        yield Case(f"{rows}x{half}", rope_table(half, 2 * half, scaling), tensors, expected, {"num_tokens": rows})
+
+
+def to_pool(canonical: Tensor) -> Tensor:
+    """[blocks, layers, 2, block_size, kv heads, dim] as kernels have it: [blocks, layers, kv heads, 2, block_size, dim]."""
+    return canonical.permute(0, 1, 4, 2, 3, 5).contiguous()
+
+
+def rope_kv_write_cases() -> Iterator[Case]:
+    for dtype, tokens, heads, kv_heads, dim, half, pairs, how in (
+        *(
+            (F32, 1, 1, 1, 2, 1, "halves", 0),
+            (BF16, 5, 4, 2, 64, 32, "halves", 0),
+            (BF16, 3, 8, 1, 80, 16, "halves", 1),
+        ),
+        *((BF16, 4, 2, 2, 64, 16, "neighbours", 0), (F32, 3, 6, 3, 24, 12, "neighbours_to_halves", 2)),
+    ):
+        packed = numbers(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        q, k, v = packed.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+        as_heads = [part.reshape(tokens, -1, dim) for part in (q, k, v)]
+        norms = [numbers(dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+        table = ops.rope_table(torch.arange(tokens) * 31, 100.0 ** -(torch.arange(half) / half), 1.0)
+        canonical = numbers(3, 2, 2, 4, kv_heads, dim, dtype=dtype)
+        slots = torch.arange(tokens, dtype=torch.int64) * 5 % 12
+        if how:
+            scaled = (1e-6, 1.0, how == 1)
+            rotated, cache = ops.norm_rope_kv_write(*as_heads, *norms, *scaled, table, canonical, slots, 1, pairs)
+        else:
+            rotated, cache = ops.rope_kv_write(*as_heads, table, canonical, slots, 1, pairs)
+        stride = packed.stride(0)
+        pool = to_pool(canonical)[:, 1]
+        given = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "cache_ptr": pool}
+        source = rope_kv_write(
+            *(dtype_name(dtype), heads, kv_heads, dim, half, pairs, (stride, stride, stride, 2 * half, heads * dim)),
+            *(2, 4, 1e-6, 1.0, how, tuple(name for name, value in given.items() if misaligned(value))),
+        )
+        tensors = {
+            **given,
+            "table_ptr": table,
+            "slots_ptr": slots,
+            "out_ptr": empty(tokens, heads * dim, dtype=dtype),
+            **dict(zip(("q_weight_ptr", "k_weight_ptr"), norms, strict=True)),
+        }
+        expected = {"out_ptr": behind(rotated.flatten(1)), "cache_ptr": to_pool(cache)[:, 1]}
+        name = f"{tokens} x {heads}/{kv_heads} x {dim} {dtype} {pairs} {half} how {how}"
+        rounded = 3 if how else 1  # the norm, its weight, the rotation
+        yield Case(name, source, tensors, expected, {"num_tokens": tokens}, tolerance=rounded * TOLERANCE[dtype])
+
+
+def paged_attention_cases() -> Iterator[Case]:
+    mixed = ((5, 5), (1, 9), (3, 70), (17, 40))  # (new, length) of each sequence
+    for dtype, heads, kv_heads, dim, seqs, mask, window, softcap, sinks in (
+        *((F32, 1, 1, 16, ((1, 1),), "causal", 0, 0.0, False), (BF16, 4, 2, 64, mixed, "causal", 0, 0.0, False)),
+        *((BF16, 6, 2, 80, mixed, "causal", 0, 30.0, True), (F32, 4, 1, 32, mixed, "sliding", 7, 0.0, False)),
+        *(
+            (F32, 2, 2, 32, mixed, "chunked", 16, 0.0, True),
+            (F32, 24, 1, 16, ((1, 130), (2, 64)), "causal", 0, 0.0, False),
+        ),
+    ):
+        block_size, layers = 16, 2
+        blocks = [-(-length // block_size) for _, length in seqs]
+        table = torch.zeros(len(seqs), max(blocks) + 1, dtype=torch.int32)
+        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(3)).to(torch.int32) + 1
+        for seq, own in enumerate(order.split(blocks)):
+            table[seq, : len(own)] = own
+        canonical = numbers(sum(blocks) + 1, layers, 2, block_size, kv_heads, dim, dtype=dtype)
+        canonical[0] = float("nan")  # what lies in block 0 changes nothing
+        if mask != "causal":  # blocks that no query sees any more were given back
+            for seq, (new, length) in enumerate(seqs):
+                first = length - new
+                first = max(0, first - window + 1) if mask == "sliding" else first // window * window
+                table[seq, : first // block_size] = 0
+        for seq, (_, length) in enumerate(seqs):  # nor what a block holds behind the sequence's end
+            if length % block_size:
+                canonical[table[seq, length // block_size], :, :, length % block_size :] = float("nan")
+        counted = torch.tensor([0, *(count for count, _ in seqs)])
+        starts, lengths = (
+            counted.cumsum(0).to(torch.int32),
+            torch.tensor([length for _, length in seqs], dtype=torch.int32),
+        )
+        tokens = int(starts[-1])
+        q = numbers(tokens, heads * dim, dtype=dtype)
+        sink = numbers(heads, dtype=dtype) if sinks else None
+        out = ops.paged_attention(
+            *(q.view(tokens, heads, dim), torch.nan_to_num(canonical), table, starts, lengths, sink, 1),
+            *(dim**-0.5, mask, window, softcap),
+        )
+        source = paged_attention(
+            *(dtype_name(dtype), heads, kv_heads, dim, (heads * dim, heads * dim), layers, block_size),
+            *(dim**-0.5, softcap, mask, window, sinks),
+        )
+        tensors = {
+            "q_ptr": q,
+            "cache_ptr": to_pool(canonical)[:, 1],
+            "block_table_ptr": table,
+            "query_start_ptr": starts,
+            "seq_lens_ptr": lengths,
+            "out_ptr": empty(tokens, heads * dim, dtype=dtype),
+            **({} if sink is None else {"sinks_ptr": sink}),
+        }
+        name = f"{heads}/{kv_heads} x {dim} {dtype} {mask} {window} softcap {softcap} sinks {sinks}"
+        counts = {"num_tokens": tokens, "num_seqs": len(seqs)}
+        expected = {"out_ptr": behind(out.flatten(1))}
+        yield Case(name, source, tensors, expected, counts, {"max_blocks": table.shape[1]})
+
+
+KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
+    "gather_rows": gather_rows_cases,
+    "silu_mul": silu_mul_cases,
+    "rms_norm": rms_norm_cases,
+    "linear": linear_cases,
+    "rope_table": rope_table_cases,
+    "rope_kv_write": rope_kv_write_cases,
+    "paged_attention": paged_attention_cases,
+}
+"""The cases of each kernel."""
