@@ -1,7 +1,6 @@
 """A pass, an op and a C++ kernel of your own: OLMo 2 adds a norm to the residual, here in one kernel instead of two.
 
-python examples/own_pass.py [OUT], or inferc compile MODEL -o OUT --pass examples/own_pass.py:fuse_add_rms_norm
-"""
+python examples/own_pass.py [OUT], or inferc compile MODEL -o OUT --pass examples/own_pass.py:fuse_add_rms_norm"""
 
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import inferc
 from inferc.codegen.cpp.calls import Builder, cpp_float
-from inferc.codegen.cpp.values import Call, Values
+from inferc.codegen.cpp.values import Call, cpp_type, row_count
 from inferc.codegen.kernels import OTHER_TARGET, Kernel
+from inferc.codegen.values import Values
 from inferc.ops.registry import define, like_first
 from inferc.passes.rewrite import Rewrite
 
@@ -30,8 +30,8 @@ def call(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     (x, _), (residual, _), (out, result) = b.read("x"), b.read("residual"), b.write()
     norm = f"{cpp_float(b.arg('eps'))}, 0.0f, {str(b.arg('early')).lower()}"
-    args = f"{x}, {residual}, {b.weight('weight')}, Norm{{{{{norm}}}}}, {result.rows}, {result.width}, {out}"
-    return b.done(f"add_rms_norm<{result.cpp_type}>(t, {args});")
+    args = f"{x}, {residual}, {b.weight('weight')}, Norm{{{{{norm}}}}}, {row_count(result)}, {result.width}, {out}"
+    return b.done(f"add_rms_norm<{cpp_type(result)}>(t, {args});")
 
 
 class OwnRewrite(Rewrite):

@@ -9,7 +9,8 @@ from torch import fx
 
 from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.blocking import MOST_PAIRS, Product
-from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Operand, Slot, Values
+from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Slot, cpp_type, row_count
+from inferc.codegen.values import Operand, Values
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ops import cached_head_dim
 from inferc.ops.quantize import int4_group
@@ -40,7 +41,7 @@ class Builder:
 
     def view(self, operand: Operand) -> str:
         kind = POOLS[operand.pool]
-        text = f"s.{kind}<{operand.cpp_type}>({self.slot(operand.offset)}, {operand.column}, {operand.stride})"
+        text = f"s.{kind}<{cpp_type(operand)}>({self.slot(operand.offset)}, {operand.column}, {operand.stride})"
         return f"shifted({text}, first)" if operand.shifted else text
 
     def read(self, name: str) -> tuple[str, Operand]:
@@ -163,8 +164,8 @@ def cpp_bool(value: bool) -> str:
 def embedding(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     out, operand = b.write()
-    kind = operand.cpp_type
-    sizes = f"{operand.rows}, {operand.width}"
+    kind = cpp_type(operand)
+    sizes = f"{row_count(operand)}, {operand.width}"
     return b.done(
         f"embedding<{kind}, {b.index_type('indices')}>(t, {b.weight('weight')}, {b.input('indices')}, {sizes}, {out});"
     )
@@ -173,23 +174,25 @@ def embedding(node: fx.Node, values: Values) -> Call:
 def embedding_panel(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     out, operand = b.write()
-    kind = operand.cpp_type
-    return b.done(f"embedding_panel<{kind}>(t, {b.panels('weight')}, {b.input('indices')}, {operand.rows}, {out});")
+    kind = cpp_type(operand)
+    return b.done(
+        f"embedding_panel<{kind}>(t, {b.panels('weight')}, {b.input('indices')}, {row_count(operand)}, {out});"
+    )
 
 
 def embedding_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     out, operand = b.write()
     table, ids = f"{b.weight('weight')}, {b.weight('scale')}", b.input("indices")
-    types = f"{operand.cpp_type}, {b.index_type('indices')}"
-    return b.done(f"embedding_int8<{types}>(t, {table}, {ids}, {operand.rows}, {operand.width}, {out});")
+    types = f"{cpp_type(operand)}, {b.index_type('indices')}"
+    return b.done(f"embedding_int8<{types}>(t, {table}, {ids}, {row_count(operand)}, {operand.width}, {out});")
 
 
 def embedding_panel_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     out, operand = b.write()
     table, ids = f"{b.panels('weight')}, {b.weight('scale')}", b.input("indices")
-    return b.done(f"embedding_panel_int8<{operand.cpp_type}>(t, {table}, {ids}, {operand.rows}, {out});")
+    return b.done(f"embedding_panel_int8<{cpp_type(operand)}>(t, {table}, {ids}, {row_count(operand)}, {out});")
 
 
 def linear(node: fx.Node, values: Values) -> Call:
@@ -207,8 +210,8 @@ def linear_add(node: fx.Node, values: Values) -> Call:
 def linear_int8(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")
-    weights = f"{b.streamed(b.panels('weight', operand.cpp_type))}, {b.weight('scale')}"
-    return _integer_matrix(b, x, weights, operand.cpp_type)
+    weights = f"{b.streamed(b.panels('weight', cpp_type(operand)))}, {b.weight('scale')}"
+    return _integer_matrix(b, x, weights, cpp_type(operand))
 
 
 def linear_w8a8(node: fx.Node, values: Values) -> Call:
@@ -238,18 +241,18 @@ def _integer_matrix(b: Builder, x: str, weights: str, kind: str = "") -> Call:
     residual = b.read("residual")[0] if b.arg("residual") is not None else "{{}}"
     out, result = b.write()
     bias, name = b.arg("bias"), target_name(b.node.target).removeprefix("inferc.")
-    kind = kind or (result.cpp_type if bias is None else CPP_TYPES[bias.meta["val"].dtype])
-    written = f"Written<{result.cpp_type}>{{{{{residual}, {out}}}}}"
-    types = f"{kind}, {result.cpp_type}"
-    return b.done(f"{name}<{types}>(t, {x}, {result.rows}, {weights}, {b.weight('bias')}, {written});")
+    kind = kind or (cpp_type(result) if bias is None else CPP_TYPES[bias.meta["val"].dtype])
+    written = f"Written<{cpp_type(result)}>{{{{{residual}, {out}}}}}"
+    types = f"{kind}, {cpp_type(result)}"
+    return b.done(f"{name}<{types}>(t, {x}, {row_count(result)}, {weights}, {b.weight('bias')}, {written});")
 
 
 def linear_silu_mul(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")
     out, result = b.write()
-    weights = f"{b.streamed(b.panels('weight', operand.cpp_type, gated=True))}, {b.weight('bias')}"
-    return b.done(f"linear_silu_mul<{result.cpp_type}>(t, {x}, {result.rows}, {weights}, {out});")
+    weights = f"{b.streamed(b.panels('weight', cpp_type(operand), gated=True))}, {b.weight('bias')}"
+    return b.done(f"linear_silu_mul<{cpp_type(result)}>(t, {x}, {row_count(result)}, {weights}, {out});")
 
 
 def lm_head(node: fx.Node, values: Values) -> Call:
@@ -261,11 +264,11 @@ def _matrix(b: Builder, name: str) -> Call:
     adds = target_name(b.node.target) == "inferc.linear_add"
     residual = f"{b.read('residual')[0]}, " if adds else ""
     out, result = b.write()
-    types = f"{left.cpp_type}, {result.cpp_type}"
+    types = f"{cpp_type(left)}, {cpp_type(result)}"
     bias = "nullptr" if target_name(b.node.target) == "inferc.linear_wide" else b.weight("bias")
-    weights = f"{b.streamed(b.panels('weight', left.cpp_type))}, {bias}"
+    weights = f"{b.streamed(b.panels('weight', cpp_type(left)))}, {bias}"
     kernel = "linear_add" if adds else "linear"
-    return b.done(f"{kernel}<{types}>(t, {x}, {result.rows}, {weights}, {residual}{out});")
+    return b.done(f"{kernel}<{types}>(t, {x}, {row_count(result)}, {weights}, {residual}{out});")
 
 
 def _elementwise(node: fx.Node, values: Values, name: str, left: str, right: str) -> Call:
@@ -275,7 +278,7 @@ def _elementwise(node: fx.Node, values: Values, name: str, left: str, right: str
     y = cpp_float(b.arg(right)) if scalar else b.read(right)[0]
     out, result = b.write()
     name = f"{name}_scalar" if scalar else name
-    return b.done(f"{name}<{result.cpp_type}>(t, {x}, {y}, {result.rows}, {result.width}, {out});")
+    return b.done(f"{name}<{cpp_type(result)}>(t, {x}, {y}, {row_count(result)}, {result.width}, {out});")
 
 
 def add(node: fx.Node, values: Values) -> Call:
@@ -307,30 +310,30 @@ def cat(node: fx.Node, values: Values) -> Call:
         parts.append(f"{{{{{b.view(operand)}, {width}, {operand.width // width}}}}}")
     out, result = b.write()
     heads = math.prod(int(size) for size in node.meta["val"].shape[1:-1])
-    return b.done(f"cat<{result.cpp_type}>(t, {result.rows}, {heads}, {{{{{', '.join(parts)}}}}}, {out});")
+    return b.done(f"cat<{cpp_type(result)}>(t, {row_count(result)}, {heads}, {{{{{', '.join(parts)}}}}}, {out});")
 
 
 def head_linear(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")
     heads, n, k = b.arg("weight").meta["val"].shape
-    panels = f"Panels<{operand.cpp_type}>{{{{{b.weight('weight')}, {n}, {k}}}}}"
+    panels = f"Panels<{cpp_type(operand)}>{{{{{b.weight('weight')}, {n}, {k}}}}}"
     out, result = b.write()
-    return b.done(f"head_linear<{result.cpp_type}>(t, {x}, {result.rows}, {heads}, {panels}, {out});")
+    return b.done(f"head_linear<{cpp_type(result)}>(t, {x}, {row_count(result)}, {heads}, {panels}, {out});")
 
 
 def hidden_in(node: fx.Node, values: Values) -> Call:
     """The rows of the stage before, from the host into their place."""
     b = Builder(node, values)
     out, operand = b.write()
-    return b.done(f"hidden_in<{operand.cpp_type}>(t, s, {operand.rows}, {operand.width}, {out});")
+    return b.done(f"hidden_in<{cpp_type(operand)}>(t, s, {row_count(operand)}, {operand.width}, {out});")
 
 
 def hidden_out(node: fx.Node, values: Values) -> str:
     """The rows for the stage behind, to the host: a statement at the step's end."""
     x = values.operand(node)
-    view = f"s.{POOLS[x.pool]}<{x.cpp_type}>({x.offset}, {x.column}, {x.stride})"
-    return f"hidden_out<{x.cpp_type}>(t, s, {view}, {x.rows}, {x.width});"
+    view = f"s.{POOLS[x.pool]}<{cpp_type(x)}>({x.offset}, {x.column}, {x.stride})"
+    return f"hidden_out<{cpp_type(x)}>(t, s, {view}, {row_count(x)}, {x.width});"
 
 
 def index_select(node: fx.Node, values: Values) -> Call:
@@ -338,16 +341,16 @@ def index_select(node: fx.Node, values: Values) -> Call:
     of_input = b.arg("self").name == "positions"
     x = f"Rows<const i64>{{{{{b.input('self')}, 1}}}}" if of_input else b.read("self")[0]
     out, result = b.write()
-    kind = result.cpp_type
-    return b.done(f"index_select<{kind}>(t, {x}, {b.input('index')}, {result.rows}, {result.width}, {out});")
+    kind = cpp_type(result)
+    return b.done(f"index_select<{kind}>(t, {x}, {b.input('index')}, {row_count(result)}, {result.width}, {out});")
 
 
 def all_reduce(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, _ = b.read("x")
     out, result = b.write_exchanged()
-    sizes = f"{result.rows}, {result.width}, {GROUPS[b.arg('group')]}"
-    return b.done(f"all_reduce<{result.cpp_type}>(t, s, {x}, {sizes}, {out});")
+    sizes = f"{row_count(result)}, {result.width}, {GROUPS[b.arg('group')]}"
+    return b.done(f"all_reduce<{cpp_type(result)}>(t, s, {x}, {sizes}, {out});")
 
 
 def all_gather(node: fx.Node, values: Values) -> Call:
@@ -355,8 +358,8 @@ def all_gather(node: fx.Node, values: Values) -> Call:
     x, _ = b.read("x")
     out, result = b.write_exchanged()
     parts = ", ".join(map(str, b.arg("sizes")))
-    sizes = f"{result.rows}, {{{{{parts}}}}}, {result.width}, {GROUPS[b.arg('group')]}"
-    return b.done(f"all_gather<{result.cpp_type}, {len(b.arg('sizes'))}>(t, s, {x}, {sizes}, {out});")
+    sizes = f"{row_count(result)}, {{{{{parts}}}}}, {result.width}, {GROUPS[b.arg('group')]}"
+    return b.done(f"all_gather<{cpp_type(result)}, {len(b.arg('sizes'))}>(t, s, {x}, {sizes}, {out});")
 
 
 def _norm(b: Builder) -> str:
@@ -369,8 +372,8 @@ def rms_norm(node: fx.Node, values: Values) -> Call:
     x, _ = b.read("x")
     out, result = b.write()
     width = int(node.meta["val"].shape[-1])
-    sizes = f"{result.rows}, {result.width // width}, {width}"
-    return b.done(f"rms_norm<{result.cpp_type}>(t, {x}, {b.weight('weight')}, {_norm(b)}, {sizes}, {out});")
+    sizes = f"{row_count(result)}, {result.width // width}, {width}"
+    return b.done(f"rms_norm<{cpp_type(result)}>(t, {x}, {b.weight('weight')}, {_norm(b)}, {sizes}, {out});")
 
 
 def layer_norm(node: fx.Node, values: Values) -> Call:
@@ -380,9 +383,9 @@ def layer_norm(node: fx.Node, values: Values) -> Call:
     width = int(node.meta["val"].shape[-1])
     # Heads may each have their own weight, one after the other in memory.
     own = b.arg("weight") is not None and b.arg("weight").meta["val"].dim() == 2
-    sizes = f"{result.rows}, {result.width // width}, {width}, {width if own else 0}"
+    sizes = f"{row_count(result)}, {result.width // width}, {width}, {width if own else 0}"
     weights = f"{b.weight('weight')}, {b.weight('bias')}"
-    return b.done(f"layer_norm<{result.cpp_type}>(t, {x}, {weights}, {cpp_float(b.arg('eps'))}, {sizes}, {out});")
+    return b.done(f"layer_norm<{cpp_type(result)}>(t, {x}, {weights}, {cpp_float(b.arg('eps'))}, {sizes}, {out});")
 
 
 def rms_norm_add(node: fx.Node, values: Values) -> Call:
@@ -392,10 +395,10 @@ def rms_norm_add(node: fx.Node, values: Values) -> Call:
     out, result = b.write(0)
     # Nobody reads the sum after the last norm: it then lies where the result will.
     total = b.write(1)[0] if part(node, 1) is not None else b.view(result)
-    sizes = f"{result.rows}, {result.width}"
+    sizes = f"{row_count(result)}, {result.width}"
     weight = b.weight("weight")
     return b.done(
-        f"rms_norm_add<{result.cpp_type}>(t, {x}, {residual}, {weight}, {_norm(b)}, {sizes}, {out}, {total});"
+        f"rms_norm_add<{cpp_type(result)}>(t, {x}, {residual}, {weight}, {_norm(b)}, {sizes}, {out}, {total});"
     )
 
 
@@ -431,12 +434,12 @@ def layer_norm_quantize(node: fx.Node, values: Values) -> Call:
 
 def _quantized(b: Builder, name: str, inputs: str, results: int = 2) -> Call:
     """The call of an op that returns int8 rows, their scales and maybe more."""
-    kind = b.values.operand(b.arg(name)).cpp_type
+    kind = cpp_type(b.values.operand(b.arg(name)))
     parts = [b.write(index) for index in range(results)]
     outs = ", ".join(text for text, _ in parts)
     _, rows = parts[0]
     op = target_name(b.node.target).removeprefix("inferc.")
-    return b.done(f"{op}<{kind}>(t, {inputs}, {rows.rows}, {rows.width}, {outs});")
+    return b.done(f"{op}<{kind}>(t, {inputs}, {row_count(rows)}, {rows.width}, {outs});")
 
 
 def rope_table(node: fx.Node, values: Values) -> Call:
@@ -444,7 +447,7 @@ def rope_table(node: fx.Node, values: Values) -> Call:
     out, result = b.write()
     positions, frequencies, half = b.input("positions"), b.weight("inv_freq"), result.width // 2
     scaling = cpp_float(b.arg("scaling"))
-    return b.done(f"rope_table(t, {positions}, {frequencies}, {scaling}, {result.rows}, {half}, {out});")
+    return b.done(f"rope_table(t, {positions}, {frequencies}, {scaling}, {row_count(result)}, {half}, {out});")
 
 
 def rope(node: fx.Node, values: Values) -> Call:
@@ -453,8 +456,8 @@ def rope(node: fx.Node, values: Values) -> Call:
     table, rotary = b.read("table")
     out, result = b.write()
     _, heads, dim = node.meta["val"].shape
-    how = f"{rotary.width // 2}, {b.arg('pairs').upper()}, {result.rows}, {heads}, {dim}"
-    return b.done(f"rope<{result.cpp_type}>(t, {x}, {table}, {how}, {out});")
+    how = f"{rotary.width // 2}, {b.arg('pairs').upper()}, {row_count(result)}, {heads}, {dim}"
+    return b.done(f"rope<{cpp_type(result)}>(t, {x}, {table}, {how}, {out});")
 
 
 def kv_write(node: fx.Node, values: Values) -> Call:
@@ -463,7 +466,7 @@ def kv_write(node: fx.Node, values: Values) -> Call:
     v, _ = b.read("v")
     cache = b.cache(writes=True)
     return b.done(
-        f"kv_write<{operand.cpp_type}, {b.stored}>(t, {cache}, {k}, {v}, {b.input('slot_mapping')}, {operand.rows});"
+        f"kv_write<{cpp_type(operand)}, {b.stored}>(t, {cache}, {k}, {v}, {b.input('slot_mapping')}, {row_count(operand)});"
     )
 
 
@@ -486,8 +489,8 @@ def _rope_kv_write(b: Builder, norms: str) -> Call:
     heads = b.arg("q").meta["val"].shape[1]
     cache, slots = b.cache(writes=True), b.input("slot_mapping")
     name = "norm_rope_kv_write" if norms else "rope_kv_write"
-    sizes = f"{operand.rows}, {heads}"
-    types = f"{operand.cpp_type}, {b.stored}"
+    sizes = f"{row_count(operand)}, {heads}"
+    types = f"{cpp_type(operand)}, {b.stored}"
     return b.done(f"{name}<{types}>(t, {q}, {k}, {v}, {norms}{table}, {how}, {cache}, {slots}, {sizes}, {out});")
 
 
@@ -520,7 +523,7 @@ def _head_pairs(b: Builder) -> int:
 
 def _float_qkv(b: Builder, scheme: str) -> Call:
     x, operand = b.read("x")
-    return _qkv_rope_kv_write(b, x, b.panels("weight", operand.cpp_type, most_pairs=_head_pairs(b)), scheme)
+    return _qkv_rope_kv_write(b, x, b.panels("weight", cpp_type(operand), most_pairs=_head_pairs(b)), scheme)
 
 
 def _qkv_rope_kv_write(b: Builder, x: str, panels: str, scheme: str) -> Call:
@@ -530,8 +533,8 @@ def _qkv_rope_kv_write(b: Builder, x: str, panels: str, scheme: str) -> Call:
     norms = f"{b.weight('q_weight')}, {b.weight('k_weight')}, {_norm(b)}"
     how = f"{rotary.width // 2}, {b.arg('pairs').upper()}"
     cache, slots = b.cache(writes=True), b.input("slot_mapping")
-    sizes = f"{result.rows}, {b.arg('num_heads')}"
-    types = f"{result.cpp_type}, {b.stored}"
+    sizes = f"{row_count(result)}, {b.arg('num_heads')}"
+    types = f"{cpp_type(result)}, {b.stored}"
     heads = f"Heads<{types}>{{{{{norms}, {table}, {how}, {cache}, {slots}, {sizes}, {out}}}}}"
     return b.done(f"qkv_rope_kv_write{scheme}<{types}>(t, {x}, {', '.join(weights)}, {heads});")
 
@@ -541,20 +544,20 @@ def latent_write(node: fx.Node, values: Values) -> Call:
     k, operand = b.read("k")
     cache = b.latent(writes=True, v_dim=0)
     return b.done(
-        f"latent_write<{operand.cpp_type}, {b.stored}>(t, {cache}, {k}, {b.input('slot_mapping')}, {operand.rows});"
+        f"latent_write<{cpp_type(operand)}, {b.stored}>(t, {cache}, {k}, {b.input('slot_mapping')}, {row_count(operand)});"
     )
 
 
 def paged_attention(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     q, operand = b.read("q")
-    return _attention(b, q, f"{operand.cpp_type}, Cache<{b.stored}>", b.cache(writes=False), b.weight("sinks"))
+    return _attention(b, q, f"{cpp_type(operand)}, Cache<{b.stored}>", b.cache(writes=False), b.weight("sinks"))
 
 
 def latent_attention(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     q, operand = b.read("q")
-    types = f"{operand.cpp_type}, Latent<{b.stored}>"
+    types = f"{cpp_type(operand)}, Latent<{b.stored}>"
     return _attention(b, q, types, b.latent(writes=False, v_dim=b.arg("v_dim")), "nullptr")
 
 

@@ -18,8 +18,9 @@ from torch import fx
 
 from inferc.codegen.cpp import calls, expert_calls
 from inferc.codegen.cpp.blocking import CORES, Product, choices
-from inferc.codegen.cpp.values import POOLS, Call, Place, Slot, Values
+from inferc.codegen.cpp.values import POOLS, Call, Slot, cpp_type, row_count
 from inferc.codegen.kernels import KERNELS, Kernel, kernel_named, needs_kernel
+from inferc.codegen.values import Place, Values
 from inferc.errors import UnsupportedError
 from inferc.manifest import align
 from inferc.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
@@ -365,8 +366,8 @@ def _statements(
         for node, operand, slot in call.outputs:
             number = str(numbers[node]) if later is None else f"{numbers[node]} + i * {per_layer}"
             where = str(-1 if layer is None else layer) if later is None else f"{layer} + i"
-            view = f"s.{POOLS[operand.pool]}<{operand.cpp_type}>({own[slot]}, {operand.column}, {operand.stride})"
-            lines.append(f"s.observe(t, {number}, {where}, {view}, {operand.rows});")
+            view = f"s.{POOLS[operand.pool]}<{cpp_type(operand)}>({own[slot]}, {operand.column}, {operand.stride})"
+            lines.append(f"s.observe(t, {number}, {where}, {view}, {row_count(operand)});")
     return lines
 
 

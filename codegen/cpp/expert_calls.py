@@ -8,7 +8,8 @@ from torch import fx
 
 from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.calls import GROUPS, Builder, cpp_bool, cpp_float
-from inferc.codegen.cpp.values import CPP_TYPES, Call, Operand, Values
+from inferc.codegen.cpp.values import CPP_TYPES, Call, cpp_type, row_count
+from inferc.codegen.values import Operand, Values
 from inferc.ops.quantize import int4_group
 from inferc.program import target_name
 
@@ -31,13 +32,13 @@ def expert_choose(node: fx.Node, values: Values) -> Call:
     where = _placement(b)
     out, _ = b.write()
     _touch_scratch(b)
-    sizes = f"{operand.rows}, {operand.width}, {where}, {GROUPS['ep']}"
+    sizes = f"{row_count(operand)}, {operand.width}, {where}, {GROUPS['ep']}"
     return b.done(f"expert_choose(t, s, {ids}, {sizes}, {out});")
 
 
 def _exchange(b: Builder, ids: Operand) -> str:
     _touch_scratch(b)
-    how = f"{ids.rows}, {ids.width}, {b.arg('size')}, {GROUPS[b.arg('group')]}"
+    how = f"{row_count(ids)}, {ids.width}, {b.arg('size')}, {GROUPS[b.arg('group')]}"
     return f"Exchange{{{{s, {_placement(b)}, {how}}}}}"
 
 
@@ -48,7 +49,7 @@ def expert_dispatch(node: fx.Node, values: Values) -> Call:
     weights, _ = b.read("expert_weights")
     exchange = _exchange(b, choices)
     outs = ", ".join(b.write(index)[0] for index in range(3))
-    kind = operand.cpp_type
+    kind = cpp_type(operand)
     return b.done(f"expert_dispatch<{kind}>(t, {exchange}, {x}, {ids}, {weights}, {operand.width}, {outs});")
 
 
@@ -58,7 +59,7 @@ def expert_combine(node: fx.Node, values: Values) -> Call:
     ids, choices = b.read("expert_ids")
     exchange = _exchange(b, choices)
     out, _ = b.write_exchanged()
-    return b.done(f"expert_combine<{operand.cpp_type}>(t, {exchange}, {y}, {ids}, {operand.width}, {out});")
+    return b.done(f"expert_combine<{cpp_type(operand)}>(t, {exchange}, {y}, {ids}, {operand.width}, {out});")
 
 
 def exchange_work_bytes(node: fx.Node) -> tuple[int, int]:
@@ -84,9 +85,11 @@ def moe_routing(node: fx.Node, values: Values) -> Call:
     groups = f"{b.arg('group_score').upper()}, {operand.width}, {b.arg('top_k')}, {b.arg('num_groups')}, {b.arg('topk_groups')}"
     how = f"{b.arg('score').upper()}, {groups}, {cpp_bool(b.arg('renormalize'))}, {cpp_float(b.arg('scale'))}"
     bias = b.arg("bias")
-    types = f"{operand.cpp_type}, {operand.cpp_type if bias is None else CPP_TYPES[bias.meta['val'].dtype]}"
+    types = f"{cpp_type(operand)}, {cpp_type(operand) if bias is None else CPP_TYPES[bias.meta['val'].dtype]}"
     routing = f"Routing{{{{{how}}}}}"
-    return b.done(f"moe_routing<{types}>(t, {x}, {b.weight('bias')}, {operand.rows}, {routing}, {ids}, {weights});")
+    return b.done(
+        f"moe_routing<{types}>(t, {x}, {b.weight('bias')}, {row_count(operand)}, {routing}, {ids}, {weights});"
+    )
 
 
 def moe_experts(node: fx.Node, values: Values) -> Call:
@@ -98,16 +101,16 @@ def moe_experts(node: fx.Node, values: Values) -> Call:
     out, result = b.write()
     experts, both, _ = b.arg("gate_up").meta["val"].shape
     hidden, inter = operand.width, both // 2
-    types = f"{result.cpp_type}, {CPP_TYPES[b.arg('down').meta['val'].dtype]}"
+    types = f"{cpp_type(result)}, {CPP_TYPES[b.arg('down').meta['val'].dtype]}"
     matrices = (_expert_matrix(b, "gate_up", types, both, hidden), _expert_matrix(b, "down", types, hidden, inter))
     _touch_scratch(b)
     b.ahead = "Ahead{{}}"  # which experts were chosen is not known before
     fields = (
         f"{x}, {x_scale}, {ids}, {weights}, {', '.join(matrices)}, {b.arg('activation').upper()}, "
         f"{cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, {cpp_bool(b.arg('scale_input'))}, "
-        f"{operand.rows}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
+        f"{row_count(operand)}, {choices.width}, {experts}, {hidden}, {inter}, {out}, s.scratch"
     )
-    all_types = f"{types}, {operand.cpp_type}"
+    all_types = f"{types}, {cpp_type(operand)}"
     return b.done(f"moe_experts<{all_types}>(t, Experts<{all_types}>{{{{{fields}}}}});")
 
 

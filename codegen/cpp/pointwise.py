@@ -10,7 +10,8 @@ from typing import Any
 from torch import fx
 
 from inferc.codegen.cpp.calls import Builder, cpp_float
-from inferc.codegen.cpp.values import CPP_TYPES, Call, Values
+from inferc.codegen.cpp.values import CPP_TYPES, Call, cpp_type, row_count
+from inferc.codegen.values import Values
 from inferc.ops.pointwise import parse, walk
 
 _OPERATORS: dict[type[ast.AST], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
@@ -73,9 +74,9 @@ def pointwise(node: fx.Node, values: Values) -> Call:
     named, value = parse(str(node.args[1]))
     lines = [f"const Vec {name} = {_cpp(part)};" for name, part in named]
     body = " ".join([*reads, *lines, f"return {_cpp(value)};"])
-    sizes = f"{result.rows}, {count}, {width}"
+    sizes = f"{row_count(result)}, {count}, {width}"
     lambda_ = f"[{', '.join(captured)}](i64 row, i64 part, i64 i, i64 n) {{{{ (void)part, (void)i, (void)n; {body} }}}}"
-    return b.done(f"pointwise<{result.cpp_type}>(t, {sizes}, {out}, {lambda_});", apart=False)
+    return b.done(f"pointwise<{cpp_type(result)}>(t, {sizes}, {out}, {lambda_});", apart=False)
 
 
 def _input(b: Builder, node: fx.Node, index: int, count: int, width: int) -> tuple[str, str]:

@@ -1,22 +1,15 @@
-"""Where the values of a lowered program lie, as the generated C++ addresses them.
-
-A value is rows in a pool of the arena: a byte offset per row, a column (views and slices move it) and a row stride.
-Slices and views have no storage of their own.
-"""
+"""A call of a C++ kernel, and how C++ names what it is given."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from inferc.codegen.cpp.blocking import Product
-from inferc.errors import UnsupportedError
-from inferc.program import Program, name_of, target_name
+from inferc.codegen.values import Operand
 
 CPP_TYPES = {
     torch.float32: "float",
@@ -31,15 +24,14 @@ POOLS = {"T": "token", "S": "row", "B": "seq", "sample": "sample"}
 ROW_COUNTS = {"T": "s.tokens", "S": "s.rows", "B": "s.seqs", "sample": "rows"}
 
 
-class Place(Protocol):
-    """One value in the memory plan."""
+def cpp_type(operand: Operand) -> str:
+    """Of an element."""
+    return CPP_TYPES[operand.dtype]
 
-    @property
-    def pool(self) -> str: ...  # "T", "S", "B" or "sample"
-    @property
-    def row_bytes(self) -> int: ...  # from one row to the next
-    @property
-    def offset(self) -> int: ...  # bytes per row, before it in its pool
+
+def row_count(operand: Operand) -> str:
+    """How many rows the step has in the operand's pool."""
+    return ROW_COUNTS[operand.pool]
 
 
 @dataclass(frozen=True)
@@ -47,29 +39,6 @@ class Slot:
     """A number in a call that may differ from layer to layer: it is printed, or read from the layers' table."""
 
     value: int
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A value as a call reads or writes it."""
-
-    cpp_type: str
-    pool: str
-    offset: int
-    column: int  # bytes
-    stride: int  # elements
-    width: int  # elements of a row that are the value's
-    row_bytes: int  # of the storage, from offset on
-    shifted: bool = False  # of the step's rows, seen from `sample`: starts at the first row of the 64
-
-    @property
-    def rows(self) -> str:
-        return ROW_COUNTS[self.pool]
-
-    @property
-    def extent(self) -> tuple[str, int, int]:
-        """What a write to it touches: (pool, first, last + 1) in bytes per row."""
-        return self.pool, self.offset, self.offset + self.row_bytes
 
 
 @dataclass
@@ -101,86 +70,3 @@ class Call:
 
 def _overlap(left: list[tuple[Any, int, int]], right: list[tuple[Any, int, int]]) -> bool:
     return any(a == b and low < top and bottom < high for a, low, high in left for b, bottom, top in right)
-
-
-@dataclass
-class Values:
-    """Finds the operand of every node. `sampled` holds the nodes of the sample part."""
-
-    program: Program
-    places: Mapping[str, Place]
-    sampled: frozenset[fx.Node] = frozenset()
-    weight_index: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.weight_index = {name: index for index, name in enumerate(self.program.weights)}
-
-    def operand(self, node: fx.Node) -> Operand:
-        """The operand of a node that has rows; follows views and slices to their storage."""
-        op = target_name(node.target) if node.op == "call_function" else node.op
-        if op == "aten.view":
-            source = self.operand(node.args[0])  # type: ignore[arg-type]
-            return self._with(source, source.column, math.prod(_sizes(node)))
-        if op == "aten.slice.Tensor":
-            return self._slice(node)
-        if node.name not in self.places:
-            raise UnsupportedError(f"{name_of(node)}: {op} has no place in the memory plan")
-        place = self.places[node.name]
-        value = node.meta["val"]
-        width = math.prod(_sizes(node))
-        stride, rest = divmod(place.row_bytes, value.dtype.itemsize)
-        if stride < width or rest:
-            raise AssertionError(f"{node.name}: plan has {place.row_bytes} bytes a row, the value {width} elements")
-        return Operand(
-            CPP_TYPES[value.dtype],
-            place.pool,
-            place.offset,
-            0,
-            stride,
-            width,
-            place.row_bytes,
-            self._shifted(node, place),
-        )
-
-    def _shifted(self, node: fx.Node, place: Place) -> bool:
-        return bool(self.sampled) and node not in self.sampled
-
-    def _with(self, source: Operand, column: int, width: int) -> Operand:
-        return Operand(
-            source.cpp_type, source.pool, source.offset, column, source.stride, width, source.row_bytes, source.shifted
-        )
-
-    def _slice(self, node: fx.Node) -> Operand:
-        args: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
-        source_node, dim, start, _, step = args
-        source, sizes = self.operand(source_node), [1, *_sizes(source_node)]
-        dim = dim + len(sizes) if dim < 0 else dim
-        if dim == 0 or step != 1 or math.prod(sizes[1:dim]) != 1:
-            raise UnsupportedError(f"{name_of(node)}: a slice that is not one range of columns; no kernel reads it")
-        start = start or 0
-        start = start + sizes[dim] if start < 0 else start
-        itemsize: int = node.meta["val"].dtype.itemsize
-        column = source.column + start * math.prod(sizes[dim + 1 :]) * itemsize
-        return self._with(source, column, math.prod(_sizes(node)))
-
-    def weight(self, node: fx.Node) -> int:
-        """The weight's place in the step's table."""
-        if node.op != "get_attr":
-            raise UnsupportedError(f"{name_of(node)}: {node.op} where a kernel reads a weight")
-        return self.weight_index[str(node.target)]
-
-    def cache_group(self, node: fx.Node) -> int:
-        """The KV group whose cache the node is (an input, or what a write returned)."""
-        while node.op != "placeholder":
-            if target_name(node.target) == "getitem":
-                node = node.args[0]  # type: ignore[assignment]
-            schema = node.target._schema  # type: ignore[union-attr]
-            index = [argument.name for argument in schema.arguments].index("kv_cache")
-            node = node.args[index]  # type: ignore[assignment]
-        return int(str(node.target).removeprefix("kv_cache_"))
-
-
-def _sizes(node: fx.Node) -> list[int]:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor), f"{node.name} is not one tensor"
-    return [int(size) for size in value.shape[1:]]

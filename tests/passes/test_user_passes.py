@@ -13,9 +13,10 @@ import torch
 from graphs import example, random, rows
 
 from inferc.codegen.cpp.calls import Builder, cpp_float
-from inferc.codegen.cpp.values import Call, Values
+from inferc.codegen.cpp.values import Call, row_count
 from inferc.codegen.kernels import KERNELS, OTHER_TARGET, Kernel
 from inferc.codegen.target import Target
+from inferc.codegen.values import Values
 from inferc.compiler import CompileSummary, compile
 from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, InfercError, UnsupportedError, VerifyError
@@ -63,7 +64,7 @@ def call_halve(node: torch.fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, _ = b.read("x")
     out, result = b.write()
-    return b.done(f"halve(t, {x}, {cpp_float(b.arg('by'))}, {result.rows}, {result.width}, {out});")
+    return b.done(f"halve(t, {x}, {cpp_float(b.arg('by'))}, {row_count(result)}, {result.width}, {out});")
 
 
 def on_cpu(node: torch.fx.Node, target: Target) -> str:
