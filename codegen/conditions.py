@@ -296,10 +296,31 @@ def reference_only(node: fx.Node, target: Target) -> str:
     return "" if target.device == "reference" else OTHER_TARGET
 
 
-def triton_silu_mul_fits(node: fx.Node, target: Target) -> str:
-    if target.device != "cuda":
-        return OTHER_TARGET
-    return "" if _dtype(node, "gate") in (torch.float32, torch.bfloat16, torch.float16) else OTHER_CASE
+@dataclass(frozen=True)
+class ForTriton:
+    """Why not, of a Triton kernel: it is for NVIDIA GPUs, `argument` is of floats, and `check` has no reason either.
+
+    uses_cache: K and V are stored in the argument's dtype.
+    """
+
+    argument: str
+    check: Callable[[fx.Node], str] | None = None
+    uses_cache: bool = False
+
+    def __call__(self, node: fx.Node, target: Target) -> str:
+        if target.device != "cuda":
+            return OTHER_TARGET
+        dtype = _dtype(node, self.argument)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return OTHER_CASE
+        reason = _cache_fits(node, dtype, False) if self.uses_cache else ""
+        return reason or ("" if self.check is None else self.check(node))
+
+
+def one_row_each(node: fx.Node) -> str:
+    """A norm of whole rows, not of the heads in them."""
+    rank = len(_shape(node, "x"))
+    return "" if rank == 2 else f"rank {rank}: expected rows of 2"
 
 
 def sizes(shape: tuple[Any, ...]) -> str:

@@ -246,6 +246,41 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
+# op, name of the kernel and of its call, argument whose dtype decides, weights, condition
+_TRITON_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
+    ("aten.embedding", "embedding", "weight", ("weight",), conditions.plain_lookup),
+    ("aten.index_select", "index_select", "self", (), conditions.first_axis),
+    ("aten.linear", "linear_", "input", ("weight", "bias"), None),
+    ("inferc.linear_wide", "linear_wide", "x", ("weight",), None),
+    ("inferc.linear_add", "linear_add", "x", ("weight", "bias"), None),
+    ("inferc.lm_head", "lm_head", "weight", ("weight", "bias"), None),
+    ("inferc.rms_norm", "rms_norm_", "x", ("weight",), conditions.one_row_each),
+    ("inferc.rms_norm_add", "rms_norm_add", "x", ("weight",), conditions.one_row_each),
+    ("inferc.silu_mul", "silu_mul_", "gate", (), None),
+    ("inferc.rope_table", "rope_table", "inv_freq", ("inv_freq",), None),
+)
+_TRITON_CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
+    ("inferc.rope_kv_write", "rope_kv_write", "q", (), conditions.rope_fits),
+    ("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", ("q_weight", "k_weight"), conditions.rope_fits),
+    ("inferc.paged_attention", "paged_attention_", "q", ("sinks",), conditions.heads_fit),
+)
+
+
+def _triton_kernels() -> tuple[Kernel, ...]:
+    return tuple(
+        Kernel(
+            "triton",
+            op,
+            f"triton.{op.partition('.')[2]}",
+            conditions.ForTriton(deciding, check, uses_cache=rows is _TRITON_CACHE_ROWS),
+            f"inferc.codegen.triton.calls:{call}",
+            dict.fromkeys(weights, None),
+        )
+        for rows in (_TRITON_ROWS, _TRITON_CACHE_ROWS)
+        for op, call, deciding, weights, check in rows
+    )
+
+
 _COLLECTIVES = {
     "inferc.all_reduce",
     "inferc.all_gather",
@@ -263,13 +298,7 @@ _REFERENCE_OPS = sorted(
 
 KERNELS: tuple[Kernel, ...] = (
     *_cpp_kernels(),
-    Kernel(
-        "triton",
-        "inferc.silu_mul",
-        "triton.silu_mul",
-        conditions.triton_silu_mul_fits,
-        "inferc.codegen.triton.silu_mul:emit",
-    ),
+    *_triton_kernels(),
     *(Kernel("reference", op, f"reference.{op}", conditions.reference_only) for op in _REFERENCE_OPS),
 )
 

@@ -125,6 +125,23 @@ class Values:
         return int(str(node.target).removeprefix("kv_cache_"))
 
 
+def outputs(program: Program) -> tuple[fx.Node, fx.Node | None]:
+    """The hidden rows and the logits, which only the last pipeline stage has."""
+    results = program.output().args[0]
+    assert isinstance(results, (tuple, list)) and len(results) in (1, 2), "a lowered program returns (hidden, logits)"
+    hidden, logits = (*results, None)[:2]
+    assert isinstance(hidden, fx.Node) and (logits is None or isinstance(logits, fx.Node))
+    return hidden, logits
+
+
+def part(node: fx.Node, index: int) -> fx.Node | None:
+    """The getitem that takes result `index` of a node with several, if anything reads it."""
+    for user in node.users:
+        if target_name(user.target) == "getitem" and user.args[1] == index:
+            return user
+    return None
+
+
 def _sizes(node: fx.Node) -> list[int]:
     value = node.meta["val"]
     assert isinstance(value, Tensor), f"{node.name} is not one tensor"

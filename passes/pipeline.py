@@ -135,7 +135,8 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         SplitHead(),
         *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
         *((fuse_linear_silu_mul,) if _has_gated_product(config) else ()),  # of what is not quantized
-        FuseQKV(),  # after the quantization, which looks for products: it takes those in too
+        # After the quantization, which looks for products: it takes those in too. A GPU's kernel for it is not written.
+        *((FuseQKV(),) if config.target.device != "cuda" else ()),
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),
     )

@@ -10,7 +10,7 @@ from torch import fx
 from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.blocking import MOST_PAIRS, Product
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Slot, cpp_type, row_count
-from inferc.codegen.values import Operand, Values
+from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ops import cached_head_dim
 from inferc.ops.quantize import int4_group
@@ -141,14 +141,6 @@ class Builder:
             *(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead, apart),
             product=self.product,
         )
-
-
-def part(node: fx.Node, index: int) -> fx.Node | None:
-    """The getitem that takes result `index` of a node with several, if anything reads it."""
-    for user in node.users:
-        if target_name(user.target) == "getitem" and user.args[1] == index:
-            return user
-    return None
 
 
 def cpp_float(value: float) -> str:

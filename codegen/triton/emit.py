@@ -1,81 +1,106 @@
-"""The Triton kernels of a program, compiled for the chips of `ARCHS`, as files and rows for its artifact."""
+"""The step of a lowered program as a list of launches, and the kernels that they name.
+
+A launch is data: which kernel for how many rows, and where each of its arguments lies (`calls.Call`). Whoever runs it computes
+each address once, since a value's place does not depend on the step.
+"""
 
 from __future__ import annotations
 
-import inspect
-import logging
-import sys
-from collections import Counter
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from inferc.codegen.kernels import KERNELS, Kernel
-from inferc.codegen.target import Target
-from inferc.codegen.triton.build import Cubin, available
-from inferc.codegen.triton.launch import LaunchRecord
-from inferc.manifest import json_bytes
-from inferc.program import Program, target_name
+from inferc.codegen.kernels import KERNELS, Kernel, kernel_named, needs_kernel
+from inferc.codegen.triton.build import Cubin, build
+from inferc.codegen.triton.calls import Call
+from inferc.codegen.triton.source import Source
+from inferc.codegen.values import Place, Values, outputs
+from inferc.errors import UnsupportedError
+from inferc.program import Program, ancestors, name_of, target_name
 
-log = logging.getLogger(__name__)
-
-LAUNCH_RECORDS = "kernels/launch.json"  # by cubin: what a runner without Triton needs, see launch.py
-ARCHS = ("sm_90", "sm_80")
-WHY_NOT_RUN = "a cuda step is not built yet: the cubin is compiled and its launch record checked, nothing launches it"
+DIGEST_LENGTH = 10
 
 
-@dataclass
-class Cubins:
-    """files: contents by name, for the artifact; kernels: rows of the manifest's kernel table."""
+@dataclass(frozen=True)
+class CudaStep:
+    """step: the launches up to the rows that the LM head reads; head: those of at most 64 of these rows at a time.
 
-    files: dict[str, bytes] = field(default_factory=dict)
-    kernels: list[dict[str, Any]] = field(default_factory=list)
+    A launch is {"node", "layer", "rows", "choices": [{"kernel", "up_to"}], "arguments"}, as `calls.Call` says. sources: by
+    name of the kernel.
+    """
 
+    step: list[dict[str, Any]]
+    head: list[dict[str, Any]]
+    logits: dict[str, Any]
+    sources: dict[str, Source]
 
-def emit_cubins(program: Program) -> Cubins:
-    """Compile every Triton kernel that a node of the lowered program could use; nothing where Triton is not installed."""
-    out = Cubins()
-    if not available():
-        log.info("triton is not installed: the artifact gets no cuda kernels")
-        return out
-    counts: Counter[str] = Counter()
-    records: dict[str, dict[str, Any]] = {}
-    for node in program.graph.nodes:
-        for kernel, target in _choices(node):
-            emit = kernel.load_emit()
-            cubin: Cubin = emit(node, target)
-            file = f"kernels/{cubin.record.name}.{target.arch}.cubin"
-            counts[file] += 1
-            if file not in out.files:
-                out.files[file] = cubin.data
-                out.files[f"kernels/{kernel.name}.py"] = inspect.getsource(sys.modules[emit.__module__]).encode()
-                out.kernels.append(_row(file, cubin.record))
-                records[file] = cubin.record.to_json()
-    if records:
-        out.files[LAUNCH_RECORDS] = json_bytes(records)
-    for row in out.kernels:
-        row["nodes"] = counts[row["file"]]
-    return out
+    def compile(self, arch: str) -> dict[str, Cubin]:
+        """The cubins for one chip, by name of the kernel."""
+        return {name: build(source, name, source.function.__name__, arch) for name, source in self.sources.items()}
 
 
-def _choices(node: fx.Node) -> list[tuple[Kernel, Target]]:
-    """The Triton kernels that could run `node`, for each chip."""
-    op = target_name(node.target) if node.op == "call_function" else ""
-    targets = [Target("cuda", arch) for arch in ARCHS]
-    kernels = [kernel for kernel in KERNELS if kernel.backend == "triton" and kernel.op == op]
-    return [(kernel, target) for kernel in kernels for target in targets if kernel.supports(node, target)]
+def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, ...] = KERNELS) -> CudaStep:
+    """The launches of `program`; places: where each value with storage lies, by node name.
+
+    Raises UnsupportedError naming the node for an op without a Triton kernel.
+    """
+    hidden, logits = outputs(program)
+    if logits is None:
+        raise UnsupportedError("a pipeline stage without the LM head: the cuda target runs one GPU")
+    of_step = ancestors([hidden])
+    sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in of_step)
+    sources: dict[str, Source] = {}
+    step = _launches(
+        program, Values(program, places), [n for n in program.graph.nodes if n in of_step], kernels, sources
+    )
+    values = Values(program, places, sampled)
+    head = _launches(program, values, [node for node in program.graph.nodes if node in sampled], kernels, sources)
+    at = values.operand(logits)
+    where = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride, "width": at.width}
+    return CudaStep(step, head, where, sources)
 
 
-def _row(file: str, record: LaunchRecord) -> dict[str, Any]:
+def _launches(
+    program: Program,
+    values: Values,
+    nodes: Sequence[fx.Node],
+    kernels: tuple[Kernel, ...],
+    sources: dict[str, Source],
+) -> list[dict[str, Any]]:
+    made = []
+    for node in nodes:
+        if not needs_kernel(node):
+            continue
+        if "kernel" not in node.meta:
+            raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
+        kernel = kernel_named(node.meta["kernel"], kernels)
+        if kernel.backend != "triton":
+            raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for a GPU")
+        call: Call = kernel.load_emit()(node, values)
+        made.append(_launch(call, sources))
+    return made
+
+
+def _launch(call: Call, sources: dict[str, Source]) -> dict[str, Any]:
+    choices = []
+    for choice in call.choices:
+        name = kernel_name(call.kernel, choice.source)
+        sources[name] = choice.source
+        choices.append({"kernel": name, "up_to": choice.up_to})
     return {
-        "name": record.name,
-        "target": f"cuda:{record.arch}",
-        "op": record.op,
-        "runs": False,
-        "reason": WHY_NOT_RUN,
-        "file": file,
-        **record.resources,
-        "shared_bytes": record.shared_bytes,
-        "num_warps": record.num_warps,
+        "node": name_of(call.node),
+        "layer": call.node.meta.get("layer"),
+        "rows": call.rows,
+        "choices": choices,
+        "arguments": call.arguments,
     }
+
+
+def kernel_name(kernel: str, source: Source) -> str:
+    """Of the kernel as it is specialised: the same for the same choices."""
+    facts = [source.signature, source.constants, source.grid, source.num_warps, source.num_stages, source.aligned]
+    return f"{kernel}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:DIGEST_LENGTH]}"

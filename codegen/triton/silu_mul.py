@@ -6,18 +6,11 @@ every tensor has its own row stride.
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
-from torch import fx
 
-from inferc.codegen.target import Target
-from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.source import COUNTS, POINTERS, Source
-from inferc.program import dtype_name
 
-NAME = "triton.silu_mul"
 BLOCK = 1024  # columns of one program; with 4 warps 8 elements a thread: one 16-byte access in bfloat16
 NUM_WARPS = 4
 
@@ -65,19 +58,3 @@ def silu_mul(
         num_warps=NUM_WARPS,
         unaligned=unaligned,
     )
-
-
-@cache
-def compiled(dtype: str, width: int, strides: tuple[int, int, int], arch: str) -> Cubin:
-    """The cubin for one chip; the layers of a model share it."""
-    # `up` starts `width` elements after `gate` in a packed projection.
-    unaligned = () if width % 16 == 0 else ("up_ptr",)
-    return build(silu_mul(dtype, "tokens", width, strides, unaligned), f"{NAME}.{dtype}", "inferc.silu_mul", arch)
-
-
-def emit(node: fx.Node, target: Target) -> Cubin:
-    """Compile for one `inferc.silu_mul` node: its dtype, its width, and the strides of the packed projection it reads."""
-    gate, up = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
-    out = node.meta["val"]
-    width = int(out.shape[-1])
-    return compiled(dtype_name(out.dtype), width, (int(gate.stride(0)), int(up.stride(0)), width), target.arch)

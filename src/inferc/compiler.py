@@ -31,10 +31,9 @@ from inferc.codegen.emit import ArtifactWriter, make_manifest, program_entry
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.kernels import kernel_named
 from inferc.codegen.target import Target
-from inferc.codegen.triton.emit import Cubins, emit_cubins
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost_recorder import CostRecorder
-from inferc.errors import ConfigError, VerifyError
+from inferc.errors import ConfigError
 from inferc.expert_loads import ExpertLoads
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
@@ -199,11 +198,8 @@ class _Build:
         ranks = self._lower(program, certifier, costs)
         first = ranks[0].program
         self.writer.add(COSTS, json_bytes(costs.log(first).to_json()))
-        cubins = self._cubins(first)
-        for name, data in cubins.files.items():
-            self.writer.add(name, data)
         stages = [each.program for each in ranks if (each.tp_rank, each.ep_rank) == (0, 0)]
-        self.kernels = [*_kernel_rows(stages, self.lower_config), *cubins.kernels]
+        self.kernels = _kernel_rows(stages, self.lower_config)
         weights = {each.prefix + name: weight for each in ranks for name, weight in each.program.weights.items()}
         self.writer.add_weights(
             weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
@@ -262,17 +258,6 @@ class _Build:
             arena=plan.formula if unit is None else unit.arena,
             kv_layout={"order": "canonical"} if unit is None else unit.program_json_fields["kv_layout"],
         )
-
-    def _cubins(self, program: Program) -> Cubins:
-        """The Triton kernels, which no step of today's targets needs: a compiler that fails leaves them out."""
-        try:
-            return emit_cubins(program)
-        except VerifyError:  # a launch record of ours that does not fit its cubin
-            raise
-        except Exception as error:  # noqa: BLE001  whatever Triton, its driver and ptxas raise
-            reason = " ".join(str(error).split())[:200]
-            log.warning("the artifact gets no cuda kernels: triton failed (%s: %s)", type(error).__name__, reason)
-            return Cubins()
 
     def _write_libraries(self, unit: CppUnit, label: str) -> dict[str, str]:
         """Compile the step for each instruction set; returns the library files by ISA, best first.

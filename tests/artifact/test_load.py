@@ -236,28 +236,6 @@ def test_inspect(tiny_artifact: Path) -> None:
     }
 
 
-def test_the_cuda_kernel_is_in_the_artifact(tiny_llama_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    from inferc.codegen.triton.launch import check_launch_record, record_from_json
-    from inferc.compiler import compile
-    from inferc.config import CompileConfig
-
-    # Of int8 weights, gate and up are written and then multiplied: by `silu_mul`, which has a Triton kernel.
-    out = tmp_path / "out"
-    compile(tiny_llama_folder, out, CompileConfig(quantize="int8", certify="none"))
-    rows = [kernel for kernel in inspect_artifact(out)["kernels"] if kernel["target"].startswith("cuda")]
-    assert [(row["target"], row["nodes"], row["runs"]) for row in rows] == [
-        ("cuda:sm_90", 2, False),
-        ("cuda:sm_80", 2, False),
-    ]
-    records = json.loads((out / "kernels/launch.json").read_bytes())
-    for row in rows:
-        assert row["local_bytes"] == row["stack_bytes"] == 0
-        assert 0 < row["registers"] <= 32
-        assert "not built" in row["reason"]
-        check_launch_record(record_from_json(records[row["file"]]), (out / row["file"]).read_bytes())
-
-
 def test_loading_imports_no_torch(tiny_artifact: Path) -> None:
     code = (
         "import sys; from inferc.runtime.artifact import load_artifact; load_artifact(sys.argv[1]).verify_weights().wait();"

@@ -5,12 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from inferc.codegen.kernels import select
-from inferc.codegen.target import Target
 from inferc.errors import VerifyError
-from inferc.program import new_program
 
 pytest.importorskip("triton")
 
@@ -18,41 +14,23 @@ from triton_cases import KERNELS
 
 from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.launch import check_launch_record, read_entry, record_from_json
-from inferc.codegen.triton.silu_mul import compiled, emit
+from inferc.codegen.triton.silu_mul import silu_mul
 
-WIDTH = 96
+
+def compiled(arch: str, width: int = 4096, unaligned: tuple[str, ...] = ()) -> Cubin:
+    source = silu_mul("bfloat16", "tokens", width, (2 * width, 2 * width, width), unaligned)
+    return build(source, "silu_mul", "inferc.silu_mul", arch)
 
 
 @pytest.fixture(scope="module")
 def cubin() -> Cubin:
-    return compiled("bfloat16", 4096, (8192, 8192, 4096), "sm_90")
+    return compiled("sm_90")
 
 
 def test_an_odd_width_promises_nothing_of_the_second_half() -> None:
-    record = compiled("bfloat16", 1000, (2000, 2000, 1000), "sm_80").record
+    record = compiled("sm_80", 1000, ("up_ptr",)).record
     promised = {argument.name: argument.divisible_by for argument in record.arguments}
     assert (promised["gate_ptr"], promised["up_ptr"]) == (16, 1)
-
-
-def test_emit_reads_the_node() -> None:
-    program = new_program()
-    packed = program.graph.placeholder("packed")
-    packed.meta["val"] = program.fake((4, 2 * WIDTH), torch.float32)
-    halves = []
-    for start in (0, WIDTH):
-        half = program.graph.call_function(torch.ops.aten.slice.Tensor, (packed, -1, start, start + WIDTH))
-        half.meta["val"] = packed.meta["val"][:, start : start + WIDTH]
-        halves.append(half)
-    node = program.graph.call_function(torch.ops.inferc.silu_mul.default, tuple(halves))
-    node.meta["val"] = program.fake((4, WIDTH), torch.float32)
-    target = Target.parse("cuda:sm_80")
-    kernel = select(node, target)
-    assert kernel.backend == "triton"
-    record = kernel.load_emit()(node, target).record
-    assert (record.name, record.op, record.arch) == ("triton.silu_mul.float32", "inferc.silu_mul", "sm_80")
-    assert record.constants["WIDTH"] == WIDTH and record.constants["UP_STRIDE"] == 2 * WIDTH
-    assert record.grid_for(num_tokens=4) == (4, 1, 1)
-    assert emit(node, target) is compiled("float32", WIDTH, (2 * WIDTH, 2 * WIDTH, WIDTH), "sm_80")
 
 
 def test_the_record_survives_json(cubin: Cubin) -> None:
@@ -73,9 +51,9 @@ def test_no_path_of_the_compiling_machine_is_kept(cubin: Cubin) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"entry": "other"}, "triton.silu_mul.bfloat16: the cubin has no entry other; it has silu_mul_kernel"),
-        ({"num_warps": 8}, "triton.silu_mul.bfloat16: the cubin wants 128 threads, its record says 256"),
-        ({"arch": "sm_80"}, "triton.silu_mul.bfloat16: the cubin is for sm_90, its record says sm_80"),
+        ({"entry": "other"}, "silu_mul: the cubin has no entry other; it has silu_mul_kernel"),
+        ({"num_warps": 8}, "silu_mul: the cubin wants 128 threads, its record says 256"),
+        ({"arch": "sm_80"}, "silu_mul: the cubin is for sm_90, its record says sm_80"),
     ],
 )
 def test_a_wrong_record_is_refused(cubin: Cubin, change: dict[str, object], message: str) -> None:
@@ -110,7 +88,7 @@ def test_what_spills_more_than_its_budget_is_refused() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_a_cubin_names_its_chip(arch: str) -> None:
-    built = compiled("bfloat16", 64, (64, 64, 64), arch)
+    built = compiled(arch)
     assert read_entry(built.data, built.record.entry, "silu_mul").arch == arch
 
 

@@ -1,0 +1,255 @@
+"""What each node of a step launches: `name(node, values) -> Call`, as the kernel table's `emit` names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from inferc.codegen.conditions import argument
+from inferc.codegen.triton import gather_rows, linear, paged_attention, rms_norm, rope, silu_mul
+from inferc.codegen.triton.source import Source
+from inferc.codegen.values import Operand, Values, part
+from inferc.errors import UnsupportedError
+from inferc.program import dtype_name, name_of
+
+ROWS = {"T": "tokens", "S": "rows", "sample": "rows"}
+FEW_ROWS = 64  # up to which products go in tiles of 16 rows
+ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a launch is done for at most `up_to` rows, or for any number of them."""
+
+    source: Source
+    up_to: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch. arguments: where each argument of the kernel lies, as JSON; a choice for each number of rows, rising.
+
+    An argument is {"value": pool, "offset", "column", "shifted"}: `offset` times the most rows of its pool, plus `column`
+    bytes, plus, if shifted, the rows before those whose logits are made; {"weight": name}; {"input": name}; {"cache": group,
+    "offset"}: bytes from the start of its pool; {"counts": "step" or "sample"}; {"number": "max_blocks", "group"}.
+    What a kernel is not to read is {}.
+    """
+
+    node: fx.Node
+    kernel: str
+    rows: str
+    choices: tuple[Choice, ...]
+    arguments: dict[str, dict[str, Any]]
+
+
+@dataclass
+class Builder:
+    """Collects the arguments of one call."""
+
+    node: fx.Node
+    values: Values
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def arg(self, name: str) -> Any:
+        return argument(self.node, name)
+
+    def place(self, name: str, operand: Operand) -> Operand:
+        self.arguments[name] = {
+            "value": operand.pool,
+            "offset": operand.offset,
+            "column": operand.column,
+            **({"shifted": operand.stride * operand.dtype.itemsize} if operand.shifted else {}),
+        }
+        return operand
+
+    def read(self, name: str, of: str) -> Operand:
+        """An argument of the op that has rows, as `name` of the kernel."""
+        return self.place(name, self.values.operand(self.arg(of)))
+
+    def write(self, name: str, index: int | None = None) -> Operand:
+        """The result, or part `index` of it."""
+        node = self.node if index is None else part(self.node, index)
+        assert node is not None, f"{name_of(self.node)}: result {index} is not used"
+        return self.place(name, self.values.operand(node))
+
+    def weight(self, name: str, of: str) -> bool:
+        """An argument of the op that is a weight; whether it is there."""
+        node = self.arg(of)
+        if node is None:
+            return False
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            raise UnsupportedError(f"{name_of(self.node)}: {of} must be a weight")
+        self.arguments[name] = {"weight": str(node.target)}
+        return True
+
+    def input(self, name: str, of: str) -> None:
+        """An argument of the op that is an input of the step."""
+        node = self.arg(of)
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            raise UnsupportedError(f"{name_of(self.node)}: {of} must be an input of the step")
+        self.arguments[name] = {"input": str(node.target)}
+
+    def cache(self, name: str) -> tuple[int, int]:
+        """The layer of the pool that the op works on; returns the pool's layers and the tokens of a block.
+
+        It lies as [block][layer][kv head][k, v][block_size][head_dim].
+        """
+        group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
+        value = self.arg("kv_cache").meta["val"]
+        _, layers, parts, block_size, heads, dim = (int(size) if at else 0 for at, size in enumerate(value.shape))
+        self.arguments[name] = {
+            "cache": group,
+            "offset": layer * parts * block_size * heads * dim * value.dtype.itemsize,
+        }
+        return layers, block_size
+
+    def unaligned(self) -> tuple[str, ...]:
+        """The arguments whose rows start at no multiple of 16 bytes."""
+        columns = {name: at.get("column", 0) + at.get("shifted", 0) for name, at in self.arguments.items()}
+        return tuple(name for name, column in columns.items() if column % ALIGNMENT)
+
+    def done(self, kernel: str, of: Operand, *choices: Source | Choice) -> Call:
+        """of: the operand whose rows the kernel goes over."""
+        self.arguments["counts_ptr"] = {"counts": "sample" if of.pool == "sample" else "step"}
+        made = tuple(each if isinstance(each, Choice) else Choice(each) for each in choices)
+        names = made[0].source.signature
+        arguments = {name: self.arguments.get(name, {}) for name in names}
+        assert not set(self.arguments) - set(names), f"{kernel} takes no {set(self.arguments) - set(names)}"
+        return Call(self.node, kernel, ROWS[of.pool], made, arguments)
+
+
+def embedding(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    b.weight("table_ptr", "weight")
+    b.input("index_ptr", "indices")
+    out = b.write("out_ptr")
+    return b.done("gather_rows", out, _gather(out, out.width))
+
+
+def index_select(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    table, out = b.read("table_ptr", "self"), b.write("out_ptr")
+    b.input("index_ptr", "index")
+    return b.done("gather_rows", out, _gather(out, table.stride))
+
+
+def _gather(out: Operand, table_stride: int) -> Source:
+    return gather_rows.gather_rows(dtype_name(out.dtype), ROWS[out.pool], out.width, table_stride, out.stride)
+
+
+def rms_norm_(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, out = b.read("x_ptr", "x"), b.write("out_ptr")
+    return _rms_norm(b, (x, x, out, out), False)
+
+
+def rms_norm_add(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, residual = b.read("x_ptr", "x"), b.read("residual_ptr", "residual")
+    out, total = b.write("out_ptr", 0), b.write("sum_ptr", 1)
+    return _rms_norm(b, (x, residual, out, total), True)
+
+
+def _rms_norm(b: Builder, operands: tuple[Operand, Operand, Operand, Operand], adds: bool) -> Call:
+    out = operands[2]
+    weighs = b.weight("weight_ptr", "weight")
+    x, residual, _, total = (operand.stride for operand in operands)
+    source = rms_norm.rms_norm(
+        *(dtype_name(out.dtype), ROWS[out.pool], out.width, (x, residual, out.stride, total)),
+        *(float(b.arg("eps")), float(b.arg("weight_offset"))),
+        *(rms_norm.how_scaled(weighs, bool(b.arg("round_before_scale"))), adds),
+    )
+    return b.done("rms_norm", out, source)
+
+
+def linear_(node: fx.Node, values: Values) -> Call:
+    return _linear(Builder(node, values), "input", "bias")
+
+
+def linear_wide(node: fx.Node, values: Values) -> Call:
+    return _linear(Builder(node, values), "x", None)
+
+
+def lm_head(node: fx.Node, values: Values) -> Call:
+    return _linear(Builder(node, values), "hidden", "bias")
+
+
+def linear_add(node: fx.Node, values: Values) -> Call:
+    return _linear(Builder(node, values), "x", "bias", "residual")
+
+
+def _linear(b: Builder, of: str, bias: str | None, residual: str | None = None) -> Call:
+    x, out = b.read("x_ptr", of), b.write("out_ptr")
+    b.weight("weight_ptr", "weight")
+    has_bias = bias is not None and b.weight("bias_ptr", bias)
+    added = None if residual is None else b.read("residual_ptr", residual)
+    strides = (x.stride, out.stride if added is None else added.stride, out.stride)
+
+    def source(few: bool) -> Source:
+        dtypes = dtype_name(x.dtype), dtype_name(out.dtype)
+        return linear.linear(*dtypes, ROWS[out.pool], out.width, x.width, strides, has_bias, added is not None, few)
+
+    return b.done("linear", out, Choice(source(few=True), FEW_ROWS), Choice(source(few=False)))
+
+
+def silu_mul_(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    gate, up, out = b.read("gate_ptr", "gate"), b.read("up_ptr", "up"), b.write("out_ptr")
+    strides = (gate.stride, up.stride, out.stride)
+    source = silu_mul.silu_mul(dtype_name(out.dtype), ROWS[out.pool], out.width, strides, b.unaligned())
+    return b.done("silu_mul", out, source)
+
+
+def rope_table(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    b.input("positions_ptr", "positions")
+    b.weight("inv_freq_ptr", "inv_freq")
+    out = b.write("out_ptr")
+    return b.done("rope_table", out, rope.rope_table(out.width // 2, out.stride, float(b.arg("scaling"))))
+
+
+def rope_kv_write(node: fx.Node, values: Values) -> Call:
+    return _rope_kv_write(Builder(node, values), 0.0, 0.0, 0)
+
+
+def norm_rope_kv_write(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    b.weight("q_weight_ptr", "q_weight")
+    b.weight("k_weight_ptr", "k_weight")
+    how = rms_norm.how_scaled(True, bool(b.arg("round_before_scale")))
+    return _rope_kv_write(b, float(b.arg("eps")), float(b.arg("weight_offset")), how)
+
+
+def _rope_kv_write(b: Builder, eps: float, offset: float, how: int) -> Call:
+    q, k, v = (b.read(f"{name}_ptr", name) for name in ("q", "k", "v"))
+    table = b.read("table_ptr", "table")
+    layers, block_size = b.cache("cache_ptr")
+    b.input("slots_ptr", "slot_mapping")
+    out = b.write("out_ptr", 0)
+    _, heads, dim = b.arg("q").meta["val"].shape
+    kv_heads = int(b.arg("k").meta["val"].shape[1])
+    strides = (q.stride, k.stride, v.stride, table.stride, out.stride)
+    source = rope.rope_kv_write(
+        *(dtype_name(out.dtype), int(heads), kv_heads, int(dim), table.width // 2, str(b.arg("pairs")), strides),
+        *(layers, block_size, eps, offset, how, b.unaligned()),
+    )
+    return b.done("rope_kv_write", out, source)
+
+
+def paged_attention_(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    q, out = b.read("q_ptr", "q"), b.write("out_ptr")
+    layers, block_size = b.cache("cache_ptr")
+    for name, of in (("block_table", "block_table"), ("query_start", "query_start_loc"), ("seq_lens", "seq_lens")):
+        b.input(f"{name}_ptr", of)
+    has_sinks = b.weight("sinks_ptr", "sinks")
+    b.arguments["max_blocks"] = {"number": "max_blocks", "group": values.cache_group(b.arg("kv_cache"))}
+    _, heads, dim = b.arg("q").meta["val"].shape
+    kv_heads = int(b.arg("kv_cache").meta["val"].shape[4])
+    source = paged_attention.paged_attention(
+        *(dtype_name(out.dtype), int(heads), kv_heads, int(dim), (q.stride, out.stride), layers, block_size),
+        *(float(b.arg("scale")), float(b.arg("softcap")), str(b.arg("mask")), int(b.arg("window")), has_sinks),
+    )
+    return b.done("paged_attention", out, source)
