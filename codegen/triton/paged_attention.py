@@ -185,5 +185,4 @@ def paged_attention(
         grid=("num_tokens // QUERIES + num_seqs", "KV_HEADS", "1"),
         num_warps=4,
         num_stages=2,
-        stack_bytes=16,  # what is computed first and used last
     )

@@ -26,7 +26,8 @@ class Source:
     Pointers are multiples of 16 bytes unless `unaligned` has them; `divisible_by_16`: integers that the caller promises to
     be multiples of it. grid: one expression per axis over `num_tokens`, `num_rows`, `num_seqs` and the constants, see
     `LaunchRecord.grid_for`. A constant `WIDE_DOT` is for the interpreter, whose products of bfloat16 are wrong.
-    stack_bytes: of a thread's registers, how much may lie in memory, outside of its loops.
+    stack_bytes: of a thread's registers, how much may lie in memory. Two are nothing: ptxas parks what is computed first and
+    used last, even where registers are left.
     """
 
     function: Any
@@ -35,7 +36,7 @@ class Source:
     grid: tuple[str, str, str]
     num_warps: int
     num_stages: int = 1
-    stack_bytes: int = 0
+    stack_bytes: int = 16
     divisible_by_16: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from random_models import make_random_model
+from transformers import AutoConfig
 
 pytest.importorskip("triton")
 
@@ -16,7 +17,7 @@ from inferc.codegen.target import Target
 from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.errors import UnsupportedError
 from inferc.frontend.export import capture
-from inferc.frontend.load import load
+from inferc.frontend.load import from_config, load
 from inferc.passes.pipeline import LowerConfig, lower
 from inferc.passes.plan_memory import memory_plan
 
@@ -99,3 +100,16 @@ def test_what_has_no_kernel_yet_is_refused(tmp_path: Path) -> None:
     folder = make_random_model("qwen3_moe", tmp_path / "m")
     with pytest.raises(UnsupportedError, match=r"(?s)cannot run inferc\.\w+ yet .* on target cuda:sm_90"):
         lowered(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_kernels_of_an_8b_shape_compile_for_every_chip(arch: str) -> None:
+    """Within the budgets of their registers, and the shared memory that the smallest chip gives a block."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = AutoConfig.for_model("llama", vocab_size=128256, num_hidden_layers=2, **sizes)
+    program = capture(from_config(config, None), "bfloat16", 8192, check=False)
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}")))
+    cubins = emit(program, memory_plan(program).values).compile(arch)
+    assert {cubin.record.arch for cubin in cubins.values()} == {arch}
+    assert max(cubin.record.shared_bytes for cubin in cubins.values()) <= 99 << 10
