@@ -23,9 +23,9 @@ class Source:
     """A kernel, specialised.
 
     function: a triton.jit function. signature: argument name to "*bf16", "i32", …, in order, the constants left out.
-    Pointers are multiples of 16 bytes unless `unaligned` has them; `divisible_by_16`: integers that the caller promises to
-    be multiples of it. grid: one expression per axis over `num_tokens`, `num_rows`, `num_seqs` and the constants, see
-    `LaunchRecord.grid_for`. A constant `WIDE_DOT` is for the interpreter, whose products of bfloat16 are wrong.
+    Pointers are multiples of 16 bytes unless `unaligned` has them. grid: one expression per axis over `num_tokens`,
+    `num_rows`, `num_seqs` and the constants, see `LaunchRecord.grid_for`. A constant `WIDE_DOT` is for the interpreter,
+    whose products of bfloat16 are wrong.
     stack_bytes: of a thread's registers, how much may lie in memory. Two are nothing: ptxas parks what is computed first and
     used last, even where registers are left.
     """
@@ -37,13 +37,11 @@ class Source:
     num_warps: int
     num_stages: int = 1
     stack_bytes: int = 16
-    divisible_by_16: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
 
     @property
     def aligned(self) -> tuple[str, ...]:
-        """The arguments that are promised to be multiples of 16, in order."""
-        pointers = (
+        """The arguments that are promised to be multiples of 16 bytes, in order."""
+        return tuple(
             name for name, kind in self.signature.items() if kind.startswith("*") and name not in self.unaligned
         )
-        return (*pointers, *self.divisible_by_16)
