@@ -49,7 +49,7 @@ class Kernel:
         return not self.why_not(node, target)
 
     def load_emit(self) -> Callable[..., Any]:
-        """The function that makes this kernel's source (cpp) or launch record (triton)."""
+        """The function that makes the call of this kernel: as text (cpp) or as a launch (triton)."""
         if callable(self.emit):
             return self.emit
         module, _, name = self.emit.partition(":")
