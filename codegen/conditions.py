@@ -298,9 +298,10 @@ def reference_only(node: fx.Node, target: Target) -> str:
 
 @dataclass(frozen=True)
 class ForTriton:
-    """Why not, of a Triton kernel: it is for NVIDIA GPUs, `argument` is of floats, and `check` has no reason either.
+    """Why not, of a Triton kernel: it is for NVIDIA GPUs, `argument` is of floats, all weights are in its dtype, and `check`
+    has no reason either.
 
-    uses_cache: K and V are stored in the argument's dtype.
+    uses_cache: K and V are stored in that dtype too.
     """
 
     argument: str
@@ -313,6 +314,9 @@ class ForTriton:
         dtype = _dtype(node, self.argument)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return OTHER_CASE
+        for weight in (each for each in node.all_input_nodes if each.op == "get_attr"):
+            if (found := weight.meta["val"].dtype) != dtype:
+                return f"weight {weight.target} in {found}: expected {dtype}, as {self.argument}"
         reason = _cache_fits(node, dtype, False) if self.uses_cache else ""
         return reason or ("" if self.check is None else self.check(node))
 

@@ -253,7 +253,7 @@ _TRITON_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], st
     ("aten.linear", "linear_", "input", ("weight", "bias"), None),
     ("inferc.linear_wide", "linear_wide", "x", ("weight",), None),
     ("inferc.linear_add", "linear_add", "x", ("weight", "bias"), None),
-    ("inferc.lm_head", "lm_head", "weight", ("weight", "bias"), None),
+    ("inferc.lm_head", "lm_head", "hidden", ("weight", "bias"), None),
     ("inferc.rms_norm", "rms_norm_", "x", ("weight",), conditions.one_row_each),
     ("inferc.rms_norm_add", "rms_norm_add", "x", ("weight",), conditions.one_row_each),
     ("inferc.silu_mul", "silu_mul_", "gate", (), None),

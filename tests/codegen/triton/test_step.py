@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from graphs import example, random, rows
 from random_models import make_random_model
 from transformers import AutoConfig
 
 pytest.importorskip("triton")
 
+from inferc.codegen.kernels import select
 from inferc.codegen.target import Target
 from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.errors import UnsupportedError
@@ -100,6 +103,22 @@ def test_what_has_no_kernel_yet_is_refused(tmp_path: Path) -> None:
     folder = make_random_model("qwen3_moe", tmp_path / "m")
     with pytest.raises(UnsupportedError, match=r"(?s)cannot run inferc\.\w+ yet .* on target cuda:sm_90"):
         lowered(folder)
+
+
+def test_a_weight_in_another_dtype_is_refused() -> None:
+    """A kernel would read it as what it is not."""
+
+    def norm(x: Any, weight: Any) -> Any:
+        return torch.ops.inferc.rms_norm.default(x, weight, 1e-5)
+
+    def chosen(dtype: torch.dtype) -> str:
+        program = example(norm, {"x": rows(8, dtype=torch.bfloat16)}, {"weight": random(8, dtype=dtype)}).program
+        (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.inferc.rms_norm.default)
+        return select(node, Target.parse("cuda:sm_90")).name
+
+    assert chosen(torch.bfloat16) == "triton.rms_norm"
+    with pytest.raises(UnsupportedError, match=r"weight weight in torch\.float32: expected torch\.bfloat16, as x"):
+        chosen(torch.float32)
 
 
 @pytest.mark.slow
