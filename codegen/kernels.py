@@ -21,7 +21,7 @@ from inferc.errors import UnsupportedError
 from inferc.program import dtype_name, name_of, target_name
 
 __all__ = ["ALIAS_OPS", "KERNELS", "OTHER_CASE", "OTHER_TARGET", "PANELS", "Kernel"]
-__all__ += ["cannot_run", "kernel_named", "needs_kernel", "select"]
+__all__ += ["cannot_run", "chosen_kernel", "kernel_named", "needs_kernel", "select"]
 
 # Views: they have no kernel, only another address or row stride of what they read.
 ALIAS_OPS = ("aten.slice.Tensor", "aten.view", "getitem")
@@ -347,6 +347,17 @@ def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
         if kernel.name == name:
             return kernel
     raise UnsupportedError(f"unknown kernel {name!r}; this program was lowered by another version of inferc")
+
+
+def chosen_kernel(node: fx.Node, backend: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
+    """The kernel that was chosen for `node`. Raises UnsupportedError if none was, or another backend's."""
+    if "kernel" not in node.meta:
+        raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
+    kernel = kernel_named(node.meta["kernel"], kernels)
+    if kernel.backend != backend:
+        on = {"cpp": "the cpu", "triton": "a GPU"}[backend]
+        raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for {on}")
+    return kernel
 
 
 def _type(value: Any) -> str:

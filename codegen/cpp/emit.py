@@ -19,9 +19,8 @@ from torch import fx
 from inferc.codegen.cpp import calls, expert_calls
 from inferc.codegen.cpp.blocking import CORES, Product, choices
 from inferc.codegen.cpp.values import POOLS, Call, Slot, cpp_type, row_count
-from inferc.codegen.kernels import KERNELS, Kernel, kernel_named, needs_kernel
+from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.values import Place, Values, outputs
-from inferc.errors import UnsupportedError
 from inferc.manifest import align
 from inferc.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
 
@@ -157,11 +156,7 @@ def _calls(program: Program, values: Values, nodes: Sequence[fx.Node], kernels: 
             made.append(calls.hidden_in(node, values))
         if not needs_kernel(node):
             continue
-        if "kernel" not in node.meta:
-            raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
-        kernel = kernel_named(node.meta["kernel"], kernels)
-        if kernel.backend != "cpp":
-            raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for the cpu")
+        kernel = chosen_kernel(node, "cpp", kernels)
         made.append(kernel.load_emit()(node, values))
         made[-1].own = kernel not in KERNELS
     return made

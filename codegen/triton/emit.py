@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.kernels import KERNELS, Kernel, kernel_named, needs_kernel
+from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.calls import Call
 from inferc.codegen.triton.source import Source
 from inferc.codegen.values import Place, Values, outputs
 from inferc.errors import UnsupportedError
-from inferc.program import Program, ancestors, name_of, target_name
+from inferc.program import Program, ancestors, name_of
 
 DIGEST_LENGTH = 10
 
@@ -54,18 +54,15 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
     of_step = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in of_step)
     sources: dict[str, Source] = {}
-    step = _launches(
-        program, Values(program, places), [n for n in program.graph.nodes if n in of_step], kernels, sources
-    )
+    step = _launches(Values(program, places), [n for n in program.graph.nodes if n in of_step], kernels, sources)
     values = Values(program, places, sampled)
-    head = _launches(program, values, [node for node in program.graph.nodes if node in sampled], kernels, sources)
+    head = _launches(values, [node for node in program.graph.nodes if node in sampled], kernels, sources)
     at = values.operand(logits)
     where = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride, "width": at.width}
     return CudaStep(step, head, where, sources)
 
 
 def _launches(
-    program: Program,
     values: Values,
     nodes: Sequence[fx.Node],
     kernels: tuple[Kernel, ...],
@@ -73,15 +70,9 @@ def _launches(
 ) -> list[dict[str, Any]]:
     made = []
     for node in nodes:
-        if not needs_kernel(node):
-            continue
-        if "kernel" not in node.meta:
-            raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
-        kernel = kernel_named(node.meta["kernel"], kernels)
-        if kernel.backend != "triton":
-            raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for a GPU")
-        call: Call = kernel.load_emit()(node, values)
-        made.append(_launch(call, sources))
+        if needs_kernel(node):
+            call: Call = chosen_kernel(node, "triton", kernels).load_emit()(node, values)
+            made.append(_launch(call, sources))
     return made
 
 

@@ -185,4 +185,5 @@ def paged_attention(
         grid=("num_tokens // QUERIES + num_seqs", "KV_HEADS", "1"),
         num_warps=4,
         num_stages=2,
+        stack_bytes=16,  # ptxas parks what is computed first and used last, though registers are left
     )

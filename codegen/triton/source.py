@@ -26,8 +26,7 @@ class Source:
     Pointers are multiples of 16 bytes unless `unaligned` has them. grid: one expression per axis over `num_tokens`,
     `num_rows`, `num_seqs` and the constants, see `LaunchRecord.grid_for`. A constant `WIDE_DOT` is for the interpreter,
     whose products of bfloat16 are wrong.
-    stack_bytes: of a thread's registers, how much may lie in memory. Two are nothing: ptxas parks what is computed first and
-    used last, even where registers are left.
+    stack_bytes: of a thread's registers, how much may lie in memory, which is slow.
     """
 
     function: Any
@@ -36,7 +35,7 @@ class Source:
     grid: tuple[str, str, str]
     num_warps: int
     num_stages: int = 1
-    stack_bytes: int = 16
+    stack_bytes: int = 0
     unaligned: tuple[str, ...] = ()
 
     @property

@@ -57,6 +57,14 @@ def test_compiles_within_its_budget(kernel: str, arch: str) -> None:
         assert record.shared_bytes <= MAX_SHARED, f"{case.name}: {record.shared_bytes} bytes of shared memory"
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_activation_leaves_no_thread_of_a_chip_unused(arch: str) -> None:
+    for case in KERNELS["silu_mul"]():
+        if case.source.constants["WIDTH"] % 16 == 0:
+            resources = build(case.source, "silu_mul", "", arch).record.resources
+            assert resources["registers"] <= 32 and resources["static_shared_bytes"] == 0, case.name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_numbers_on_the_gpu(kernel: str) -> None:
