@@ -1,0 +1,77 @@
+"""The launches around a step's own: ids that the step before sampled, and from logits to ids or scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inferc.codegen.triton.sampling.choose import choose, list_stride
+from inferc.codegen.triton.sampling.fill_late_ids import fill_late_ids
+from inferc.codegen.triton.sampling.process_logits import apply_lists, penalize
+from inferc.codegen.triton.sampling.report_logprobs import report_logprobs
+from inferc.codegen.triton.sampling.row_parts import part_of, row_parts
+from inferc.codegen.triton.sampling.score_rows import score_rows
+from inferc.codegen.triton.sampling.search import PLACES
+from inferc.codegen.triton.source import Source
+
+INPUTS = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "counters", "num_logprobs", "lists")},
+    **{name: name for name in ("bias_starts", "banned_starts", "allowed_starts", "target_ids")},
+    **{name: name for name in ("late_rows", "late_slots", "num_late")},
+    "slots": "sampled_slots",
+    "repetition": "repetition_penalty",
+    "presence": "presence_penalty",
+    "frequency": "frequency_penalty",
+}
+"""Arguments that are inputs of the step, and what these are called."""
+STATE = ("last_ids", "count_table")
+OUTPUTS = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs", "argmax")
+SCRATCH = ("x", "tops", "first", "mass", "list_values", "list_ids")
+
+
+def scratch_bytes(vocab: int) -> dict[str, int]:
+    """Memory of each row that is sampled at a time, besides its logits."""
+    parts = -(-vocab // part_of(vocab))
+    whole = 4 * list_stride(vocab)
+    return {
+        **dict.fromkeys(("x", "list_values", "list_ids"), whole),
+        "tops": 4 * parts * PLACES.value,
+        **dict.fromkeys(("first", "mass"), 4 * parts),
+    }
+
+
+def sampling_launches(vocab: int, logits: dict[str, Any]) -> dict[str, list[tuple[str, str, Source, dict[str, Any]]]]:
+    """(kernel, rows that it goes over, source, arguments) of what comes before a step, after its logits, and to score them.
+
+    logits: where they lie, as an argument of `calls.Call`, and the `stride` of their rows.
+    """
+    stride, x_stride = int(logits["stride"]), list_stride(vocab)
+    at = {name: logits[name] for name in ("value", "offset", "column")}
+
+    def made(name: str, source: Source) -> tuple[str, str, Source, dict[str, Any]]:
+        return (name, "rows", source, {argument: _where(argument, at) for argument in source.signature})
+
+    late = fill_late_ids()
+    places = {argument: _where(argument, at) for argument in late.signature}
+    return {
+        "begin": [("fill_late_ids", "tokens", late, {**places, "token_ids_ptr": {"input": "token_ids"}})],
+        "sample": [
+            made("penalize", penalize(vocab, stride, x_stride)),
+            made("apply_lists", apply_lists(stride, x_stride)),
+            made("row_parts", row_parts(vocab, stride, x_stride)),
+            made("choose", choose(vocab, stride, x_stride)),
+            made("report_logprobs", report_logprobs(vocab, stride)),
+        ],
+        "score": [made("score_rows", score_rows(vocab, stride))],
+    }
+
+
+def _where(argument: str, logits: dict[str, Any]) -> dict[str, Any]:
+    name = argument.removesuffix("_ptr")
+    if name == "logits":
+        return logits
+    if name == "counts":
+        return {"counts": "sample"}
+    for kind, names in (("state", STATE), ("output", OUTPUTS), ("scratch", SCRATCH)):
+        if name in names:
+            return {kind: name}
+    return {"input": INPUTS[name]}

@@ -1,0 +1,55 @@
+"""Sampling on a GPU: every step of the cases under the interpreter, and what the kernels cost a chip."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from sampled_step import SampledStep
+from sampling_cases import STEPS
+
+from inferc.codegen.triton.build import build
+from inferc.codegen.triton.sampling.fill_late_ids import fill_late_ids
+from inferc.codegen.triton.sampling.score_rows import score_rows
+from inferc.runtime.step import SampleRows
+
+INTERPRETED = Path(__file__).parent / "interpreted_sampling.py"
+SUPPORT = Path(__file__).parents[2] / "support"
+ARCHS = ("sm_80", "sm_90", "sm_100")
+VOCABS = (5, 50257, 128256)
+MAX_SHARED = 100 << 10  # bytes of a block: what the smallest of the chips that we compile for has
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, list[str]]:
+    """What is wrong in each case."""
+    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, INTERPRETED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", [*STEPS, "late ids", "scores"])
+def test_samples_as_the_oracle_does(faults: dict[str, list[str]], case: str) -> None:
+    assert not faults[case], "\n".join(faults[case][:10])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_compiles_within_its_budget(vocab: int, arch: str) -> None:
+    """`build` refuses what spills more than its source allows, or does not fit its launch record."""
+    logits = np.zeros((1, vocab), np.float32)
+    step = SampledStep("", logits, SampleRows.greedy(np.zeros(1, np.int32)))
+    sources = {**step.sources(), "score_rows": score_rows(vocab, vocab), "fill_late_ids": fill_late_ids()}
+    for name, source in sources.items():
+        assert source.stack_bytes <= 32
+        shared = build(source, name, "", arch).record.shared_bytes
+        assert shared <= MAX_SHARED, f"{name}: {shared} bytes of shared memory"
