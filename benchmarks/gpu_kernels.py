@@ -9,7 +9,8 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from ctypes import c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch.nn import functional
 
 from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.codegen.triton.build import build
-from inferc.codegen.triton.driver import CudaDriver
 from inferc.codegen.triton.linear import linear
 from inferc.codegen.triton.paged_attention import paged_attention
 from inferc.codegen.triton.rms_norm import how_scaled, rms_norm
 from inferc.codegen.triton.silu_mul import silu_mul
 from inferc.codegen.triton.source import Source
+from inferc.runtime.cuda.driver import Driver
 
 REPEATS = 50
 FLUSH_BYTES = 256 << 20  # more than any L2: every launch finds its inputs in memory
@@ -64,7 +65,6 @@ class Bench:
     counts: dict[str, int]
     num_bytes: int
     flops: int = 0
-    scalars: dict[str, int] = field(default_factory=dict)
     tolerance: float = TOLERANCE
 
     def all_tensors(self, device: str) -> dict[str, Tensor]:
@@ -168,6 +168,7 @@ def decode(of: Shape, seqs: int, context: int) -> Bench:
         "out_ptr": out,
         "query_start_ptr": torch.arange(seqs + 1, device=of.device, dtype=torch.int32),
         "seq_lens_ptr": torch.full((seqs,), context, device=of.device, dtype=torch.int32),
+        "max_blocks_ptr": torch.tensor([blocks], device=of.device, dtype=torch.int32),
     }
 
     def reference() -> Tensor:
@@ -175,16 +176,16 @@ def decode(of: Shape, seqs: int, context: int) -> Bench:
         return functional.scaled_dot_product_attention(heads, k, v, enable_gqa=True).reshape(seqs, width)
 
     counts, moved, flops = {"num_tokens": seqs, "num_seqs": seqs}, size(pool, q, out), 4 * seqs * context * width
-    how = (counts, moved, flops, {"max_blocks": blocks})
-    return Bench("paged_attention", f"{seqs} of {context}", source, tensors, "out_ptr", reference, *how)
+    shape = f"{seqs} of {context}"
+    return Bench("paged_attention", shape, source, tensors, "out_ptr", reference, counts, moved, flops)
 
 
-def measure(driver: CudaDriver, bench: Bench) -> dict[str, Any]:
+def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
     built = build(bench.source, bench.kernel, "", driver.arch)
     kernel = driver.load(built.data, built.record)
     held = bench.all_tensors("cuda")
-    values = {**{name: tensor.data_ptr() for name, tensor in held.items()}, **bench.scalars}
-    stream = torch.cuda.current_stream().cuda_stream
+    values = {name: tensor.data_ptr() for name, tensor in held.items()}
+    stream = c_void_p(torch.cuda.current_stream().cuda_stream)
     ours = microseconds(lambda: kernel.launch(stream, bench.counts, **values))
     theirs = microseconds(bench.reference)
     torch.testing.assert_close(bench.tensors[bench.out], bench.reference(), rtol=bench.tolerance, atol=bench.tolerance)
@@ -209,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    driver = CudaDriver()
+    driver = Driver()
     copied = round(bandwidth(), 1)
     rows = [measure(driver, bench) for bench in benches(LLAMA_8B)]
     if arguments.json:

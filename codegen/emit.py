@@ -291,12 +291,14 @@ def program_entry(
     file: str,
     ranks: Mapping[str, int],
     libraries: Mapping[str, str],
+    cubins: Mapping[str, str],
     arena: Mapping[str, int],
     kv_layout: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What engine.json says of one program.
 
-    ranks: tp_rank, pp_stage, ep_rank; libraries: ISA to file, best first; arena: the keys of `MemoryFormula`.
+    ranks: tp_rank, pp_stage, ep_rank; libraries: ISA to file, best first; cubins: chip, or "ptx", to folder; arena: the
+    keys of `MemoryFormula`.
     """
     groups = program_lib.to_json(program)["kv_groups"]
     layout = dict(kv_layout)
@@ -313,6 +315,7 @@ def program_entry(
         ],
         "num_weights": len(program.weights),
         "libraries": dict(libraries),
+        "cubins": dict(cubins),
         "memory": {
             "arena": dict(arena),
             "kv_bytes_per_token": sum(group.bytes_per_token for group in program.kv_groups),
@@ -324,6 +327,7 @@ def program_entry(
 def make_manifest(
     config: ResolvedCompileConfig,
     *,
+    targets: Sequence[str],
     producer: str,
     host: str | None,
     model: Mapping[str, Any],
@@ -339,7 +343,7 @@ def make_manifest(
     return {
         "format_version": FORMAT_VERSION,
         "producer": producer,
-        "targets": [config.target],
+        "targets": list(targets),
         "host": host,
         "model": dict(model),
         "programs": [dict(entry) for entry in programs],

@@ -5,28 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from inferc.errors import ConfigError
+from inferc.errors import ConfigError, UnsupportedError
 
 DEVICES = ("cpu", "cuda", "reference")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""The chips of NVIDIA that kernels are compiled for."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What an artifact is compiled for: `cpu`, `reference`, or `cuda` with an architecture (`sm_90`)."""
+    """What an artifact is compiled for: `cpu`, `reference`, or `cuda` with one architecture or several."""
 
     device: Literal["cpu", "cuda", "reference"]
-    arch: str = ""
+    archs: tuple[str, ...] = ()
 
     @staticmethod
     def parse(spec: str) -> Target:
-        """From the command line's form: `cpu`, `reference`, `cuda:sm_90`. Raises ConfigError."""
-        device, _, arch = spec.partition(":")
+        """From the command line's form: `cpu`, `reference`, `cuda:sm_90`, `cuda:sm_90,sm_80`. Raises ConfigError."""
+        device, _, archs = spec.partition(":")
         if device not in DEVICES:
             raise ConfigError(f"unknown target {spec!r}; expected one of {', '.join(DEVICES)} (cuda as cuda:sm_90)")
-        if (device == "cuda") != arch.startswith("sm_"):
-            raise ConfigError(f"target {spec!r}: write cpu, reference or cuda:sm_NN")
-        return Target(device, arch)  # type: ignore[arg-type]
+        if device != "cuda":
+            if archs:
+                raise ConfigError(f"target {spec!r}: {device} takes no architecture; write {device}")
+            return Target(device)  # type: ignore[arg-type]
+        named = tuple(arch for arch in archs.split(",") if arch)
+        if not named:
+            raise ConfigError(
+                f"target {spec!r} names no chip; write for example cuda:sm_90 (known: {', '.join(ARCHS)})"
+            )
+        for arch in named:
+            if arch not in ARCHS:
+                raise UnsupportedError(f"target {spec!r}: no kernels for {arch}; known: {', '.join(ARCHS)}")
+        if len(set(named)) < len(named):
+            raise ConfigError(f"target {spec!r} names a chip twice")
+        return Target("cuda", named)
 
     @property
     def spec(self) -> str:
-        return f"{self.device}:{self.arch}" if self.arch else self.device
+        return f"{self.device}:{','.join(self.archs)}" if self.archs else self.device
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """One name a chip, as the manifest has them: `cuda:sm_90`, `cuda:sm_80`."""
+        return tuple(f"{self.device}:{arch}" for arch in self.archs) or (self.device,)

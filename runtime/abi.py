@@ -18,7 +18,6 @@ from inferc.errors import ArtifactError, ConfigError
 log = logging.getLogger(__name__)
 
 ABI = 4
-MAX_TOP_LOGPROBS = 64
 
 # Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))

@@ -71,6 +71,9 @@ class Artifact:
     program: dict[str, Any]
     weights: tuple[StoredWeight, ...]  # in the order of the step's weight table
     maps: dict[str, mmap.mmap]  # of the weight files, by name
+    contents: dict[str, bytes] = field(
+        repr=False, compare=False
+    )  # of the kernels' files, as they were checked, by name
     ranks: list[Artifact] = field(
         repr=False, compare=False
     )  # by ep rank, stage, tp rank; only this one where the model is whole
@@ -228,11 +231,15 @@ def load_artifact(path: str | os.PathLike[str], *, target: str | None = None, to
         name: _read_checked(folder, name, entry) for name, entry in manifest["files"].items() if "sha256" in entry
     }
     maps = {name: _map(folder, name, entry) for name, entry in manifest["files"].items() if "xxh3_128" in entry}
+    kernels = {name: data for name, data in contents.items() if name.startswith("kernels/")}
     ranks: list[Artifact] = []
     for entry in manifest["programs"]:
         program = json.loads(contents[entry["file"]])
         ranks.append(
-            Artifact(folder, manifest, entry, program, _weight_table(folder, entry, program, maps), maps, ranks)
+            Artifact(
+                *(folder, manifest, entry, program, _weight_table(folder, entry, program, maps)),
+                *(maps, kernels, ranks),
+            )
         )
     return ranks[0]
 
@@ -291,7 +298,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
     manifest = artifact.manifest
     defaults = EngineConfig()
     num_threads = available_cores()
-    seqs, tokens = defaults.max_num_seqs, defaults.max_num_batched_tokens
+    seqs, tokens = defaults.max_num_seqs, defaults.token_budget(manifest["targets"][0].partition(":")[0])
     certificate = artifact.path / CERTIFICATE
 
     def arena_bytes(rank: Artifact) -> int:
@@ -307,6 +314,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
         "kv_bytes_per_token": sum(rank.kv_bytes_per_token for rank in artifact.ranks),
         "kv_groups": artifact.whole_kv_groups,
         "libraries": artifact.entry["libraries"],
+        "cubins": artifact.entry.get("cubins", {}),
         "programs": [
             {
                 **{name: rank.entry[name] for name in ("name", "tp_rank", "pp_stage", "ep_rank", "kv_groups")},

@@ -9,7 +9,7 @@ from typing import Any
 
 from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict
 from inferc.errors import UnsupportedError
-from inferc.kv_pools import cache_groups
+from inferc.kv_pools import CacheGroup, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.sampling_params import generation_defaults
@@ -35,11 +35,10 @@ def load_engine(
     config = from_dict(EngineConfig, options)
     check = artifact.verify_weights()
     groups = cache_groups(artifact.whole_kv_groups)
-    resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)
-    runner = _make_runner(artifact, target or str(artifact.manifest["targets"][0]), resolved)
+    runner, resolved = _make_runner(artifact, target or str(artifact.manifest["targets"][0]), config, groups)
     sizes = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_model_len=artifact.max_model_len,
         num_blocks=resolved.num_blocks,
         block_size=artifact.block_size,
@@ -68,7 +67,13 @@ def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
     return generation_defaults(artifact.model.get("generation") or {})
 
 
-def _make_runner(artifact: Artifact, target: str, config: ResolvedEngineConfig) -> Runner:
+def _make_runner(
+    artifact: Artifact, target: str, config: EngineConfig, groups: tuple[CacheGroup, ...]
+) -> tuple[Runner, ResolvedEngineConfig]:
+    """What runs the artifact's steps, and the config with every "auto" settled for it."""
+    if target.startswith("cuda"):
+        return _make_cuda_runner(artifact, config, groups)
+    resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)
     if target == "reference":
         if len(artifact.ranks) > 1:
             raise UnsupportedError(
@@ -77,11 +82,25 @@ def _make_runner(artifact: Artifact, target: str, config: ResolvedEngineConfig) 
             )
         from inferc.runtime.reference_runner import ReferenceRunner
 
-        return ReferenceRunner(artifact, config)
+        return ReferenceRunner(artifact, resolved), resolved
     if len(artifact.ranks) > 1:
         from inferc.runtime.rank_group import RankGroup
 
-        return RankGroup(artifact, config)
+        return RankGroup(artifact, resolved), resolved
     from inferc.runtime.model_runner import ModelRunner
 
-    return ModelRunner(artifact, config)
+    return ModelRunner(artifact, resolved), resolved
+
+
+def _make_cuda_runner(
+    artifact: Artifact, config: EngineConfig, groups: tuple[CacheGroup, ...]
+) -> tuple[Runner, ResolvedEngineConfig]:
+    from inferc.runtime.cuda.driver import Driver
+    from inferc.runtime.cuda.memory import kv_available
+    from inferc.runtime.cuda.runner import CudaRunner
+
+    driver = Driver()
+    free, _ = driver.memory_info()
+    available = kv_available(artifact, config, groups, free, driver.name)
+    resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, "cuda")
+    return CudaRunner(artifact, resolved, driver), resolved

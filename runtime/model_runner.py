@@ -27,6 +27,7 @@ from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
 from inferc.runtime.step import F32, I32, I64, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
+from inferc.runtime.step_limits import StepLimits, outside
 from inferc.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,9 @@ class ModelRunner:
         # Scoring asks for a row per token; pages of the arena that no step touches take no memory.
         self._maxima = [_align(self.max_num_tokens), _align(self.max_num_seqs), _align(self.max_num_tokens)]
         tokens, seqs, rows = self._maxima
+        self.limits = StepLimits(
+            *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size)
+        )
         self.arena_bytes: int = artifact.memory.arena_bytes(tokens, rows, seqs, config.num_threads)
         self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
         counts = zip(self.num_blocks, self._groups, strict=True)
@@ -139,7 +143,7 @@ class ModelRunner:
 
         hidden: the rows of the pipeline stage before, for a later one.
         """
-        self.check(plan)
+        self.limits.check(plan)
         inputs = self._inputs(plan, hidden)  # here, while the step before runs; the worker fills in the late ids
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
@@ -152,9 +156,9 @@ class ModelRunner:
 
     def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
-        self.check(plan)
+        self.limits.check(plan)
         targets = abi.contiguous(target_ids, np.int32)
-        if len(targets) != len(plan.logits_rows) or _outside(targets, self.vocab_size):
+        if len(targets) != len(plan.logits_rows) or outside(targets, self.vocab_size):
             raise RequestError(
                 f"score: {len(targets)} target ids for {len(plan.logits_rows)} rows, or one out of range"
             )
@@ -164,32 +168,6 @@ class ModelRunner:
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
         self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
-
-    def check(self, plan: StepPlan) -> None:
-        """Raise RequestError for a plan out of the bounds that keep compiled code inside its memory."""
-        slot_limits = [count * self.block_size for count in self.num_blocks]
-        limits = {
-            f"num_tokens {plan.num_tokens}": not 0 < plan.num_tokens <= self.max_num_tokens,
-            f"num_seqs {plan.num_seqs}": not 0 < plan.num_seqs <= self.max_num_seqs,
-            f"num_rows {len(plan.logits_rows)}": len(plan.logits_rows) > self._maxima[2],
-            "a token id": _outside(plan.token_ids, self.vocab_size),
-            "a logits row": _outside(plan.logits_rows, plan.num_tokens),
-            "a slot": any(map(_outside, plan.slot_mapping, slot_limits)),
-            "a block": any(map(_outside, plan.block_tables, self.num_blocks)),
-            "a sequence slot": _outside(plan.seq_slots, self.max_num_seqs),
-            "a sampled slot": _outside(plan.sample.seq_slots, self.max_num_seqs),
-            "a late slot": _outside(plan.late_slots, self.max_num_seqs),
-            "num_logprobs": _outside(plan.sample.num_logprobs, abi.MAX_TOP_LOGPROBS + 1),
-            "a listed token id": any(
-                _outside(lists.token_ids, self.vocab_size)
-                for lists in (plan.sample.logit_bias, plan.sample.banned, plan.sample.allowed)
-            ),
-        }
-        for what, bad in limits.items():
-            if bad:
-                raise RequestError(f"step plan: {what} is out of range")
-        assert len(plan.slot_mapping) == len(plan.block_tables) == len(self._groups), "one table per KV group"
-        assert len(plan.positions) == plan.num_tokens == plan.query_start_loc[-1], "rows of the plan disagree"
 
     def _run(self, inputs: StepInputs, sample: SampleInputs | None) -> StepResult:
         self._step(inputs)
@@ -395,10 +373,6 @@ def _hidden_out(artifact: Compiled) -> tuple[int, np.dtype[Any]] | None:
 
 def _align(count: int) -> int:
     return -(-count // 64) * 64
-
-
-def _outside(values: NDArray[Any], limit: int) -> bool:
-    return bool(len(values)) and bool(values.size) and (int(values.min()) < 0 or int(values.max()) >= limit)
 
 
 def _allocate(what: str, size: int, option: str, poison: bool) -> NDArray[np.uint8]:

@@ -80,7 +80,7 @@ class RankGroup:
 
     def submit(self, plan: StepPlan) -> None:
         for stage in self._stages:
-            stage[0].runner.check(stage[0].plan(plan))
+            stage[0].runner.limits.check(stage[0].plan(plan))
         self._queue.append(plan)
 
     def wait(self) -> StepResult:

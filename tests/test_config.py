@@ -28,7 +28,6 @@ GROUPS = (CacheGroup("full", 0, 1000),)
     ("values", "message"),
     [
         ({"dtype": "bfloat61"}, "dtype is 'bfloat61', expected bfloat16 or float32 or auto"),
-        ({"target": "gpu"}, "target is 'gpu', expected cpu or reference"),
         (
             {"quantize": "int3"},
             "quantize is 'int3', expected int8 or w8a8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out",
@@ -64,8 +63,8 @@ def test_engine_config_refuses(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        (CompileConfig, {"target": "cuda:sm_90"}),
         (CompileConfig, {"target": "onnx"}),
+        (CompileConfig, {"target": "tensorrt:sm_86"}),
         (CompileConfig, {"dtype": "float16"}),
         (CompileConfig, {"quantize": "int4-g32-a16"}),
         (CompileConfig, {"kv_dtype": "fp8"}),

@@ -11,23 +11,25 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from inferc.codegen.triton.launch import Argument, LaunchRecord, check_launch_record
 from inferc.codegen.triton.source import Source
 from inferc.errors import UnsupportedError, VerifyError
 
-ARGUMENT_BYTES = {"i32": 4, "i64": 8, "u64": 8, "pointer": 8}
+ARGUMENT_BYTES = {"i32": 4}  # a pointer, or 64 bits: 8
 # Triton's entry points end with these two; a kernel that needs no scratch memory takes null.
 SCRATCH = (Argument("global_scratch", "u64", 8), Argument("profile_scratch", "u64", 8))
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel, and its launch record."""
+    """A compiled kernel, its launch record, and what it was assembled from, which the driver of a newer chip compiles."""
 
     data: bytes
     record: LaunchRecord
+    ptx: bytes
 
 
 def available() -> bool:
@@ -60,7 +62,7 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
     data: bytes = compiled.asm["cubin"]
     metadata = compiled.metadata
     arguments = [
-        Argument(argument, _kind(kind), ARGUMENT_BYTES[_kind(kind)], 16 if argument in source.aligned else 1)
+        Argument(argument, kind, ARGUMENT_BYTES.get(kind, 8), 16 if argument in source.aligned else 1)
         for argument, kind in source.signature.items()
     ]
     record = LaunchRecord(
@@ -75,14 +77,22 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
         arguments=(*arguments, *SCRATCH),
         constants=dict(source.constants),
         resources=read_resources(data, metadata.name),
-        compiler=f"triton {triton.__version__}",
+        compiler=f"triton {triton.__version__}, {_assembler(arch)}",
     )
     check_launch_record(record, data)
     if (spilled := record.resources["stack_bytes"] + record.resources["local_bytes"]) > source.stack_bytes:
         raise VerifyError(
             f"{name} for {arch}: {spilled} bytes of a thread's registers spilled, its budget is {source.stack_bytes}"
         )
-    return Cubin(data, record)
+    return Cubin(data, record, compiled.asm["ptx"].encode())
+
+
+@lru_cache
+def _assembler(arch: str) -> str:
+    """The ptxas that assembles for a chip, and its version, which is that of the CUDA that a driver must know."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return f"ptxas {get_ptxas(int(arch.removeprefix('sm_'))).version}"
 
 
 def read_resources(cubin: bytes, entry: str) -> dict[str, int]:
@@ -107,7 +117,3 @@ def read_resources(cubin: bytes, entry: str) -> dict[str, int]:
         "static_shared_bytes": found["SHARED"],
         "local_bytes": found["LOCAL"],
     }
-
-
-def _kind(triton_type: str) -> str:
-    return "pointer" if triton_type.startswith("*") else triton_type

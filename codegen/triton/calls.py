@@ -33,8 +33,7 @@ class Call:
 
     An argument is {"value": pool, "offset", "column", "shifted"}: `offset` times the most rows of its pool, plus `column`
     bytes, plus, if shifted, the rows before those whose logits are made; {"weight": name}; {"input": name}; {"cache": group,
-    "offset"}: bytes from the start of its pool; {"counts": "step" or "sample"}; {"number": "max_blocks", "group"}.
-    What a kernel is not to read is {}.
+    "offset"}: bytes from the start of its pool; {"counts": "step" or "sample"}. What a kernel is not to read is {}.
     """
 
     node: fx.Node
@@ -42,6 +41,7 @@ class Call:
     rows: str
     choices: tuple[Choice, ...]
     arguments: dict[str, dict[str, Any]]
+    writes: list[tuple[fx.Node, Operand]]  # the values that it makes
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Builder:
     node: fx.Node
     values: Values
     arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    writes: list[tuple[fx.Node, Operand]] = field(default_factory=list)
 
     def arg(self, name: str) -> Any:
         return argument(self.node, name)
@@ -72,7 +73,8 @@ class Builder:
         """The result, or part `index` of it."""
         node = self.node if index is None else part(self.node, index)
         assert node is not None, f"{name_of(self.node)}: result {index} is not used"
-        return self.place(name, self.values.operand(node))
+        self.writes.append((node, self.place(name, self.values.operand(node))))
+        return self.writes[-1][1]
 
     def weight(self, name: str, of: str) -> bool:
         """An argument of the op that is a weight; whether it is there."""
@@ -117,7 +119,7 @@ class Builder:
         names = made[0].source.signature
         arguments = {name: self.arguments.get(name, {}) for name in names}
         assert not set(self.arguments) - set(names), f"{kernel} takes no {set(self.arguments) - set(names)}"
-        return Call(self.node, kernel, ROWS[of.pool], made, arguments)
+        return Call(self.node, kernel, ROWS[of.pool], made, arguments, self.writes)
 
 
 def embedding(node: fx.Node, values: Values) -> Call:
@@ -245,7 +247,7 @@ def paged_attention_(node: fx.Node, values: Values) -> Call:
     for name, of in (("block_table", "block_table"), ("query_start", "query_start_loc"), ("seq_lens", "seq_lens")):
         b.input(f"{name}_ptr", of)
     has_sinks = b.weight("sinks_ptr", "sinks")
-    b.arguments["max_blocks"] = {"number": "max_blocks", "group": values.cache_group(b.arg("kv_cache"))}
+    b.arguments["max_blocks_ptr"] = {"input": f"max_blocks_{values.cache_group(b.arg('kv_cache'))}"}
     _, heads, dim = b.arg("q").meta["val"].shape
     kv_heads = int(b.arg("kv_cache").meta["val"].shape[4])
     source = paged_attention.paged_attention(

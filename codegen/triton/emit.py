@@ -8,39 +8,56 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.triton.build import Cubin, build
-from inferc.codegen.triton.calls import Call
+from inferc.codegen.triton.calls import Call, Choice
+from inferc.codegen.triton.sampling_calls import sampling_launches, scratch_bytes
 from inferc.codegen.triton.source import Source
-from inferc.codegen.values import Place, Values, outputs
+from inferc.codegen.values import Operand, Place, Values, outputs
 from inferc.errors import UnsupportedError
-from inferc.program import Program, ancestors, name_of
+from inferc.program import Program, ancestors, dtype_name, name_of
 
 DIGEST_LENGTH = 10
+KV_ORDER = "block, layer, kv head, k v, token, head_dim"
 
 
 @dataclass(frozen=True)
 class CudaStep:
-    """step: the launches up to the rows that the LM head reads; head: those of at most 64 of these rows at a time.
+    """What runs a program, as data.
 
-    A launch is {"node", "layer", "rows", "choices": [{"kernel", "up_to"}], "arguments"}, as `calls.Call` says. sources: by
-    name of the kernel.
+    launches: before a step ("begin"), up to the rows that the LM head reads ("step"), of up to so many of these rows at a time
+    ("head"), from their logits to ids ("sample") or to the likelihood of given ones ("score"). A launch is {"node", "layer",
+    "rows", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; what the sampling kernels go by besides is
+    {"state"}, {"output"} and {"scratch"}. scratch: bytes of each row that is sampled at a time. observable: the values
+    that launches write, by "id". sources: by name of the kernel.
     """
 
-    step: list[dict[str, Any]]
-    head: list[dict[str, Any]]
+    launches: dict[str, list[dict[str, Any]]]
     logits: dict[str, Any]
+    scratch: dict[str, int]
+    observable: list[dict[str, Any]]
     sources: dict[str, Source]
 
-    def compile(self, arch: str) -> dict[str, Cubin]:
-        """The cubins for one chip, by name of the kernel."""
-        return {name: build(source, name, source.function.__name__, arch) for name, source in self.sources.items()}
+    @property
+    def program_json_fields(self) -> dict[str, Any]:
+        """What the runner reads of it."""
+        return {
+            "launches": self.launches,
+            "scratch": self.scratch,
+            "observable": self.observable,
+            "kv_layout": {"order": KV_ORDER},
+        }
+
+    def compile(self, arch: str) -> Iterator[tuple[str, Cubin]]:
+        """(name of the kernel, its cubin) for one chip, one after the other."""
+        for name, source in self.sources.items():
+            yield name, build(source, name, source.function.__name__, arch)
 
 
 def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, ...] = KERNELS) -> CudaStep:
@@ -53,42 +70,81 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
         raise UnsupportedError("a pipeline stage without the LM head: the cuda target runs one GPU")
     of_step = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in of_step)
-    sources: dict[str, Source] = {}
-    step = _launches(Values(program, places), [n for n in program.graph.nodes if n in of_step], kernels, sources)
+    made = _Emission(kernels)
+    step = made.launches(Values(program, places), [node for node in program.graph.nodes if node in of_step])
     values = Values(program, places, sampled)
-    head = _launches(values, [node for node in program.graph.nodes if node in sampled], kernels, sources)
+    head = made.launches(values, [node for node in program.graph.nodes if node in sampled])
     at = values.operand(logits)
     where = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride, "width": at.width}
-    return CudaStep(step, head, where, sources)
-
-
-def _launches(
-    values: Values,
-    nodes: Sequence[fx.Node],
-    kernels: tuple[Kernel, ...],
-    sources: dict[str, Source],
-) -> list[dict[str, Any]]:
-    made = []
-    for node in nodes:
-        if needs_kernel(node):
-            call: Call = chosen_kernel(node, "triton", kernels).load_emit()(node, values)
-            made.append(_launch(call, sources))
-    return made
-
-
-def _launch(call: Call, sources: dict[str, Source]) -> dict[str, Any]:
-    choices = []
-    for choice in call.choices:
-        name = kernel_name(call.kernel, choice.source)
-        sources[name] = choice.source
-        choices.append({"kernel": name, "up_to": choice.up_to})
-    return {
-        "node": name_of(call.node),
-        "layer": call.node.meta.get("layer"),
-        "rows": call.rows,
-        "choices": choices,
-        "arguments": call.arguments,
+    around = {
+        name: [
+            made.add(kernel, None, rows, [Choice(source)], arguments, []) for kernel, rows, source, arguments in each
+        ]
+        for name, each in sampling_launches(at.width, where).items()
     }
+    launches = {
+        "begin": around["begin"],
+        "step": step,
+        "head": head,
+        "sample": around["sample"],
+        "score": around["score"],
+    }
+    return CudaStep(launches, where, scratch_bytes(at.width), made.observable, made.sources)
+
+
+@dataclass
+class _Emission:
+    """Collects the sources and the values of launches as these are made."""
+
+    kernels: tuple[Kernel, ...]
+    sources: dict[str, Source] = field(default_factory=dict)
+    observable: list[dict[str, Any]] = field(default_factory=list)
+
+    def launches(self, values: Values, nodes: Sequence[fx.Node]) -> list[dict[str, Any]]:
+        calls: list[Call] = [
+            chosen_kernel(node, "triton", self.kernels).load_emit()(node, values)
+            for node in nodes
+            if needs_kernel(node)
+        ]
+        return [self.add(c.kernel, c.node, c.rows, c.choices, c.arguments, c.writes) for c in calls]
+
+    def add(
+        self,
+        kernel: str,
+        node: fx.Node | None,
+        rows: str,
+        choices: Sequence[Choice],
+        arguments: dict[str, dict[str, Any]],
+        writes: Sequence[tuple[fx.Node, Operand]],
+    ) -> dict[str, Any]:
+        named = []
+        for choice in choices:
+            name = kernel_name(kernel, choice.source)
+            self.sources[name] = choice.source
+            named.append({"kernel": name, "up_to": choice.up_to})
+        return {
+            "node": kernel if node is None else name_of(node),
+            "layer": None if node is None else node.meta.get("layer"),
+            "rows": rows,
+            "choices": named,
+            "arguments": arguments,
+            "writes": [self._observed(value, operand) for value, operand in writes],
+        }
+
+    def _observed(self, node: fx.Node, at: Operand) -> dict[str, Any]:
+        """Where a value lies, and its number among the observable ones."""
+        value = node.meta["val"]
+        self.observable.append(
+            {
+                "id": len(self.observable),
+                "name": name_of(node),
+                "layer": node.meta.get("layer"),
+                "dtype": dtype_name(value.dtype),
+                "shape": [int(size) for size in value.shape[1:]],
+            }
+        )
+        place = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride}
+        return {"id": len(self.observable) - 1, **place}
 
 
 def kernel_name(kernel: str, source: Source) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import CodeType
 from typing import Any
 
 from inferc.errors import VerifyError
@@ -21,12 +22,12 @@ EIATTR_KPARAM_INFO = 0x17
 EIFMT_SVAL = 4  # the attribute's value follows, of the size given
 EM_CUDA = 190
 NEWER_ABI = 8
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of the entry, in order. `kind` is pointer, i32, i64 or u64."""
+    """One parameter of the entry, in order. `kind` is as Triton writes it: *bf16, *i32, …, i32, i64 or u64."""
 
     name: str
     kind: str
@@ -149,19 +150,33 @@ def _attributes(data: bytes) -> list[tuple[int, bytes]]:
 
 def evaluate_grid(grid: tuple[str, str, str], values: Mapping[str, int | float]) -> tuple[int, int, int]:
     """The three axes, expressions over `values`. Raises VerifyError for anything but integers, + - * // and ceil_div."""
-    x, y, z = (_evaluate(ast.parse(axis, mode="eval").body, values) for axis in grid)
+    x, y, z = (int(eval(_axis(axis), CALLS, values)) for axis in grid)
     return x, y, z
 
 
-def _evaluate(node: ast.expr, values: Mapping[str, int | float]) -> int:
-    """A grid expression: names, integers, + - * //, and ceil_div(a, b)."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.Name):
-        return int(values[node.id])
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return int(OPERATORS[type(node.op)](_evaluate(node.left, values), _evaluate(node.right, values)))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ceil_div":
-        a, b = (_evaluate(arg, values) for arg in node.args)
-        return -(-a // b)
-    raise VerifyError(f"a grid may hold names, integers, + - * // and ceil_div, not {ast.unparse(node)}")
+@cache
+def _axis(axis: str) -> CodeType:
+    """The code of one axis: names, integers, + - * //, and ceil_div(a, b)."""
+    tree = ast.parse(axis, mode="eval")
+    _check_axis(tree.body)
+    return compile(tree, "grid", "eval")
+
+
+def _check_axis(node: ast.expr) -> None:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, OPERATORS):
+        inner = [node.left, node.right]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ceil_div":
+        inner = node.args
+    elif isinstance(node, ast.Name) or (isinstance(node, ast.Constant) and isinstance(node.value, int)):
+        inner = []
+    else:
+        raise VerifyError(f"a grid may hold names, integers, + - * // and ceil_div, not {ast.unparse(node)}")
+    for each in inner:
+        _check_axis(each)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+CALLS: dict[str, Any] = {"__builtins__": {}, "ceil_div": _ceil_div}

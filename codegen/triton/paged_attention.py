@@ -25,7 +25,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     sinks_ptr,
     out_ptr,
     counts_ptr,
-    max_blocks,
+    max_blocks_ptr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -62,6 +62,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     first = (program - begin // QUERIES - seq) * QUERIES
     if first < num_new:
         seq_len = tl.load(seq_lens_ptr + seq)
+        table = block_table_ptr + seq * tl.load(max_blocks_ptr)
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         new = first + m // GROUP
@@ -91,7 +92,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         for tile in range(start, end, TILE):
             key = tile + tl.arange(0, TILE)
             is_key = key < end
-            block = tl.load(block_table_ptr + seq * max_blocks + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             k_at = cache_ptr + block * BLOCK_STRIDE + kv_head * (2 * BLOCK_SIZE * DIM) + key % BLOCK_SIZE * DIM
             seen = is_key[None, :] & (key[None, :] <= position[:, None])
             if MASK == 1:
@@ -145,7 +146,7 @@ def paged_attention(
 ) -> Source:
     """`inferc.paged_attention`: q and out [tokens, heads * dim], `strides` elements from row to row.
 
-    cache_ptr: as `rope_kv_write` has it; block_table [seqs, max_blocks], query_start [seqs + 1], seq_lens [seqs] i32;
+    cache_ptr: as `rope_kv_write` has it; block_table [seqs, max_blocks], query_start [seqs + 1], seq_lens [seqs], max_blocks [1] i32;
     sinks [heads].
     """
     group = heads // kv_heads
@@ -160,7 +161,7 @@ def paged_attention(
             "sinks_ptr": POINTERS[dtype],
             "out_ptr": POINTERS[dtype],
             "counts_ptr": POINTERS["int32"],
-            "max_blocks": "i32",
+            "max_blocks_ptr": POINTERS["int32"],
         },
         constants={
             "KV_HEADS": kv_heads,

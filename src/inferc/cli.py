@@ -80,7 +80,14 @@ def _common() -> None:
 def compile_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a hub id.")],
     out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The folder to write.")],
-    target: Annotated[str, typer.Option("--target", metavar="cpu|reference", help="What to compile for.")] = "cpu",
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            metavar="cpu|cuda:sm_90|reference",
+            help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine.",
+        ),
+    ] = "cpu",
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
     ] = "auto",
@@ -139,6 +146,12 @@ def compile_model(
         int,
         typer.Option("--redundant-experts", metavar="N", help="With --expert-loads: replicas of the most loaded."),
     ] = 0,
+    add_target: Annotated[
+        bool,
+        typer.Option(
+            "--add-target", help="OUT is there: add code for the chips of --target, and leave its weights alone."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compile MODEL into the artifact OUT. With --tp, --pp or --ep it holds a program for each rank (docs/parallel.md)."""
@@ -165,7 +178,10 @@ def compile_model(
     if passes:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
     with progress("load torch") as report:
-        from inferc.compiler import compile as compile_
+        if add_target:
+            from inferc.add_target import add_target as compile_
+        else:
+            from inferc.compiler import compile as compile_
 
         summary = compile_(model, out, config, progress=report)
     if as_json:
@@ -274,7 +290,7 @@ def evaluate(
     ] = None,
     threads: Threads = None,
     isa: Isa = "auto",
-    max_num_batched_tokens: MaxBatchedTokens = 512,
+    max_num_batched_tokens: MaxBatchedTokens = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity of an artifact on a text.
@@ -282,6 +298,7 @@ def evaluate(
     The text is tokenized whole, with BOS if the model's tokenizer adds one, and cut into windows that do not overlap.
     Every token of a window but its first is scored, given those before it in the window.
     """
+    from inferc.config import EngineConfig
     from inferc.runtime.artifact import load_artifact
     from inferc.runtime.evaluate import WINDOW, kv_cache_bytes, perplexity
     from inferc.runtime.text import Text
@@ -293,7 +310,8 @@ def evaluate(
         raise ConfigError(f"--window {size}: expected 2 to {artifact.max_model_len}, what the artifact is compiled for")
     ids = Text(artifact.tokenizer_folder).encode(content)
     # As many sequences as tokens, so that a step scores every row it computes; but no cache for as many.
-    options = engine_options(threads, isa, max_num_batched_tokens, max_num_batched_tokens)
+    budget = EngineConfig().token_budget() if max_num_batched_tokens is None else max_num_batched_tokens
+    options = engine_options(threads, isa, budget, budget)
     options["kv_memory_bytes"] = kv_cache_bytes(artifact, size)
     profiles: list[ExpertLoads] = []
 

@@ -51,7 +51,10 @@ Isa = Annotated[
     ),
 ]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
-MaxBatchedTokens = Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step.")]
+MaxBatchedTokens = Annotated[
+    int | None,
+    typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step: 512, on a GPU 8192."),
+]
 KVMemory = Annotated[str, typer.Option("--kv-memory", metavar="BYTES", help="KV cache size, for example 2GiB.")]
 
 
@@ -192,7 +195,7 @@ def engine_options(
     threads: int | None,
     isa: str,
     max_num_seqs: int,
-    max_num_batched_tokens: int,
+    max_num_batched_tokens: int | None,
     kv_memory: str = "auto",
     pin: bool = False,
 ) -> dict[str, Any]:
@@ -203,7 +206,7 @@ def engine_options(
         "num_threads": "auto" if threads is None else threads,
         "isa": isa,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_batched_tokens": "auto" if max_num_batched_tokens is None else max_num_batched_tokens,
         "kv_memory_bytes": "auto" if kv_memory == "auto" else parse_bytes(kv_memory),
         "pin_threads": pin,
     }

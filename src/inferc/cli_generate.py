@@ -52,7 +52,7 @@ def generate(
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_seqs: MaxSeqs = 64,
-    max_num_batched_tokens: MaxBatchedTokens = 512,
+    max_num_batched_tokens: MaxBatchedTokens = None,
     kv_memory: KVMemory = "auto",
     as_json: Json = False,
 ) -> None:

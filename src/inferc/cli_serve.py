@@ -41,7 +41,7 @@ def serve(
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_seqs: MaxSeqs = 64,
-    max_num_batched_tokens: MaxBatchedTokens = 512,
+    max_num_batched_tokens: MaxBatchedTokens = None,
     kv_memory: KVMemory = "auto",
     pin: Pin = False,
     as_json: Json = False,

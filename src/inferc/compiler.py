@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,7 @@ from inferc.codegen.kernels import kernel_named
 from inferc.codegen.target import Target
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost_recorder import CostRecorder
-from inferc.errors import ConfigError
+from inferc.errors import ConfigError, UnsupportedError
 from inferc.expert_loads import ExpertLoads
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
@@ -43,10 +43,13 @@ from inferc.manifest import CERTIFICATE, COSTS, PROGRAM, json_bytes
 from inferc.passes.expert_placement import Placement, placements
 from inferc.passes.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
-from inferc.passes.plan_memory import MemoryPlan, memory_plan
+from inferc.passes.plan_memory import SAMPLE_ROWS, MemoryPlan, memory_plan
 from inferc.passes.user_passes import UserPass, load_passes
 from inferc.program import Program
 from inferc.runtime.abi import detect_isa
+
+if TYPE_CHECKING:
+    from inferc.codegen.triton.emit import CudaStep
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +90,10 @@ def compile(
     """
     start = time.perf_counter()
     config = config or CompileConfig()
+    _check_target(Target.parse(config.target), config)
     passes = load_passes(config.passes)
     with _interrupts() as interrupts, OutputFolder(Path(out)) as folder:
-        report = interrupts.checked(progress or _silent)
+        report = interrupts.checked(progress or silent)
         checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
         num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
         ranks = _ranks(config)
@@ -144,6 +148,7 @@ class _Build:
         self.records: list[PassRecord] = []
         self.kernels: list[dict[str, Any]] = []
         self.libraries: dict[str, dict[str, str]] = {}  # by their source
+        self.cubins: list[dict[str, Any]] = []  # rows of the kernel table
 
     def run(self) -> dict[str, Any] | None:
         """Write everything; returns the certificate."""
@@ -188,6 +193,8 @@ class _Build:
             plan = memory_plan(own)
             if self.target.device == "cpu":
                 self._emit(own, plan)
+            if self.target.device == "cuda":
+                self._emit_cuda(own, plan)
 
     def _emit(self, program: Program, plan: MemoryPlan) -> CppUnit:
         return emit_cpp(program, plan.values, plan.pools, self.lower_config.kernels, self.lower_config.own_headers)
@@ -205,8 +212,10 @@ class _Build:
             weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
         )
         programs = [self._write_rank(each) for each in ranks]
+        self.kernels += self.cubins
         manifest = make_manifest(
             self.config,
+            targets=self.target.each,
             producer=f"inferc {version('inferc')}",
             host=f"{platform.system()}-{platform.machine()}".lower() if self.libraries else None,
             model={**self._model_facts(program), **_quantization(stages)},
@@ -245,19 +254,44 @@ class _Build:
     def _write_rank(self, rank: RankProgram) -> dict[str, Any]:
         """The kernels and the program of one rank; returns its entry in the manifest."""
         plan = memory_plan(rank.program)
-        unit = self._emit(rank.program, plan) if self.target.device == "cpu" else None
-        libraries = {} if unit is None else self._write_libraries(unit, rank.label)
+        libraries: dict[str, str] = {}
+        cubins: dict[str, str] = {}
+        fields: dict[str, Any] = {"kv_layout": {"order": "canonical"}}
+        arena = plan.formula
+        if self.target.device == "cpu":
+            unit = self._emit(rank.program, plan)
+            libraries, fields, arena = self._write_libraries(unit, rank.label), unit.program_json_fields, unit.arena
+        if self.target.device == "cuda":
+            step = self._emit_cuda(rank.program, plan)
+            cubins, fields = self._write_cubins(step), step.program_json_fields
+            arena = {**arena, "const": arena["const"] + SAMPLE_ROWS * sum(step.scratch.values())}
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
-        fields = {} if unit is None else unit.program_json_fields
         self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
         return program_entry(
             rank.program,
             file=file,
             ranks={"tp_rank": rank.tp_rank, "pp_stage": rank.pp_stage, "ep_rank": rank.ep_rank},
             libraries=libraries,
-            arena=plan.formula if unit is None else unit.arena,
-            kv_layout={"order": "canonical"} if unit is None else unit.program_json_fields["kv_layout"],
+            cubins=cubins,
+            arena=arena,
+            kv_layout=fields["kv_layout"],
         )
+
+    def _emit_cuda(self, program: Program, plan: MemoryPlan) -> CudaStep:
+        from inferc.codegen.triton.emit import emit  # and Triton, which no other target needs
+
+        return emit(program, plan.values, self.lower_config.kernels)
+
+    def _write_cubins(self, step: CudaStep) -> dict[str, str]:
+        """Compile the kernels for each chip; returns the folder of each."""
+        from inferc.codegen.triton.code import write_code, write_sources
+
+        report = self.report
+        folders, self.cubins = write_code(
+            step, self.target.archs, self.writer.add, lambda done, total: report("compile kernels", done, total)
+        )
+        write_sources(step, self.writer.add)
+        return folders
 
     def _write_libraries(self, unit: CppUnit, label: str) -> dict[str, str]:
         """Compile the step for each instruction set; returns the library files by ISA, best first.
@@ -315,13 +349,13 @@ class _Build:
         layers = copied.config.num_hidden_layers
         log.info("certificate: on a random copy of the first %d layers", layers)
         with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
-            silent = self.interrupts.checked(_silent)
+            quiet = self.interrupts.checked(silent)
             build = _Build(
                 copied,
                 self.config,
                 folder,
                 None,
-                silent,
+                quiet,
                 self.interrupts,
                 self.generation,
                 self.lower_config.passes,
@@ -338,7 +372,7 @@ class _Build:
         return certifier
 
     def _certify_kernels(self, certifier: Certifier, artifact: Path) -> None:
-        if self.target.device != "reference":
+        if self.target.device == "cpu":  # a GPU's kernels are certified where there is one
             self.report("certify the kernels", 0, 1)
             ran_by, logits, greedy = run_kernels(artifact, certifier.certificate.prompts, certifier.greedy_tokens)
             certifier.add_kernels(ran_by, logits, greedy)
@@ -346,19 +380,32 @@ class _Build:
     def _model_facts(self, program: Program) -> dict[str, Any]:
         """What the runtime must know of the model."""
         defaults = self.generation
-        config = self.checkpoint.config.to_dict()
         return {
             **program.info,
             "bos_token_id": defaults.get("bos_token_id"),
             "eos_token_ids": eos_token_ids(defaults),
             "generation": defaults,
-            "hf_config": {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS},
+            "hf_config": hf_facts(self.checkpoint),
         }
 
 
 SMALL_MODEL = 50_000_000  # parameters
 # Of a Hugging Face config: where it was and what wrote it, which say nothing of the model.
 VOLATILE_FACTS = ("_name_or_path", "transformers_version")
+
+
+def hf_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the Hugging Face config says of the model."""
+    config = checkpoint.config.to_dict()
+    return {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS}
+
+
+def _check_target(target: Target, config: CompileConfig) -> None:
+    """Raise UnsupportedError for what a target does not do, before minutes of work."""
+    if target.device == "cuda" and (config.tp, config.pp, config.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
+        )
 
 
 def _ranks(config: CompileConfig) -> Ranks:
@@ -399,7 +446,7 @@ def _pass_row(record: PassRecord) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(record).items() if name != "seconds"}
 
 
-def _silent(_stage: str, _done: int, _total: int) -> None:
+def silent(_stage: str, _done: int, _total: int) -> None:
     """The progress of nobody watching."""
 
 

@@ -24,7 +24,6 @@ from inferc.topology import cores_to_pin, read_cores
 log = logging.getLogger(__name__)
 
 Auto = Literal["auto"]
-TargetName = Literal["cpu", "reference"]
 DType = Literal["bfloat16", "float32"]
 KVDType = Literal["bfloat16", "float32", "int8"]
 Quantize = Literal["int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128"]
@@ -33,12 +32,13 @@ Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
 
 # Words of the command line that name something real which this version does not do: refused by name, not as typos.
 NOT_BUILT = {
-    "target": re.compile(r"cuda(:.*)?|onnx|tensorrt(:.*)?"),
+    "target": re.compile(r"onnx|tensorrt(:.*)?"),
     "dtype": re.compile(r"float16"),
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"float16|fp8"),
 }
 DEFAULT_BLOCK_SIZE = 32
+DEFAULT_TOKEN_BUDGET = {"cpu": 512, "reference": 512, "cuda": 8192}
 SIZE_UNITS = {
     "": 1,
     "k": 10**3,
@@ -66,7 +66,7 @@ class ContextLength:
 class CompileConfig:
     """How to compile a model. Lengths are in tokens."""
 
-    target: TargetName = "cpu"
+    target: str = "cpu"  # or reference, or cuda:sm_90, or several chips: cuda:sm_90,sm_80
     dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
     quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
     kv_dtype: KVDType | Auto = "auto"  # auto: dtype
@@ -83,6 +83,10 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if NOT_BUILT["target"].fullmatch(self.target):
+            raise UnsupportedError(
+                f"target {self.target!r} is not built yet; available: cpu or cuda:sm_90 or reference"
+            )
         _check_positive(self, "max_model_len", "block_size", "tp", "pp", "ep")
         if self.redundant_experts and self.expert_loads is None:
             raise ConfigError(
@@ -144,7 +148,7 @@ class CompileConfig:
 class ResolvedCompileConfig:
     """A `CompileConfig` without an "auto"."""
 
-    target: TargetName
+    target: str
     dtype: DType
     quantize: Quantize | None
     kv_dtype: KVDType
@@ -166,7 +170,7 @@ class EngineConfig:
     num_threads: int | Auto = "auto"  # auto: the cores this process may use
     isa: Isa | Auto = "auto"  # auto: the best that both this machine and the artifact have
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512  # the token budget of a step
+    max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: DEFAULT_TOKEN_BUDGET
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
     prefix_cache: bool = False
     deterministic: bool = False  # a cpu step always is
@@ -177,21 +181,38 @@ class EngineConfig:
         _check_positive(self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes")
         if self.prefix_cache:
             raise UnsupportedError("prefix_cache: the prefix cache is not built yet; use --no-prefix-cache")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}:"
                 " a step could not give every sequence a token; raise the one or lower the other"
             )
 
-    def resolve(self, max_model_len: int, block_size: int, groups: Sequence[CacheGroup]) -> ResolvedEngineConfig:
+    def token_budget(self, device: str = "cpu") -> int:
+        """Tokens of a step at most, on a kind of device."""
+        if self.max_num_batched_tokens == "auto":
+            return max(DEFAULT_TOKEN_BUDGET[device], self.max_num_seqs)
+        return self.max_num_batched_tokens
+
+    def resolve(
+        self,
+        max_model_len: int,
+        block_size: int,
+        groups: Sequence[CacheGroup],
+        kv_available_bytes: int | None = None,
+        device: str = "cpu",
+    ) -> ResolvedEngineConfig:
         """Turn every "auto" but the ISA's into a value for this machine and an artifact's cache, and log them.
+
+        kv_available_bytes: what the KV cache may take; None: half of the memory that is free on the host.
 
         The KV memory comes out as whole blocks, one more a group (block 0, reserved for padding) than sequences need.
         """
-        limits = CacheLimits(block_size, max_model_len, self.max_num_seqs, self.max_num_batched_tokens)
+        token_budget = self.token_budget(device)
+        limits = CacheLimits(block_size, max_model_len, self.max_num_seqs, token_budget)
         if self.kv_memory_bytes == "auto":
             needed = pools_bytes(groups, limits, pools_for_all(groups, limits))
-            kv_bytes = min(needed, available_memory_bytes() // 2)
+            available = available_memory_bytes() // 2 if kv_available_bytes is None else kv_available_bytes
+            kv_bytes = min(needed, available)
         else:
             kv_bytes = self.kv_memory_bytes
         num_blocks = share_out(groups, limits, kv_bytes)
@@ -202,7 +223,7 @@ class EngineConfig:
             num_threads=num_threads,
             isa=self.isa,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=token_budget,
             kv_memory_bytes=pools_bytes(groups, limits, num_blocks),
             num_blocks=num_blocks,
             prefix_cache=False,

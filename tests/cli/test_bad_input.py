@@ -106,12 +106,27 @@ def test_wrong_dtype_name(model: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *(("--target", "cuda:sm_90"), ("--dtype", "float16"), ("--max-model-len", "0"), ("--max-model-len", "99999")),
+        *(
+            ("--target", "cuda:sm_75"),
+            ("--target", "onnx"),
+            ("--dtype", "float16"),
+            ("--max-model-len", "0"),
+            ("--max-model-len", "99999"),
+        ),
         *(("--quantize", "int4-awq"), ("--kv-dtype", "fp8"), ("--kv-dtype", "float16"), ("--kv-dtype", "bfloat16")),
     ],
 )
 def test_what_is_not_built_or_out_of_range(model: Path, options: tuple[str, str]) -> None:
-    assert options[1].split(":")[0] in refused_compile(model, *options)
+    assert options[1] in refused_compile(model, *options)
+
+
+def test_targets(model: Path) -> None:
+    assert "'cuda' names no chip; write for example cuda:sm_90" in refused_compile(model, "--target", "cuda")
+    assert "'cuda:sm_90,sm_90' names a chip twice" in refused_compile(model, "--target", "cuda:sm_90,sm_90")
+    assert "unknown target 'gpu'" in refused_compile(model, "--target", "gpu")
+    assert "cpu takes no architecture" in refused_compile(model, "--target", "cpu:sm_90")
+    message = refused_compile(model, "--target", "cuda:sm_90", "--tp", "2")
+    assert "more than one GPU is not built yet" in message
 
 
 def test_an_unknown_scheme_lists_what_there_is(model: Path) -> None:
@@ -121,7 +136,7 @@ def test_an_unknown_scheme_lists_what_there_is(model: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("option", ["--calibrate", "--add-target"])
+@pytest.mark.parametrize("option", ["--calibrate"])
 def test_options_that_are_not_built_are_unknown(model: Path, option: str) -> None:
     assert f"No such option: {option}" in refused("compile", model, "-o", model.parent / "out", option, "1")
 

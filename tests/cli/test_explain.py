@@ -193,7 +193,7 @@ def test_bad_usage(tmp_path: Path, tiny_artifact: Path) -> None:
     assert "'float8'" in refused(model, "--dtype", "float8")
     assert "quantize is 'int2', expected int8 or w8a8" in refused(model, "--quantize", "int2")
     assert "compiled already; --quantize is for a model" in refused(tiny_artifact, "--quantize", "int8")
-    assert "'cuda' is not built yet" in refused(model, "--target", "cuda")
+    assert "'cuda' names no chip" in refused(model, "--target", "cuda")
     assert "no such folder" in refused(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     assert "no config.json" in refused(tmp_path / "empty")

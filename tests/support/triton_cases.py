@@ -6,7 +6,7 @@ The same cases run under Triton's interpreter, which needs no GPU, and on one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,14 +32,13 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass
 class Case:
-    """One launch. tensors and scalars: by argument of the kernel; expected: of the tensors that it writes."""
+    """One launch. tensors: by argument of the kernel; expected: of those that it writes."""
 
     name: str
     source: Source
     tensors: dict[str, Tensor]
     expected: dict[str, Tensor]
     counts: dict[str, int]
-    scalars: dict[str, int] = field(default_factory=dict)
     roundings: int = 1
 
     def __post_init__(self) -> None:
@@ -53,7 +52,7 @@ class Case:
 
     def arguments(self, tensors: dict[str, Tensor]) -> list[Any]:
         """In the order of the signature."""
-        return [tensors[name] if name in tensors else self.scalars[name] for name in self.source.signature]
+        return [tensors[name] for name in self.source.signature]
 
     def grid(self, spare: int = 0) -> tuple[int, int, int]:
         """Of the launch; spare: of a graph that was captured for so many tokens, rows and sequences more."""
@@ -264,6 +263,7 @@ def paged_attention_cases() -> Iterator[Case]:
             "block_table_ptr": table,
             "query_start_ptr": starts,
             "seq_lens_ptr": lengths,
+            "max_blocks_ptr": torch.tensor([table.shape[1]], dtype=torch.int32),
             "out_ptr": empty(tokens, heads * dim, dtype=dtype),
             **({} if sink is None else {"sinks_ptr": sink}),
         }
@@ -271,7 +271,7 @@ def paged_attention_cases() -> Iterator[Case]:
         counts = {"num_tokens": tokens, "num_seqs": len(seqs)}
         expected = {"out_ptr": behind(out.flatten(1))}
         roundings = SUMS if dtype == F32 else 1
-        yield Case(name, source, tensors, expected, counts, {"max_blocks": table.shape[1]}, roundings)
+        yield Case(name, source, tensors, expected, counts, roundings)
 
 
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {

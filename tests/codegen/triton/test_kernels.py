@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from ctypes import c_void_p
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 from triton_cases import KERNELS, Case
 
 from inferc.codegen.triton.build import build
-from inferc.codegen.triton.driver import CudaDriver
+from inferc.runtime.cuda.driver import Driver
 
 INTERPRETED = Path(__file__).parent / "interpreted.py"
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -69,18 +70,18 @@ def test_the_activation_leaves_no_thread_of_a_chip_unused(arch: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_numbers_on_the_gpu(kernel: str) -> None:
     """The cubin through the driver API, as a runner launches it, with a grid larger than the step."""
-    driver = CudaDriver()
+    driver = Driver()
     for case in KERNELS[kernel]():
         assert_on_gpu(driver, kernel, case)
 
 
-def assert_on_gpu(driver: CudaDriver, kernel: str, case: Case) -> None:
+def assert_on_gpu(driver: Driver, kernel: str, case: Case) -> None:
     built = build(case.source, kernel, "", driver.arch)
     moved = {name: on_gpu(tensor) for name, tensor in case.tensors.items()}
     pointers = {name: tensor.data_ptr() for name, tensor in moved.items()}
     counts = {name: count + 3 for name, count in case.counts.items()}
-    stream = torch.cuda.current_stream().cuda_stream
-    driver.load(built.data, built.record).launch(stream, counts, **pointers, **case.scalars)
+    stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+    driver.load(built.data, built.record).launch(stream, counts, **pointers)
     torch.cuda.synchronize()
     for error, tolerance in case.errors({name: tensor.cpu() for name, tensor in moved.items()}):
         assert error <= tolerance, case.name

@@ -1,0 +1,64 @@
+"""The compiled kernels of a step as files of an artifact: cubins and PTX, their launch records, their sources, their costs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from inferc.codegen.triton.build import Cubin
+from inferc.codegen.triton.emit import CudaStep
+from inferc.codegen.triton.occupancy import occupancy
+from inferc.manifest import json_bytes
+
+PTX_ARCH = "sm_80"  # from sm_90 on Triton's PTX is for one chip alone
+FOLDER = "kernels"
+
+
+def write_code(
+    step: CudaStep,
+    archs: Sequence[str],
+    add: Callable[[str, bytes], None],
+    progress: Callable[[int, int], None],
+    *,
+    with_ptx: bool = True,
+) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Compile a step's kernels for each chip, and as PTX for those to come; `add(name, bytes)` writes a file.
+
+    Returns the folder of each chip ("ptx" is one), and a row of the kernel table for each cubin.
+    """
+    folders, rows = {}, []
+    todo = [*archs, *(("ptx",) if with_ptx else ())]
+    total, done = len(todo) * len(step.sources), 0
+    for arch in todo:
+        folder = folders[arch] = f"{FOLDER}/{arch}"
+        records = []
+        for name, cubin in step.compile(PTX_ARCH if arch == "ptx" else arch):
+            progress(done, total)
+            done += 1
+            add(f"{folder}/{name}.{'ptx' if arch == 'ptx' else 'cubin'}", cubin.ptx if arch == "ptx" else cubin.data)
+            records.append(cubin.record.to_json())
+            if arch != "ptx":
+                rows.append(_row(name, arch, cubin))
+        add(f"{folder}/records.json", json_bytes(records))
+    return folders, rows
+
+
+def write_sources(step: CudaStep, add: Callable[[str, bytes], None]) -> None:
+    """The Triton text of the kernels."""
+    for path in sorted({Path(inspect.getfile(source.function.fn)) for source in step.sources.values()}):
+        add(f"{FOLDER}/triton/{path.name}", path.read_bytes())
+
+
+def _row(name: str, arch: str, cubin: Cubin) -> dict[str, Any]:
+    record = cubin.record
+    return {
+        "name": name,
+        "target": f"cuda:{arch}",
+        "op": record.op,
+        **record.resources,
+        "shared_bytes": record.shared_bytes,
+        "num_warps": record.num_warps,
+        "occupancy": round(occupancy(record), 3),
+    }

@@ -1,0 +1,47 @@
+"""How much of a chip a kernel can keep busy, by what one of its blocks takes.
+
+Source: CUDA C++ Programming Guide, table of technical specifications per compute capability.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inferc.codegen.triton.launch import LaunchRecord
+
+REGISTERS = 64 << 10  # of a multiprocessor
+REGISTER_UNIT = 256  # given to a warp at once
+RESERVED_SHARED = 1 << 10  # of each block, by the system
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What the blocks on it share."""
+
+    max_warps: int
+    max_blocks: int
+    shared_bytes: int
+
+
+MULTIPROCESSORS = {
+    "sm_80": Multiprocessor(64, 32, 164 << 10),
+    "sm_86": Multiprocessor(48, 16, 100 << 10),
+    "sm_89": Multiprocessor(48, 24, 100 << 10),
+    "sm_90": Multiprocessor(64, 32, 228 << 10),
+    "sm_100": Multiprocessor(64, 32, 228 << 10),
+    "sm_120": Multiprocessor(48, 24, 100 << 10),
+}
+
+
+def occupancy(record: LaunchRecord) -> float:
+    """The share of a multiprocessor's warps that blocks of the kernel fill."""
+    of = MULTIPROCESSORS[record.arch]
+    registers_of_warp = -(-record.resources["registers"] * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    shared = record.shared_bytes + record.resources["static_shared_bytes"] + RESERVED_SHARED
+    blocks = min(
+        of.max_blocks,
+        of.max_warps // record.num_warps,
+        REGISTERS // registers_of_warp // record.num_warps,
+        of.shared_bytes // shared,
+    )
+    return blocks * record.num_warps / of.max_warps

@@ -1,0 +1,81 @@
+"""The compiled kernels of an artifact for the GPU at hand: its cubins, or PTX that the driver compiles for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from inferc.codegen.triton.launch import LaunchRecord, record_from_json
+from inferc.errors import InfercError, UnsupportedError
+from inferc.runtime.cuda.driver import Driver, Kernel
+
+log = logging.getLogger(__name__)
+
+RECORDS = "records.json"
+PTX = "ptx"  # in place of a chip's name
+OLDEST = (8, 0)  # compute capability
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether a cubin for `arch` ("sm_86") runs on a GPU of that compute capability.
+
+    Code for sm_80 and sm_86 runs on later chips of their generation; from sm_90 on kernels use what one chip alone has.
+    """
+    number = int(arch.removeprefix("sm_"))
+    major, minor = divmod(number, 10)
+    return (major, minor) == capability or (number < 90 and major == capability[0] and minor <= capability[1])
+
+
+def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
+    """The entry of `cubins` (chip or "ptx" to folder) for this GPU: its own cubins, older ones of its kind, or PTX.
+
+    command: what adds cubins for a chip, in which {arch} stands for it. Raises UnsupportedError saying what there is and what is needed.
+    """
+    usable = [arch for arch in cubins if arch != PTX and runs_on(arch, driver.capability)]
+    if usable:
+        return max(usable, key=lambda arch: int(arch.removeprefix("sm_")))
+    have = ", ".join(arch for arch in cubins if arch != PTX) or "none"
+    if driver.capability < OLDEST:
+        raise UnsupportedError(
+            f"{driver.name} is {driver.arch}, kernels are compiled for sm_80 and later; use --target cpu"
+        )
+    needed = f"this GPU ({driver.name}) needs {driver.arch}; add it: {command.format(arch=driver.arch)}"
+    if PTX in cubins:
+        log.warning(
+            "the artifact has cubins for %s, so the driver compiles its PTX, which takes a while; %s", have, needed
+        )
+        return PTX
+    raise UnsupportedError(f"the artifact has cubins for {have}; {needed}")
+
+
+def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver) -> dict[str, Kernel]:
+    """The kernels of `folder` by name. files: the contents of the artifact's files, by name, as they were checked."""
+    records: list[dict[str, Any]] = json.loads(files[f"{folder}/{RECORDS}"])
+    suffix = PTX if folder.name == PTX else "cubin"
+    kernels = {}
+    for entry in records:
+        record = record_from_json(entry)
+        _check_driver(record, driver)
+        try:
+            kernels[record.name] = driver.load(files[f"{folder}/{record.name}.{suffix}"], record)
+        except InfercError as error:
+            raise UnsupportedError(
+                f"{record.name} ({record.arch}) does not load on {driver.name}: {error}; this NVIDIA driver knows CUDA"
+                f" {'.'.join(map(str, driver.version))}, the kernel is by {record.compiler}; update the driver"
+            ) from None
+    return kernels
+
+
+def _check_driver(record: LaunchRecord, driver: Driver) -> None:
+    """Cubins run on every driver of their major version of CUDA and later ones."""
+    found = re.search(r"ptxas (\d+)\.\d+", record.compiler)
+    if found and int(found[1]) > driver.version[0]:
+        version = ".".join(map(str, driver.version))
+        raise UnsupportedError(
+            f"the NVIDIA driver is too old: it knows CUDA {version}, the artifact's kernels need CUDA {found[1]}.0;"
+            " update the driver"
+        )

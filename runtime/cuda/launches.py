@@ -1,0 +1,116 @@
+"""The launches of a step, bound to addresses: once for a size of step, since no address depends on more.
+
+program.json has them as data: for each, its kernels by how many rows there are, and where its arguments lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from inferc.runtime.cuda.driver import Bound, Kernel
+from inferc.runtime.cuda.inputs import InputLayout
+from inferc.runtime.cuda.memory import ArenaPlan
+
+Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first of the rows, how many)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where everything lies that does not depend on the size of a step. Groups of equal kind are by name."""
+
+    weights: Mapping[str, int]
+    caches: Sequence[int]
+    state: Mapping[str, int]
+    arena: int
+    plan: ArenaPlan
+    most: tuple[int, ...]  # rows of each pool
+    scratch: Mapping[str, int]
+    spare: int  # for what a kernel is not to read
+
+
+@dataclass(frozen=True)
+class Step:
+    """A launch that is bound, in each of the ways that it may be done: (up to how many rows, kernel and arguments)."""
+
+    launch: Mapping[str, Any]
+    choices: tuple[tuple[int | None, Bound], ...]
+
+    def run(self, stream: c_void_p, counts: Mapping[str, int]) -> None:
+        rows = counts[f"num_{self.launch['rows']}"]
+        if rows:
+            bound = next(bound for up_to, bound in self.choices if up_to is None or rows <= up_to)
+            bound.launch(stream, bound.kernel.record.grid_for(**counts))
+
+
+class Launches:
+    """All launches of steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`."""
+
+    def __init__(
+        self,
+        launches: Mapping[str, Sequence[Mapping[str, Any]]],
+        kernels: Mapping[str, Kernel],
+        addresses: Addresses,
+        layout: InputLayout,
+        inputs: int,
+        outputs: Mapping[str, int],
+    ) -> None:
+        self._kernels, self._addresses = kernels, addresses
+        self._layout, self._inputs, self._outputs = layout, inputs, outputs
+        self.step = [self._bind(launch, 0) for part in ("begin", "step") for launch in launches[part]]
+        chunks = range(layout.num_chunks)
+        self.head = [[self._bind(launch, chunk) for launch in launches["head"]] for chunk in chunks]
+        self.sample = [[self._bind(launch, chunk) for launch in launches["sample"]] for chunk in chunks]
+        self.score = [[self._bind(launch, chunk) for launch in launches["score"]] for chunk in chunks]
+
+    def run(
+        self, stream: c_void_p, counts: Mapping[str, int], *, score: bool = False, observe: Observe | None = None
+    ) -> None:
+        """Give a step of `counts` to the stream. observe: called as each launch was given to it."""
+        for launch in self.step:
+            launch.run(stream, counts)
+            if observe is not None:
+                observe(launch.launch, 0, counts[f"num_{launch.launch['rows']}"])
+        rows, at_a_time = counts["num_rows"], self._layout.sample_rows
+        for chunk, (head, last) in enumerate(zip(self.head, self.score if score else self.sample, strict=True)):
+            first = chunk * at_a_time
+            of_chunk = {**counts, "num_rows": min(at_a_time, rows - first)}
+            if first >= rows:
+                break
+            for launch in head:
+                launch.run(stream, of_chunk)
+                if observe is not None:
+                    observe(launch.launch, first, of_chunk["num_rows"])
+            for launch in last:
+                launch.run(stream, of_chunk)
+
+    def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
+        values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}
+        choices = ((choice["up_to"], self._kernels[choice["kernel"]].bind(values)) for choice in launch["choices"])
+        return Step(launch, tuple(choices))
+
+    def _address(self, where: Mapping[str, Any], chunk: int) -> int:
+        of = self._addresses
+        if "value" in where:
+            start = of.plan.offset(where["value"], where["offset"], of.most)
+            shift = int(where.get("shifted", 0)) * chunk * self._layout.sample_rows
+            return of.arena + start + int(where["column"]) + shift
+        if "weight" in where:
+            return of.weights[where["weight"]]
+        if "cache" in where:
+            start = of.caches[int(where["cache"])]
+            return start + int(where["offset"])
+        if "input" in where:
+            return self._inputs + self._layout.fields[where["input"]].offset
+        if "counts" in where:
+            name = "counts" if where["counts"] == "step" else f"counts_{chunk}"
+            return self._inputs + self._layout.fields[name].offset
+        if "output" in where:
+            return self._outputs[where["output"]]
+        if "state" in where:
+            return of.state[where["state"]]
+        if "scratch" in where:
+            return of.scratch[where["scratch"]]
+        return of.spare

@@ -1,0 +1,464 @@
+"""Runs the steps of an artifact on an NVIDIA GPU: its memory, its graphs, and what goes there and comes back for each step.
+
+`submit` gives the device a step and returns; ids that the step before is still sampling are found there, so the device never
+waits for the host. `wait` waits for the ids alone. Steps whose numbers are small run as graphs, one for each size (bucket), which
+are captured once and serve all lengths.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from ctypes import c_void_p
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.config import ResolvedEngineConfig
+from inferc.errors import ConfigError, RequestError
+from inferc.kv_pools import num_parts, row_size
+from inferc.runtime.cuda import code, memory
+from inferc.runtime.cuda.driver import Driver, OutOfMemory
+from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
+from inferc.runtime.cuda.launches import Addresses, Launches
+from inferc.runtime.cuda.weights import copy_weights, placed_bytes
+from inferc.runtime.model_runner import NUMPY_DTYPES, Observer
+from inferc.runtime.step import F32, I32, I64, Logprobs, StepPlan, StepResult, TokenLists
+from inferc.runtime.step_limits import MAX_TOP_LOGPROBS, StepLimits, outside
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 3  # steps whose inputs and results have memory of their own on the host
+LEAST_LISTS_BYTES = 1 << 16
+COUNT_OF_PROMPT = np.uint32(1 << 31)
+
+
+def buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """The sizes for which steps have a graph: dense where padding would cost most of a step."""
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(192, 1025, 64)]
+    fitting = [size for size in sizes if size < max_num_seqs]
+    return (*fitting, next((size for size in sizes if size >= max_num_seqs), sizes[-1]))
+
+
+@dataclass
+class _Flight:
+    """Memory of the host for one step that is under way, and what is to be made of its results."""
+
+    inputs: NDArray[np.uint8]
+    outputs: NDArray[np.uint8]
+    event: c_void_p
+    views: dict[Capacity, dict[str, NDArray[Any]]] = field(default_factory=dict)
+    num_rows: int = 0
+    num_logprobs: list[int] | None = None
+    places: Mapping[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+
+class CudaRunner:
+    """Steps of one artifact on one GPU. `files`: contents of the artifact's files that were read, by name.
+
+    graphs: whether steps may run as graphs. poison: fill all memory with NaN first, so that tests see a read of what was
+    never written. Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
+    """
+
+    def __init__(
+        self,
+        artifact: Any,
+        config: ResolvedEngineConfig,
+        driver: Driver,
+        *,
+        graphs: bool = True,
+        poison: bool = False,
+    ) -> None:
+        self._driver, self._artifact = driver, artifact
+        self._entered = threading.local()
+        self._enter()
+        self.block_size = artifact.block_size
+        self.vocab_size = int(artifact.model["vocab_size"])
+        self.num_blocks = config.num_blocks
+        self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.limits = StepLimits(
+            *(self.max_num_tokens, self.max_num_seqs, max(self.max_num_tokens, self.max_num_seqs)),
+            *(self.vocab_size, self.num_blocks, self.block_size),
+        )
+        self._groups = artifact.kv_groups
+        self._most = memory.most_of_all(self.max_num_tokens, self.max_num_seqs)
+        self._sample_rows = memory.sample_rows(self.max_num_seqs)
+        self._max_blocks = [-(-artifact.max_model_len // self.block_size)] * len(self._groups)
+        self._owned: list[int] = []
+        self._layouts: dict[Capacity, InputLayout] = {}
+        self._stream = driver.new_stream()
+        cubins = artifact.entry["cubins"]
+        chosen = code.choose(
+            cubins, driver, f"inferc compile MODEL -o {artifact.path} --add-target --target cuda:{{arch}}"
+        )
+        self.arch = chosen
+        self._kernels = code.load_kernels(Path(cubins[chosen]), artifact.contents, driver)
+        self._addresses = self._allocate(poison)
+        self._launches: dict[Capacity, Launches] = {}
+        self._graphs: dict[Capacity, c_void_p] = {}
+        self._buckets = buckets(self.max_num_seqs) if graphs else ()
+        self._flights = self._new_flights()
+        self._free, self._pending = deque(self._flights), deque[_Flight]()
+        self._lists, self._lists_bytes = self._device(LEAST_LISTS_BYTES), LEAST_LISTS_BYTES
+        self._counts: list[int] = [0] * self.max_num_seqs  # addresses, of the slots that ever had penalties
+        self._count_table = np.zeros(self.max_num_seqs, np.uint64)
+        self._observer: Observer | None = None
+        for size in self._buckets:
+            if size & (size - 1) == 0:  # the others when they are needed
+                self._graph(Capacity(size, size, size))
+        driver.wait(self._stream)
+        log.info(
+            "model runner: %s (%s code), %d graphs, %s KV blocks of %d tokens",
+            *(driver.name, self.arch, len(self._graphs), " + ".join(map(str, self.num_blocks)), self.block_size),
+        )
+
+    # ---------------------------------------------------------------------------------- memory
+
+    def _allocate(self, poison: bool) -> Addresses:
+        """All memory whose size does not depend on a step."""
+        artifact, driver = self._artifact, self._driver
+        plan = memory.ArenaPlan(artifact.program["memory_plan"]["pools"])
+        most = plan.most_rows(self._most, self.max_num_seqs)
+        weights = self._device(placed_bytes(artifact.weights))
+        arena = self._device(plan.num_bytes(most), poison)
+        counts = zip(self.num_blocks, self._groups, strict=True)
+        caches = [
+            self._device(count * self.block_size * int(group["bytes_per_token"]), poison) for count, group in counts
+        ]
+        rows = self._sample_rows
+        scratch = {name: self._device(rows * size, poison) for name, size in artifact.program["scratch"].items()}
+        state = {
+            "last_ids": self._device(4 * self.max_num_seqs),
+            "count_table": self._device(8 * self.max_num_seqs),
+        }
+        for name, size in (("last_ids", 4), ("count_table", 8)):
+            driver.fill(state[name], 0, size * self.max_num_seqs, self._stream)
+        self._inputs = self._device(self._layout(self._most).num_bytes)
+        self._outputs = self._device(memory.output_layout(self._most.rows)["end"])
+        addresses = copy_weights(driver, artifact.weights, artifact.maps, weights)
+        return Addresses(addresses, caches, state, arena, plan, most, scratch, self._device(256))
+
+    def _device(self, num_bytes: int, poison: bool = False) -> int:
+        """New memory that lives as long as the runner."""
+        try:
+            address = self._driver.allocate(num_bytes)
+        except OutOfMemory:
+            free, _ = self._driver.memory_info()
+            raise ConfigError(
+                f"out of device memory: {num_bytes} bytes asked for, {free} free; lower --kv-memory or --max-num-batched-tokens"
+            ) from None
+        self._owned.append(address)
+        if poison:
+            self._driver.fill(address, 0xFF, num_bytes, self._stream)  # NaN in float32 and in bfloat16
+        return address
+
+    def _new_flights(self) -> list[_Flight]:
+        inputs, outputs = self._layout(self._most).num_bytes, memory.output_layout(self._most.rows)["end"]
+        allocate, event = self._driver.allocate_host, self._driver.new_event
+        return [_Flight(allocate(inputs), allocate(outputs), event()) for _ in range(IN_FLIGHT)]
+
+    # ----------------------------------------------------------------------------------- steps
+
+    def submit(self, plan: StepPlan) -> None:
+        """Give the device a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds."""
+        self.limits.check(plan)
+        self._enter()
+        flight = self._free.popleft()
+        flight.error = None
+        try:
+            self._submit(plan, flight)
+        except Exception as error:  # a step must answer: whoever waits for it would wait forever
+            log.exception("step failed")
+            flight.error = str(error)
+        self._pending.append(flight)
+
+    def _submit(self, plan: StepPlan, flight: _Flight) -> None:
+        capacity, as_graph = self._capacity(plan)
+        self._send(plan, flight, capacity)
+        if as_graph:
+            self._driver.launch_graph(self._graph(capacity), self._stream)
+        else:
+            self._bound(capacity).run(self._stream, _counts(plan), observe=self._observe_launch())
+        places = memory.output_layout(capacity.rows)
+        flight.num_rows, flight.places = len(plan.logits_rows), places
+        flight.num_logprobs = plan.sample.num_logprobs.tolist() if plan.sample.num_logprobs.any() else None
+        if flight.num_rows:
+            size = places["end"] if flight.num_logprobs is not None else 4 * flight.num_rows
+            self._driver.copy_out(flight.outputs.ctypes.data, self._outputs, size, self._stream)
+        self._driver.record(flight.event, self._stream)
+
+    def wait(self) -> StepResult:
+        """The result of the oldest step that was submitted and not yet waited for."""
+        self._enter()
+        flight = self._pending.popleft()
+        try:
+            if flight.error is None:
+                self._driver.wait_event(flight.event)
+                return _result(flight)
+        except Exception as error:
+            log.exception("step failed")
+            flight.error = str(error)
+        finally:
+            self._free.append(flight)
+        return StepResult(np.zeros(0, np.int32), error=flight.error)
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
+        self.limits.check(plan)
+        rows = len(plan.logits_rows)
+        if len(target_ids) != rows or outside(target_ids, self.vocab_size):
+            raise RequestError(f"score: {len(target_ids)} target ids for {rows} rows, or one out of range")
+        self._enter()
+        capacity, _ = self._capacity(plan, eager=True)
+        flight = self._free.popleft()
+        try:
+            self._send(plan, flight, capacity, np.asarray(target_ids, np.int32))
+            self._bound(capacity).run(self._stream, _counts(plan), score=True, observe=self._observe_launch())
+            places = memory.output_layout(capacity.rows)
+            self._driver.copy_out(flight.outputs.ctypes.data, self._outputs, places["end"], self._stream)
+            self._driver.wait(self._stream)
+            logprobs = flight.outputs[places["logprobs"] :].view(np.float32)[:rows].copy()
+            return logprobs, flight.outputs[places["argmax"] :].view(np.int32)[:rows].copy()
+        finally:
+            self._free.append(flight)
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+        self._enter()
+        if prompt_ids is None and not self._count_table[slot]:
+            return
+        address = 0
+        if prompt_ids is not None:
+            counts = np.zeros(self.vocab_size, np.uint32)
+            if output_ids is not None:
+                np.add.at(counts, output_ids, 1)
+            counts[prompt_ids] |= COUNT_OF_PROMPT
+            address = self._counts[slot] = self._counts[slot] or self._device(counts.nbytes)
+            self._driver.copy_in(address, counts.ctypes.data, counts.nbytes, self._stream)
+        self._count_table[slot] = address
+        entry = self._count_table[slot : slot + 1]
+        self._driver.copy_in(self._addresses.state["count_table"] + 8 * slot, entry.ctypes.data, 8, self._stream)
+
+    def _capacity(self, plan: StepPlan, eager: bool = False) -> tuple[Capacity, bool]:
+        """Of the smallest layout for the plan, and whether it is a bucket's."""
+        largest = max(plan.num_tokens, plan.num_seqs, len(plan.logits_rows))
+        if not eager and self._observer is None:
+            size = next((size for size in self._buckets if size >= largest), None)
+            if size is not None:
+                return Capacity(size, size, size), True
+        tokens = min(_power_of_two(plan.num_tokens), self._most.tokens)
+        rows = min(_power_of_two(len(plan.logits_rows)), self._most.rows)
+        return Capacity(tokens, self._most.seqs, rows), False
+
+    def _send(self, plan: StepPlan, flight: _Flight, capacity: Capacity, target_ids: I32 | None = None) -> None:
+        """Write the plan and copy it to the device."""
+        layout = self._layout(capacity)
+        if capacity not in flight.views:
+            flight.views[capacity] = layout.views(flight.inputs)
+        views = flight.views[capacity]
+        copies = layout.write(plan, views)
+        views["lists"][:] = self._send_lists(plan)
+        if target_ids is not None:
+            views["target_ids"][: len(target_ids)] = target_ids
+        start = flight.inputs.ctypes.data
+        for offset, size in copies:
+            if size:
+                self._driver.copy_in(self._inputs + offset, start + offset, size, self._stream)
+
+    def _send_lists(self, plan: StepPlan) -> list[int]:
+        """Copy the ids of bias, banned and allowed tokens, and the values of bias; returns their addresses."""
+        lists: list[TokenLists] = [getattr(plan.sample, name) for name in LISTS]
+        bias, banned, allowed = lists
+        arrays = [bias.token_ids, bias.values, banned.token_ids, allowed.token_ids]
+        if not any(map(len, arrays)):
+            return [self._lists] * 4
+        sizes = [memory.align(array.nbytes) for array in arrays]
+        if sum(sizes) > self._lists_bytes:  # what steps in flight read stays where it is
+            self._lists_bytes = _power_of_two(sum(sizes))
+            self._lists = self._device(self._lists_bytes)
+        joined = np.zeros(sum(sizes), np.uint8)
+        addresses, at = [], 0
+        for array, size in zip(arrays, sizes, strict=True):
+            joined[at : at + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+            addresses.append(self._lists + at)
+            at += size
+        self._driver.copy_in(self._lists, joined.ctypes.data, len(joined), self._stream)
+        return addresses
+
+    def _layout(self, capacity: Capacity) -> InputLayout:
+        if capacity not in self._layouts:
+            self._layouts[capacity] = InputLayout(capacity, self._sample_rows, self._max_blocks)
+        return self._layouts[capacity]
+
+    def _bound(self, capacity: Capacity) -> Launches:
+        if capacity not in self._launches:
+            places = memory.output_layout(capacity.rows)
+            outputs = {name: self._outputs + at for name, at in places.items()}
+            launches = self._artifact.program["launches"]
+            self._launches[capacity] = Launches(
+                launches, self._kernels, self._addresses, self._layout(capacity), self._inputs, outputs
+            )
+        return self._launches[capacity]
+
+    def _graph(self, capacity: Capacity) -> c_void_p:
+        """The graph of a bucket: the launches of its largest step."""
+        if capacity not in self._graphs:
+            counts = {"num_tokens": capacity.tokens, "num_rows": capacity.rows, "num_seqs": capacity.seqs}
+            launches = self._bound(capacity)
+            with self._driver.capture(self._stream) as captured:
+                launches.run(self._stream, counts)
+            assert captured.graph is not None
+            self._graphs[capacity] = captured.graph
+        return self._graphs[capacity]
+
+    # --------------------------------------------------------------------------------- K and V
+
+    def copy_slots(self, group: int, source: I64, target: I64) -> None:
+        """Copy K and V of slots, in order, in every layer of a KV group."""
+        self._enter()
+        blocks, index = np.unique(np.stack((source, target)) // self.block_size, return_inverse=True)
+        held = self._read_blocks(group, blocks.astype(np.int32))
+        (from_block, to_block), (from_offset, to_offset) = (
+            index.reshape(2, -1),
+            np.stack((source, target)) % self.block_size,
+        )
+        for i in range(len(source)):
+            held[to_block[i], ..., to_offset[i], :] = held[from_block[i], ..., from_offset[i], :]
+        self._write_blocks(group, blocks.astype(np.int32), held)
+
+    def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
+        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim]."""
+        self._enter()
+        return np.ascontiguousarray(self._read_blocks(group, blocks).transpose(0, 1, 3, 4, 2, 5))
+
+    def unpack_blocks(self, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
+        """Write blocks from their canonical form."""
+        self._enter()
+        self._write_blocks(group, blocks, np.ascontiguousarray(canonical.transpose(0, 1, 4, 2, 3, 5)))
+
+    def _read_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
+        """As they lie on the device: [blocks, layers, num_kv_heads, 2, block_size, head_dim]."""
+        of = self._groups[group]
+        width = row_size(int(of["head_dim"]), of["dtype"])
+        shape = (len(of["layers"]), int(of["num_kv_heads"]), num_parts(of["kind"]), self.block_size, width)
+        held = np.zeros((len(blocks), *shape), NUMPY_DTYPES[of["dtype"]])
+        self._move(self._driver.copy_out, group, blocks, held)
+        return held
+
+    def _write_blocks(self, group: int, blocks: I32, held: NDArray[Any]) -> None:
+        self._move(lambda to, at, size, stream: self._driver.copy_in(at, to, size, stream), group, blocks, held)
+
+    def _move(
+        self, copy: Callable[[int, int, int, c_void_p], None], group: int, blocks: I32, held: NDArray[Any]
+    ) -> None:
+        """Copy each block as the one piece that it is, and wait."""
+        size = self.block_size * int(self._groups[group]["bytes_per_token"])
+        pool, here = self._addresses.caches[group], held.ctypes.data
+        for index, block in enumerate(blocks.tolist()):
+            copy(here + index * size, pool + block * size, size, self._stream)
+        self._driver.wait(self._stream)
+
+    # -------------------------------------------------------------------------------- plumbing
+
+    def set_observer(self, observer: Observer | None) -> None:
+        """Call `observer(entry of program.json "observable", layer, rows)` after every launch; bfloat16 as its bits.
+
+        Steps run launch by launch then, and wait after each.
+        """
+        self._observer = observer
+
+    def _observe_launch(self) -> Callable[[Mapping[str, Any], int, int], None] | None:
+        observer = self._observer
+        if observer is None:
+            return None
+        table = {int(entry["id"]): entry for entry in self._artifact.program["observable"]}
+
+        def observe(launch: Mapping[str, Any], _first: int, rows: int) -> None:
+            for written in launch["writes"]:
+                entry = table[written["id"]]
+                dtype = NUMPY_DTYPES[entry["dtype"]]
+                plan, most = self._addresses.plan, self._addresses.most
+                at = self._addresses.arena + plan.offset(written["value"], written["offset"], most) + written["column"]
+                held = np.zeros((rows, written["stride"]), dtype)
+                if rows:
+                    width = int(np.prod(entry["shape"], dtype=np.int64))
+                    size = ((rows - 1) * written["stride"] + width) * dtype.itemsize
+                    self._driver.copy_out(held.ctypes.data, at, size, self._stream)
+                    self._driver.wait(self._stream)
+                    value = held[:, :width].reshape(rows, *entry["shape"])
+                    observer(entry, launch["layer"], value.copy())
+
+        return observe
+
+    def fill_blocks(self, count: int) -> None:
+        """Write numbers into the first `count` blocks of each KV group: 0x3c3c is 0.011 in bfloat16."""
+        self._enter()
+        for cache, group, blocks in zip(self._addresses.caches, self._groups, self.num_blocks, strict=True):
+            size = min(count, blocks) * self.block_size * int(group["bytes_per_token"])
+            self._driver.fill(cache, 0x3C, size, self._stream)
+
+    def close(self) -> None:
+        """Finish what is under way and give the memory back."""
+        if not self._owned:
+            return
+        self._enter()
+        driver = self._driver
+        driver.wait(self._stream)
+        for graph in self._graphs.values():
+            driver.call("cuGraphExecDestroy", graph)
+        for kernel in self._kernels.values():
+            kernel.unload()
+        for address in self._owned:
+            driver.free(address)
+        for flight in self._flights:
+            driver.free_host(flight.inputs)
+            driver.free_host(flight.outputs)
+            driver.call("cuEventDestroy_v2", flight.event)
+        driver.call("cuStreamDestroy_v2", self._stream)
+        self._owned, self._flights = [], []
+        driver.close()
+
+    def _enter(self) -> None:
+        if not getattr(self._entered, "done", False):
+            self._driver.enter()
+            self._entered.done = True
+
+
+def _counts(plan: StepPlan) -> dict[str, int]:
+    return {"num_tokens": plan.num_tokens, "num_rows": len(plan.logits_rows), "num_seqs": plan.num_seqs}
+
+
+def _result(flight: _Flight) -> StepResult:
+    """What the device wrote for a step."""
+    rows, places, memory_ = flight.num_rows, flight.places, flight.outputs
+
+    def read(name: str, dtype: type[np.generic], width: int = 1) -> NDArray[Any]:
+        start = places[name]
+        return memory_[start : start + 4 * rows * width].view(dtype)
+
+    if not rows:
+        return StepResult(np.zeros(0, np.int32))
+    ids = read("token_ids", np.int32).copy()
+    failed = ids < 0
+    logprobs: list[Logprobs | None] | None = None
+    if flight.num_logprobs is not None:
+        own, ranks = read("logprobs", np.float32).tolist(), read("ranks", np.int32).tolist()
+        top_ids = read("top_ids", np.int32, MAX_TOP_LOGPROBS).reshape(rows, -1)
+        top = read("top_logprobs", np.float32, MAX_TOP_LOGPROBS).reshape(rows, -1)
+        logprobs = []
+        for row, count in enumerate(flight.num_logprobs):
+            pairs = zip(top_ids[row, :count].tolist(), top[row, :count].tolist(), strict=True)
+            found = Logprobs(int(ids[row]), own[row], ranks[row], tuple(pairs))
+            logprobs.append(found if count and not failed[row] else None)
+    ids[failed] = 0
+    return StepResult(ids, logprobs, failed if failed.any() else None)
+
+
+def _power_of_two(count: int) -> int:
+    return max(64, 1 << (count - 1).bit_length()) if count > 1 else 64

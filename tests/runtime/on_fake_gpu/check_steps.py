@@ -1,0 +1,110 @@
+"""Steps of the CUDA runner: the reference's logits, ids and scores, as graphs and launch by launch."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_gpu import TOLERANCE, Pair, opened
+from lowered import make_plan
+
+from inferc.errors import RequestError
+from inferc.runtime.step import StepPlan
+
+PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with opened(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Pair]:
+    with opened("llama") as made:
+        yield made
+
+
+def plans() -> list[StepPlan]:
+    """Two prompts; decode beside the rest of one; three that decode."""
+    return [
+        make_plan([(0, PROMPT, 0), (2, OTHER[:20], 0)]),
+        make_plan([(0, [8], 9), (2, OTHER[20:], 20), (1, [9, 10], 0)]),
+        make_plan([(2, [3], 35), (0, [4], 10), (1, [6], 2)]),
+    ]
+
+
+def test_logits_are_the_references(pair: Pair) -> None:
+    for plan in plans():
+        found, expected = pair.logits(plan), pair.oracle._logits(plan)
+        assert np.abs(found - expected).max() <= TOLERANCE[pair.artifact.path.name] * np.abs(expected).max()
+
+
+def test_ids_are_the_references_through_graphs(llama: Pair) -> None:
+    before = llama.fake.calls["cuGraphLaunch"]
+    for plan in plans():
+        assert llama.run(plan).token_ids.tolist() == llama.expected(plan).token_ids.tolist()
+    assert llama.fake.calls["cuGraphLaunch"] == before + 1, "steps of at most 4 are graphs: the third"
+
+
+def test_many_rows_at_once(llama: Pair) -> None:
+    """More rows of logits than there is memory for at a time."""
+    plan = make_plan([(0, OTHER, 0), (1, PROMPT * 6, 0)], all_rows=True)
+    assert len(plan.logits_rows) > 64
+    assert llama.run(plan).token_ids.tolist() == llama.expected(plan).token_ids.tolist()
+
+
+def test_a_step_is_given_before_the_ids_of_the_last_are_there(llama: Pair) -> None:
+    first = make_plan([(0, PROMPT, 0), (1, OTHER[:4], 0)])
+    second = make_plan([(0, [0], 9), (1, [0], 4)])
+    second.late_rows, second.late_slots = np.array([0, 1], np.int32), np.array([0, 1], np.int32)
+    third = make_plan([(1, [0], 5)])
+    third.late_rows, third.late_slots = np.array([0], np.int32), np.array([1], np.int32)
+    expected = [llama.expected(plan).token_ids.tolist() for plan in (first, second, third)]
+    llama.runner.submit(first)
+    llama.runner.submit(second)
+    found = [llama.runner.wait().token_ids.tolist()]
+    llama.runner.submit(third)
+    found += [llama.runner.wait().token_ids.tolist() for _ in range(2)]
+    assert found == expected
+
+
+def test_scores_are_the_references(llama: Pair) -> None:
+    plan = make_plan([(3, OTHER, 0)], all_rows=True)
+    targets = np.array([*OTHER[1:], 7], np.int32)
+    (found, best), (expected, likely) = llama.runner.score(plan, targets), llama.oracle.score(plan, targets)
+    assert best.tolist() == likely.tolist()
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_decode_gives_the_driver_little_to_do(llama: Pair) -> None:
+    """A copy in, a graph, a copy out and an event."""
+    plan = make_plan([(0, [3], 35), (1, [4], 10)])
+    llama.run(plan)
+    before = llama.fake.calls.copy()
+    llama.run(plan)
+    calls = llama.fake.calls - before
+    once = ("cuMemcpyHtoDAsync", "cuGraphLaunch", "cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize")
+    assert dict(calls) == dict.fromkeys(once, 1)
+
+
+def test_blocks_pass_through_their_canonical_form(llama: Pair) -> None:
+    size = llama.artifact.block_size
+    plan = make_plan([(0, PROMPT, 0)])
+    llama.run(plan)
+    llama.oracle._logits(plan)
+    block = plan.block_tables[0][0, :1]
+    packed = llama.runner.pack_blocks(0, block)
+    canonical = llama.oracle._caches[0][block.tolist()].numpy()
+    np.testing.assert_allclose(packed[:, :, :, : len(PROMPT)], canonical[:, :, :, : len(PROMPT)], rtol=1e-5, atol=1e-5)
+    llama.runner.unpack_blocks(0, block + 20, packed)
+    assert llama.runner.pack_blocks(0, block + 20).tobytes() == packed.tobytes()
+    begin = np.arange(4, dtype=np.int64)
+    llama.runner.copy_slots(0, size * int(block[0]) + begin, size * int(block[0] + 21) + begin[::-1])
+    moved = llama.runner.pack_blocks(0, block + 21)
+    assert moved[:, :, :, :4].tobytes() == packed[:, :, :, 3::-1].tobytes()
+
+
+def test_a_plan_out_of_bounds_is_refused(llama: Pair) -> None:
+    with pytest.raises(RequestError, match="num_seqs 5 is out of range"):
+        llama.runner.submit(make_plan([(slot % 4, [1], 0) for slot in range(5)]))

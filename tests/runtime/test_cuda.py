@@ -1,0 +1,125 @@
+"""The CUDA target from artifact to tokens on a fake GPU: kernels run in Triton's interpreter.
+
+The tests themselves are in on_fake_gpu/, in a process of its own: TRITON_INTERPRET=1 must be set before Triton is imported,
+and nothing can be compiled there.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from random_models import make_random_model
+
+pytest.importorskip("triton")
+
+from inferc.add_target import add_target
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.errors import ConfigError, UnsupportedError
+from inferc.runtime.artifact import inspect_artifact, load_artifact
+from inferc.runtime.load import load_engine
+
+FOLDER = Path(__file__).parent / "on_fake_gpu"
+SUPPORT = Path(__file__).parents[1] / "support"
+MODELS = {"llama": "float32", "qwen3": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NAME for a GPU and NAME-reference, for each of the models."""
+    folder = tmp_path_factory.mktemp("cuda")
+    for name, dtype in MODELS.items():
+        model = make_random_model(name, folder / "models" / name, dtype)
+        for target, suffix in (("cuda:sm_90", ""), ("reference", "-reference")):
+            compile(model, folder / f"{name}{suffix}", CompileConfig(target=target, certify="none"))
+    return folder
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("check_*.py")))
+def test_on_a_fake_gpu(artifacts: Path, file: str) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "INFERC_FAKE_GPU_ARTIFACTS": str(artifacts)}
+    env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
+    arguments = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", str(FOLDER / file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments], check=False, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
+    facts = inspect_artifact(artifacts / "qwen3")
+    assert facts["targets"] == ["cuda:sm_90"]
+    assert facts["cubins"] == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
+    rows = {row["name"]: row for row in facts["kernels"] if "registers" in row}
+    assert {name.partition("-")[0] for name in rows} >= {"linear", "paged_attention", "rms_norm", "choose"}
+    for row in rows.values():
+        assert row["target"] == "cuda:sm_90" and 0 < row["occupancy"] <= 1 and row["registers"] <= 255, row
+        assert row["local_bytes"] == 0, row
+    names = {path.name for path in (artifacts / "qwen3" / "kernels" / "sm_90").glob("*.cubin")}
+    assert names == {f"{name}.cubin" for name in rows}
+    ptx = (artifacts / "qwen3" / "kernels" / "ptx").glob("*.ptx")
+    assert all("\n.target sm_80\n" in path.read_text() for path in ptx), "what is for one chip alone runs on no other"
+
+
+def test_an_artifact_for_a_gpu_has_the_same_bytes_again(artifacts: Path, tmp_path: Path) -> None:
+    compile(artifacts / "models" / "llama", tmp_path / "again", CompileConfig(target="cuda:sm_90", certify="none"))
+    assert (tmp_path / "again" / "engine.json").read_bytes() == (artifacts / "llama" / "engine.json").read_bytes()
+
+
+def test_another_chip_leaves_the_weights_alone(artifacts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(artifacts / "llama", out)
+    (weights,) = out.glob("*.safetensors")
+    before = weights.stat().st_ino
+    summary = add_target(artifacts / "models" / "llama", out, CompileConfig(target="cuda:sm_80"))
+    assert weights.stat().st_ino == before
+    assert summary.config.target == "cuda:sm_90,sm_80"
+    loaded = load_artifact(out)
+    assert loaded.manifest["targets"] == ["cuda:sm_90", "cuda:sm_80"]
+    assert set(loaded.entry["cubins"]) == {"sm_90", "ptx", "sm_80"}
+    compile(artifacts / "models" / "llama", tmp_path / "both", CompileConfig(target="cuda:sm_90,sm_80", certify="none"))
+    assert load_artifact(tmp_path / "both").manifest["files"] == loaded.manifest["files"]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        ("llama", {"target": "cuda:sm_90"}, r"has cuda:sm_90 already; it has: cuda:sm_90$"),
+        ("qwen3", {"target": "cuda:sm_80"}, r"is not the model of .*: their configs differ in architectures"),
+        ("llama", {"target": "cpu"}, r"is compiled for cuda:sm_90, whose weights do not lie as cpu reads them"),
+        ("llama", {"target": "cuda:sm_80", "dtype": "bfloat16"}, r"was compiled with dtype float32, not bfloat16"),
+    ],
+)
+def test_a_target_that_cannot_be_added(artifacts: Path, model: str, config: dict[str, str], message: str) -> None:
+    before = (artifacts / "llama" / "engine.json").read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        add_target(artifacts / "models" / model, artifacts / "llama", CompileConfig(**config))  # type: ignore[arg-type]
+    assert (artifacts / "llama" / "engine.json").read_bytes() == before
+
+
+def test_there_is_no_gpu_here(artifacts: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is one")
+    with pytest.raises(UnsupportedError, match="no NVIDIA driver on this machine"):
+        load_engine(artifacts / "llama")
+
+
+def test_a_prompt_on_the_command_line(artifacts: Path) -> None:
+    """As `inferc generate` does it, on a chip that the artifact has PTX for: the same ids as the reference target's."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(("src", str(SUPPORT)))}
+    options = ["--prompt", "def add", "--prompt", "The quick", "--max-tokens", "4", "--temperature", "0", "--json"]
+
+    def generated(*command: object) -> list[list[int]]:
+        done = subprocess.run(
+            [sys.executable, *map(str, command), *options], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return [output["token_ids"] for output in json.loads(done.stdout)["outputs"]]
+
+    name = artifacts / "llama"
+    found = generated(SUPPORT / "on_fake_gpu.py", name, '{"capability": [12, 0]}', "--", "generate", name)
+    assert found == generated("-m", "inferc", "generate", artifacts / "llama-reference")

@@ -1,0 +1,379 @@
+"""A CUDA driver without a GPU: host memory for the device's, kernels in Triton's interpreter, and every call checked.
+
+What is given to a stream is done no earlier than somebody waits for it, as late as a real one might: memory that the host
+writes too early, or reads too early, gives wrong numbers here as well. Run with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import itertools
+import json
+import pkgutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import inferc.codegen.triton as kernels
+from inferc.codegen.triton.launch import LaunchRecord, read_entry, record_from_json
+
+DTYPES = {
+    "*fp32": torch.float32,
+    "*fp64": torch.float64,
+    "*bf16": torch.bfloat16,
+    "*fp16": torch.float16,
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+    "*i8": torch.int8,
+}
+POISON, GUARD = 0xFF, 0xA5
+GUARD_BYTES = 64
+ALIGNMENT = 256
+INVALID_VALUE, OUT_OF_MEMORY, NO_BINARY, NOT_IN_CAPTURE = 1, 2, 209, 900
+UNASKED_SHARED_BYTES = 48 << 10
+MOST_SHARED_BYTES = 227 << 10
+Work = Callable[[], None]
+
+
+class Misuse(AssertionError):
+    """A call that a GPU would answer with a fault, or with silence and wrong numbers."""
+
+
+@dataclass
+class Memory:
+    """An allocation; guards lie on both sides of it."""
+
+    start: int
+    size: int
+    buffer: Any
+
+    def check_guards(self) -> None:
+        for at in (self.start - GUARD_BYTES, self.start + self.size):
+            if ctypes.string_at(at, GUARD_BYTES) != bytes([GUARD]) * GUARD_BYTES:
+                raise Misuse(f"something wrote beyond an allocation of {self.size} bytes")
+
+
+@dataclass
+class Stream:
+    queue: list[Work] = field(default_factory=list)
+    captured: list[Work] | None = None
+
+    def add(self, work: Work) -> None:
+        (self.queue if self.captured is None else self.captured).append(work)
+
+    def run(self, count: int | None = None) -> None:
+        count = len(self.queue) if count is None else count
+        ready, self.queue = self.queue[:count], self.queue[count:]
+        for work in ready:
+            work()
+
+
+@dataclass
+class Event:
+    stream: Stream | None = None
+    done: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass
+class Function:
+    record: LaunchRecord
+    run: Any
+    shared_limit: int = UNASKED_SHARED_BYTES
+
+
+def _modules() -> list[ModuleType]:
+    found = pkgutil.walk_packages(kernels.__path__, kernels.__name__ + ".")
+    return [importlib.import_module(each.name) for each in found]
+
+
+class FakeCuda:
+    """The functions of `inferc.runtime.cuda.driver.FUNCTIONS`. folder: an artifact whose kernels it knows."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        total_bytes: int = 1 << 32,
+        capability: tuple[int, int] = (9, 0),
+        version: int = 13000,
+        execute: bool = True,
+    ) -> None:
+        self.total_bytes, self.capability, self.version, self.execute = total_bytes, capability, version, execute
+        self.calls: Counter[str] = Counter()
+        self.launched: Counter[str] = Counter()
+        self.device: dict[int, Memory] = {}
+        self.host: dict[int, Memory] = {}
+        self._objects: dict[int, Any] = {}
+        self._handles = itertools.count(0x1000, 16)
+        self._known: dict[str, LaunchRecord] = {}
+        self._kernels = {
+            name: value for module in _modules() for name, value in vars(module).items() if name.endswith("_kernel")
+        }
+        for path in sorted(folder.glob("kernels/*/records.json")) if folder else []:
+            for entry in json.loads(path.read_text()):
+                suffix = "ptx" if path.parent.name == "ptx" else "cubin"
+                self.know((path.parent / f"{entry['name']}.{suffix}").read_bytes(), record_from_json(entry))
+
+    def know(self, code: bytes, record: LaunchRecord) -> None:
+        """What a cubin is, since this driver cannot run it."""
+        self._known[hashlib.sha256(code).hexdigest()] = record
+
+    def __getattr__(self, name: str) -> Any:
+        function = type(self).__dict__.get("_" + name.removesuffix("_v2"))
+        if function is None:
+            raise AttributeError(name)
+
+        def call(*args: Any) -> int:
+            self.calls[name.removesuffix("_v2")] += 1
+            return function(self, *args) or 0
+
+        self.__dict__[name] = call
+        return call
+
+    def _new(self, target: Any, value: Any) -> None:
+        """Hand out a handle of an object."""
+        handle = next(self._handles)
+        self._objects[handle] = value
+        target._obj.value = handle
+
+    def _of(self, handle: Any, kind: type[Any]) -> Any:
+        found = self._objects.get(getattr(handle, "value", handle))
+        if not isinstance(found, kind):
+            raise Misuse(f"{handle} is no {kind.__name__}")
+        return found
+
+    # --------------------------------------------------------------------------------- device
+
+    def _cuInit(self, flags: int) -> None:
+        assert flags == 0
+
+    def _cuDriverGetVersion(self, out: Any) -> None:
+        out._obj.value = self.version
+
+    def _cuDeviceGetCount(self, out: Any) -> None:
+        out._obj.value = 1
+
+    def _cuDeviceGet(self, out: Any, index: int) -> None:
+        assert index == 0
+        out._obj.value = 0
+
+    def _cuDeviceGetName(self, buffer: Any, size: int, device: int) -> None:
+        buffer.value = b"Fake GPU"
+
+    def _cuDeviceGetAttribute(self, out: Any, attribute: int, device: int) -> None:
+        out._obj.value = {75: self.capability[0], 76: self.capability[1], 16: 132}[attribute]
+
+    def _cuDevicePrimaryCtxRetain(self, out: Any, device: int) -> None:
+        out._obj.value = 0x77
+
+    def _cuDevicePrimaryCtxRelease(self, device: int) -> None:
+        if self.device or self.host:
+            raise Misuse(f"{len(self.device)} allocations are left, {len(self.host)} on the host")
+
+    def _cuCtxSetCurrent(self, context: Any) -> None:
+        assert context.value == 0x77
+
+    def _cuGetErrorString(self, code: int, out: Any) -> None:
+        out._obj.value = {2: b"out of memory", 209: b"no kernel image is available"}.get(code, b"an error")
+
+    # --------------------------------------------------------------------------------- memory
+
+    def _cuMemGetInfo(self, free: Any, total: Any) -> None:
+        total._obj.value = self.total_bytes
+        free._obj.value = self.total_bytes - sum(memory.size for memory in self.device.values())
+
+    def _allocate(self, size: int, where: dict[int, Memory], fill: int) -> int:
+        buffer = ctypes.create_string_buffer(size + 2 * GUARD_BYTES + ALIGNMENT)
+        start = -(-(ctypes.addressof(buffer) + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT
+        ctypes.memset(start - GUARD_BYTES, GUARD, GUARD_BYTES)
+        ctypes.memset(start, fill, size)
+        ctypes.memset(start + size, GUARD, GUARD_BYTES)
+        where[start] = Memory(start, size, buffer)
+        return start
+
+    def _cuMemAlloc(self, out: Any, size: int) -> int:
+        if sum(memory.size for memory in self.device.values()) + size > self.total_bytes:
+            return OUT_OF_MEMORY
+        out._obj.value = self._allocate(size, self.device, POISON)
+        return 0
+
+    def _cuMemHostAlloc(self, out: Any, size: int, flags: int) -> None:
+        out._obj.value = self._allocate(size, self.host, POISON)
+
+    def _free(self, address: int, where: dict[int, Memory]) -> None:
+        if address not in where:
+            raise Misuse(f"{address:#x} was not allocated, or freed before")
+        where.pop(address).check_guards()
+
+    def _cuMemFree(self, address: int) -> None:
+        for stream in self._streams():
+            stream.run()
+        self._free(address, self.device)
+
+    def _cuMemFreeHost(self, address: Any) -> None:
+        self._free(getattr(address, "value", address), self.host)
+
+    def _streams(self) -> list[Stream]:
+        return [each for each in self._objects.values() if isinstance(each, Stream)]
+
+    def _inside(self, address: int, size: int, where: dict[int, Memory]) -> Memory | None:
+        return next((m for m in where.values() if m.start <= address and address + size <= m.start + m.size), None)
+
+    def _on_device(self, address: int, size: int, what: str) -> None:
+        if self._inside(address, size, self.device) is None:
+            raise Misuse(f"{what}: {size} bytes at {address:#x} are not in one allocation")
+
+    def _cuMemcpyHtoDAsync(self, to: int, source: int, size: int, stream: Any) -> None:
+        self._on_device(to, size, "copy to the device")
+        if self._inside(source, size, self.host):
+            self._of(stream, Stream).add(lambda: ctypes.memmove(to, source, size) and None)
+            return
+        data = ctypes.string_at(source, size)  # staged at once
+        self._of(stream, Stream).add(lambda: ctypes.memmove(to, data, size) and None)
+
+    def _cuMemcpyDtoHAsync(self, to: int, source: int, size: int, stream: Any) -> None:
+        self._on_device(source, size, "copy from the device")
+        self._of(stream, Stream).add(lambda: ctypes.memmove(to, source, size) and None)
+        if not self._inside(to, size, self.host):
+            self._of(stream, Stream).run()  # waits
+
+    def _cuMemsetD8Async(self, address: int, value: int, size: int, stream: Any) -> None:
+        if size:
+            self._on_device(address, size, "fill")
+        self._of(stream, Stream).add(lambda: ctypes.memset(address, value, size) and None)
+
+    # ---------------------------------------------------------------------- streams and events
+
+    def _cuStreamCreate(self, out: Any, flags: int) -> None:
+        self._new(out, Stream())
+
+    def _cuStreamDestroy(self, stream: Any) -> None:
+        self._of(stream, Stream).run()
+
+    def _cuStreamSynchronize(self, stream: Any) -> int:
+        found = self._of(stream, Stream)
+        if found.captured is not None:
+            return NOT_IN_CAPTURE
+        found.run()
+        return 0
+
+    def _cuEventCreate(self, out: Any, flags: int) -> None:
+        self._new(out, Event())
+
+    def _cuEventDestroy(self, event: Any) -> None:
+        self._of(event, Event)
+
+    def _cuEventRecord(self, event: Any, stream: Any) -> None:
+        of, found = self._of(stream, Stream), self._of(event, Event)
+        done: dict[str, bool] = {}
+        found.stream, found.done = of, done
+        of.add(lambda: done.setdefault("over", True) and None)
+
+    def _cuEventSynchronize(self, event: Any) -> None:
+        found = self._of(event, Event)
+        while found.stream is not None and "over" not in found.done:
+            found.stream.run(1)
+
+    def _cuEventElapsedTime(self, out: Any, start: Any, end: Any) -> None:
+        out._obj.value = 1.0
+
+    # ---------------------------------------------------------------------- kernels and graphs
+
+    def _cuModuleLoadData(self, out: Any, code: bytes) -> int:
+        record = self._known.get(hashlib.sha256(code).hexdigest())
+        if record is None:
+            return NO_BINARY
+        if code[:4] == b"\x7fELF" and (info := read_entry(code, record.entry, record.name)):
+            sizes = [size for _, size in info.parameters]
+            assert sizes == [argument.num_bytes for argument in record.arguments], record.name
+        self._new(out, record)
+        return 0
+
+    def _cuModuleUnload(self, module: Any) -> None:
+        self._of(module, LaunchRecord)
+
+    def _cuModuleGetFunction(self, out: Any, module: Any, name: bytes) -> None:
+        record = self._of(module, LaunchRecord)
+        assert record.entry == name.decode()
+        self._new(out, Function(record, self._kernels[record.entry]))
+
+    def _cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        assert attribute == 8
+        if value > MOST_SHARED_BYTES:
+            return INVALID_VALUE
+        self._of(function, Function).shared_limit = value
+        return 0
+
+    def _cuLaunchKernel(self, function: Any, *args: Any) -> int:
+        *sizes, shared, stream, pointers, extra = args
+        found: Function = self._of(function, Function)
+        record, grid = found.record, tuple(sizes[:3])
+        if min(grid) < 1 or max(grid[1:]) > 65535 or shared > found.shared_limit:
+            return INVALID_VALUE
+        if sizes[3:] != [record.threads, 1, 1] or shared != record.shared_bytes or extra is not None:
+            raise Misuse(f"{record.name}: launched with {sizes[3:]} threads and {shared} bytes of shared memory")
+        values = [ctypes.c_uint64.from_address(pointers[i]).value for i in range(len(record.arguments))]
+        for argument, value in zip(record.arguments, values, strict=True):
+            if argument.name.endswith("_scratch"):
+                assert value == 0 and record.global_scratch_bytes == 0, record.name
+                continue
+            self._on_device(value, 1, f"{record.name}: {argument.name}")
+            if value % argument.divisible_by:
+                raise Misuse(f"{record.name}: {argument.name} is {value:#x}")
+        self._of(stream, Stream).add(lambda: self._interpret(found, grid, values))
+        return 0
+
+    def _interpret(self, function: Function, grid: tuple[int, ...], values: list[int]) -> None:
+        record = function.record
+        self.launched[record.name] += 1
+        if not self.execute:
+            return
+        tensors = []
+        for argument, value in zip(record.arguments, values, strict=True):
+            if not argument.name.endswith("_scratch"):
+                dtype = DTYPES[argument.kind]
+                self._on_device(value, dtype.itemsize, f"{record.name}: {argument.name}")
+                # One element: the interpreter goes by its address alone.
+                tensors.append(torch.frombuffer((ctypes.c_char * 8).from_address(value), dtype=dtype, count=1))
+        constants = {**record.constants, **({"WIDE_DOT": 1} if "WIDE_DOT" in record.constants else {})}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the interpreter's, of numpy, and of divisions as a GPU does them
+            function.run[grid](*tensors, **constants)
+
+    def _cuStreamBeginCapture(self, stream: Any, mode: int) -> None:
+        found = self._of(stream, Stream)
+        assert found.captured is None and mode == 1
+        found.captured = []
+
+    def _cuStreamEndCapture(self, stream: Any, out: Any) -> None:
+        found = self._of(stream, Stream)
+        assert found.captured is not None
+        self._new(out, list(found.captured))
+        found.captured = None
+
+    def _cuGraphInstantiateWithFlags(self, out: Any, graph: Any, flags: int) -> None:
+        self._new(out, list(self._of(graph, list)))
+
+    def _cuGraphLaunch(self, graph: Any, stream: Any) -> None:
+        of = self._of(stream, Stream)
+        for work in self._of(graph, list):
+            of.add(work)
+
+    def _cuGraphExecDestroy(self, graph: Any) -> None:
+        self._of(graph, list)
+
+    def _cuGraphDestroy(self, graph: Any) -> None:
+        self._of(graph, list)
+
+    def check(self) -> None:
+        """That no kernel wrote where nothing was allocated."""
+        for memory in (*self.device.values(), *self.host.values()):
+            memory.check_guards()
