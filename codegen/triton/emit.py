@@ -17,7 +17,8 @@ from torch import fx
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.calls import Call, Choice
-from inferc.codegen.triton.sampling_calls import sampling_launches, scratch_bytes
+from inferc.codegen.triton.sampling_calls import sampling_launches
+from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
 from inferc.codegen.triton.source import Source
 from inferc.codegen.values import Operand, Place, Values, outputs
 from inferc.errors import UnsupportedError
@@ -34,13 +35,14 @@ class CudaStep:
     launches: before a step ("begin"), up to the rows that the LM head reads ("step"), of up to so many of these rows at a time
     ("head"), from their logits to ids ("sample") or to the likelihood of given ones ("score"). A launch is {"node", "layer",
     "rows", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; what the sampling kernels go by besides is
-    {"state"}, {"output"} and {"scratch"}. scratch: bytes of each row that is sampled at a time. observable: the values
-    that launches write, by "id". sources: by name of the kernel.
+    {"state"}, {"output"} and {"scratch"}. scratch: memory that is zero at first and belongs to launches, by name: the bytes
+    "const", "per_token" of a step, "per_seq", "per_row" that is sampled at a time and "per_kv_token" of KV group "group".
+    observable: the values that launches write, by "id". sources: by name of the kernel.
     """
 
     launches: dict[str, list[dict[str, Any]]]
     logits: dict[str, Any]
-    scratch: dict[str, int]
+    scratch: dict[str, dict[str, int]]
     observable: list[dict[str, Any]]
     sources: dict[str, Source]
 
@@ -89,7 +91,7 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
         "sample": around["sample"],
         "score": around["score"],
     }
-    return CudaStep(launches, where, scratch_bytes(at.width), made.observable, made.sources)
+    return CudaStep(launches, where, sampling_scratch(at.width), made.observable, made.sources)
 
 
 @dataclass

@@ -28,15 +28,16 @@ OUTPUTS = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs", "argmax"
 SCRATCH = ("x", "tops", "first", "mass", "list_values", "list_ids")
 
 
-def scratch_bytes(vocab: int) -> dict[str, int]:
-    """Memory of each row that is sampled at a time, besides its logits."""
+def scratch(vocab: int) -> dict[str, dict[str, int]]:
+    """Memory besides the logits, by name: bytes of each row that is sampled at a time."""
     parts = -(-vocab // part_of(vocab))
     whole = 4 * list_stride(vocab)
-    return {
+    sizes = {
         **dict.fromkeys(("x", "list_values", "list_ids"), whole),
         "tops": 4 * parts * PLACES.value,
         **dict.fromkeys(("first", "mass"), 4 * parts),
     }
+    return {name: {"per_row": size} for name, size in sizes.items()}
 
 
 def sampling_launches(vocab: int, logits: dict[str, Any]) -> dict[str, list[tuple[str, str, Source, dict[str, Any]]]]:

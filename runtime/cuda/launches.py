@@ -14,6 +14,8 @@ from inferc.runtime.cuda.driver import Bound, Kernel
 from inferc.runtime.cuda.inputs import InputLayout
 from inferc.runtime.cuda.memory import ArenaPlan
 
+PREFILL = "prefill"  # a launch that a step of one new token a sequence does not need
+
 Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first of the rows, how many)
 
 
@@ -69,7 +71,10 @@ class Launches:
         self, stream: c_void_p, counts: Mapping[str, int], *, score: bool = False, observe: Observe | None = None
     ) -> None:
         """Give a step of `counts` to the stream. observe: called as each launch was given to it."""
+        decodes = counts["num_tokens"] == counts["num_seqs"]
         for launch in self.step:
+            if decodes and launch.launch.get("only") == PREFILL:
+                continue
             launch.run(stream, counts)
             if observe is not None:
                 observe(launch.launch, 0, counts[f"num_{launch.launch['rows']}"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from inferc.config import EngineConfig
@@ -32,16 +32,31 @@ def sample_rows(max_num_seqs: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of everything but the KV cache, for one way to serve an artifact."""
+    """Bytes of everything but the KV cache, for one way to serve an artifact; kv_share: of each byte of the cache, beside it."""
 
     weights: int
     arena: int
-    sampling: int  # scratch of the rows that are sampled at a time
+    scratch: int
     inputs: int  # and results
+    kv_share: float
 
     @property
     def fixed(self) -> int:
-        return sum(align(each, PAGE) for each in dataclasses.astuple(self)) + RESERVE_BYTES
+        return sum(align(each, PAGE) for each in (self.weights, self.arena, self.scratch, self.inputs)) + RESERVE_BYTES
+
+    def with_cache(self, kv_bytes: int) -> int:
+        return self.fixed + kv_bytes + align(int(self.kv_share * kv_bytes), PAGE)
+
+
+def scratch_bytes(size: Mapping[str, int], most: Capacity, max_num_seqs: int, kv_tokens: Sequence[int]) -> int:
+    """Of a buffer that program.json's "scratch" describes. kv_tokens: that the pool of each KV group holds."""
+    return (
+        size.get("const", 0)
+        + size.get("per_token", 0) * most.tokens
+        + size.get("per_seq", 0) * most.seqs
+        + size.get("per_row", 0) * sample_rows(max_num_seqs)
+        + size.get("per_kv_token", 0) * kv_tokens[size.get("group", 0)]
+    )
 
 
 @dataclass(frozen=True)
@@ -74,17 +89,20 @@ def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int) -> Footprin
     """Of an artifact served with these maxima."""
     capacity = most_of_all(max_num_tokens, max_num_seqs)
     plan = ArenaPlan(artifact.program["memory_plan"]["pools"])
-    rows = sample_rows(max_num_seqs)
     blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
-    layout = InputLayout(capacity, rows, blocks)
+    layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks)
+    sizes = artifact.program["scratch"].values()
+    of_tokens = sum(size.get("per_kv_token", 0) for size in sizes)
     return Footprint(
         weights=placed_bytes(artifact.weights),
         arena=plan.num_bytes(plan.most_rows(capacity, max_num_seqs)),
-        sampling=rows * sum(artifact.program["scratch"].values()),
+        scratch=sum(scratch_bytes(size, capacity, max_num_seqs, [0] * len(blocks)) for size in sizes),
         inputs=layout.num_bytes + output_layout(capacity.rows)["end"],
+        kv_share=of_tokens / artifact.kv_bytes_per_token,
     )
 
 
+@lru_cache
 def output_layout(rows: int) -> dict[str, int]:
     """Where the results of up to `rows` rows lie, and the `end`: ids, and what is reported of their probabilities."""
     from inferc.runtime.step_limits import MAX_TOP_LOGPROBS
@@ -102,13 +120,13 @@ def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, 
     """Bytes that the KV cache may take. Raises ConfigError, with settings that fit, where the rest leaves too few."""
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
     held = footprint(artifact, tokens, seqs)
-    left = free_bytes - held.fixed
+    left = int((free_bytes - held.fixed - PAGE) / (1 + held.kv_share)) if held.kv_share else free_bytes - held.fixed
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
     wanted = least if config.kv_memory_bytes == "auto" else config.kv_memory_bytes
     if left >= wanted:
         return left
-    parts = f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, sampling {_gb(held.sampling)}"
-    missing = held.fixed + wanted - free_bytes
+    parts = f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(held.scratch)}"
+    missing = held.with_cache(wanted) - free_bytes
     settings = [f"{setting} fits" for setting in _that_fit(artifact, config, groups, free_bytes, wanted)][:3]
     hint = "; ".join(settings) or "no setting makes it fit: quantize the weights, or use a GPU with more memory"
     raise ConfigError(
@@ -124,7 +142,8 @@ def _that_fit(
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
 
     def left(num_tokens: int, num_seqs: int) -> int:
-        return free - footprint(artifact, num_tokens, num_seqs).fixed
+        held = footprint(artifact, num_tokens, num_seqs)
+        return int((free - held.fixed - PAGE) / (1 + held.kv_share)) if held.kv_share else free - held.fixed
 
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
     if config.kv_memory_bytes != "auto" and left(tokens, seqs) >= least:

@@ -1,8 +1,8 @@
 """Runs the steps of an artifact on an NVIDIA GPU: its memory, its graphs, and what goes there and comes back for each step.
 
 `submit` gives the device a step and returns; ids that the step before is still sampling are found there, so the device never
-waits for the host. `wait` waits for the ids alone. Steps whose numbers are small run as graphs, one for each size (bucket), which
-are captured once and serve all lengths.
+waits for the host. `wait` waits for the ids alone. Steps in which every sequence has one new token run as graphs, one for each
+size (bucket), which are captured once and serve all lengths.
 """
 
 from __future__ import annotations
@@ -131,8 +131,12 @@ class CudaRunner:
         caches = [
             self._device(count * self.block_size * int(group["bytes_per_token"]), poison) for count, group in counts
         ]
-        rows = self._sample_rows
-        scratch = {name: self._device(rows * size, poison) for name, size in artifact.program["scratch"].items()}
+        tokens = [count * self.block_size for count in self.num_blocks]
+        scratch = {}
+        for name, size in artifact.program["scratch"].items():
+            num_bytes = memory.scratch_bytes(size, self._most, self.max_num_seqs, tokens)
+            scratch[name] = self._device(num_bytes)
+            driver.fill(scratch[name], 0, num_bytes, self._stream)
         state = {
             "last_ids": self._device(4 * self.max_num_seqs),
             "count_table": self._device(8 * self.max_num_seqs),
@@ -247,9 +251,8 @@ class CudaRunner:
 
     def _capacity(self, plan: StepPlan, eager: bool = False) -> tuple[Capacity, bool]:
         """Of the smallest layout for the plan, and whether it is a bucket's."""
-        largest = max(plan.num_tokens, plan.num_seqs, len(plan.logits_rows))
-        if not eager and self._observer is None:
-            size = next((size for size in self._buckets if size >= largest), None)
+        if not eager and self._observer is None and plan.num_tokens == plan.num_seqs >= len(plan.logits_rows):
+            size = next((size for size in self._buckets if size >= plan.num_seqs), None)
             if size is not None:
                 return Capacity(size, size, size), True
         tokens = min(_power_of_two(plan.num_tokens), self._most.tokens)

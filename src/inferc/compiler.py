@@ -264,7 +264,8 @@ class _Build:
         if self.target.device == "cuda":
             step = self._emit_cuda(rank.program, plan)
             cubins, fields = self._write_cubins(step), step.program_json_fields
-            arena = {**arena, "const": arena["const"] + SAMPLE_ROWS * sum(step.scratch.values())}
+            of_row = sum(each.get("per_row", 0) for each in step.scratch.values())
+            arena = {**arena, "const": arena["const"] + SAMPLE_ROWS * of_row}
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
         self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
         return program_entry(
