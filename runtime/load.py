@@ -103,4 +103,4 @@ def _make_cuda_runner(
     free, _ = driver.memory_info()
     available = kv_available(artifact, config, groups, free, driver.name)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, "cuda")
-    return CudaRunner(artifact, resolved, driver), resolved
+    return CudaRunner(artifact, resolved, driver, owns_driver=True), resolved

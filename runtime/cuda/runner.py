@@ -62,7 +62,7 @@ class _Flight:
 class CudaRunner:
     """Steps of one artifact on one GPU. `files`: contents of the artifact's files that were read, by name.
 
-    graphs: whether steps may run as graphs. poison: fill all memory with NaN first, so that tests see a read of what was
+    owns_driver: closes it at the end. graphs: whether steps may run as graphs. place_weights: puts them at an address and on, in place of the artifact's. poison: fill all memory with NaN first, so that tests see a read of what was
     never written. Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
     """
 
@@ -72,10 +72,12 @@ class CudaRunner:
         config: ResolvedEngineConfig,
         driver: Driver,
         *,
+        owns_driver: bool = False,
         graphs: bool = True,
         poison: bool = False,
+        place_weights: Callable[[Driver, int], dict[str, int]] | None = None,
     ) -> None:
-        self._driver, self._artifact = driver, artifact
+        self._driver, self._artifact, self._owns_driver = driver, artifact, owns_driver
         self._entered = threading.local()
         self._enter()
         self.block_size = artifact.block_size
@@ -99,7 +101,7 @@ class CudaRunner:
         )
         self.arch = chosen
         self._kernels = code.load_kernels(Path(cubins[chosen]), artifact.contents, driver)
-        self._addresses = self._allocate(poison)
+        self._addresses = self._allocate(poison, place_weights or _copied(artifact))
         self._launches: dict[Capacity, Launches] = {}
         self._graphs: dict[Capacity, c_void_p] = {}
         self._buckets = buckets(self.max_num_seqs) if graphs else ()
@@ -120,7 +122,7 @@ class CudaRunner:
 
     # ---------------------------------------------------------------------------------- memory
 
-    def _allocate(self, poison: bool) -> Addresses:
+    def _allocate(self, poison: bool, place_weights: Callable[[Driver, int], dict[str, int]]) -> Addresses:
         """All memory whose size does not depend on a step."""
         artifact, driver = self._artifact, self._driver
         plan = memory.ArenaPlan(artifact.program["memory_plan"]["pools"])
@@ -145,8 +147,7 @@ class CudaRunner:
             driver.fill(state[name], 0, size * self.max_num_seqs, self._stream)
         self._inputs = self._device(self._layout(self._most).num_bytes)
         self._outputs = self._device(memory.output_layout(self._most.rows)["end"])
-        addresses = copy_weights(driver, artifact.weights, artifact.maps, weights)
-        return Addresses(addresses, caches, state, arena, plan, most, scratch, self._device(256))
+        return Addresses(place_weights(driver, weights), caches, state, arena, plan, most, scratch, self._device(256))
 
     def _device(self, num_bytes: int, poison: bool = False) -> int:
         """New memory that lives as long as the runner."""
@@ -406,6 +407,22 @@ class CudaRunner:
             size = min(count, blocks) * self.block_size * int(group["bytes_per_token"])
             self._driver.fill(cache, 0x3C, size, self._stream)
 
+    def step_ms(self, size: int, repeats: int = 20) -> float:
+        """Milliseconds of the device for a decode step of a bucket, as often as its graph runs back to back; the last plan
+        that ran in the bucket is what it computes again."""
+        self._enter()
+        graph = self._graph(Capacity(size, size, size))
+        start, end = (self._driver.new_event(timed=True) for _ in range(2))
+        self._driver.record(start, self._stream)
+        for _ in range(repeats):
+            self._driver.launch_graph(graph, self._stream)
+        self._driver.record(end, self._stream)
+        self._driver.wait_event(end)
+        spent = self._driver.milliseconds(start, end) / repeats
+        for event in (start, end):
+            self._driver.call("cuEventDestroy_v2", event)
+        return spent
+
     def close(self) -> None:
         """Finish what is under way and give the memory back."""
         if not self._owned:
@@ -425,12 +442,18 @@ class CudaRunner:
             driver.call("cuEventDestroy_v2", flight.event)
         driver.call("cuStreamDestroy_v2", self._stream)
         self._owned, self._flights = [], []
-        driver.close()
+        if self._owns_driver:
+            driver.close()
 
     def _enter(self) -> None:
         if not getattr(self._entered, "done", False):
             self._driver.enter()
             self._entered.done = True
+
+
+def _copied(artifact: Any) -> Callable[[Driver, int], dict[str, int]]:
+    """Puts an artifact's weights onto a GPU."""
+    return lambda driver, base: copy_weights(driver, artifact.weights, artifact.maps, base)
 
 
 def _counts(plan: StepPlan) -> dict[str, int]:

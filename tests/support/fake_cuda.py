@@ -95,7 +95,10 @@ def _modules() -> list[ModuleType]:
 
 
 class FakeCuda:
-    """The functions of `inferc.runtime.cuda.driver.FUNCTIONS`. folder: an artifact whose kernels it knows."""
+    """The functions of `inferc.runtime.cuda.driver.FUNCTIONS`. folder: an artifact whose kernels it knows.
+
+    execute: whether kernels run; otherwise launches are checked, memory is zero and every id is 0.
+    """
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class FakeCuda:
     def _cuMemAlloc(self, out: Any, size: int) -> int:
         if sum(memory.size for memory in self.device.values()) + size > self.total_bytes:
             return OUT_OF_MEMORY
-        out._obj.value = self._allocate(size, self.device, POISON)
+        out._obj.value = self._allocate(size, self.device, POISON if self.execute else 0)
         return 0
 
     def _cuMemHostAlloc(self, out: Any, size: int, flags: int) -> None:
@@ -303,7 +306,7 @@ class FakeCuda:
     def _cuModuleGetFunction(self, out: Any, module: Any, name: bytes) -> None:
         record = self._of(module, LaunchRecord)
         assert record.entry == name.decode()
-        self._new(out, Function(record, self._kernels[record.entry]))
+        self._new(out, Function(record, self._kernels.get(record.entry)))
 
     def _cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
         assert attribute == 8

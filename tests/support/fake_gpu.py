@@ -66,7 +66,7 @@ def opened(name: str, *, graphs: bool = True, **changes: Any) -> Iterator[Pair]:
     fake = FakeCuda(artifact.path)
     groups = cache_groups(artifact.kv_groups)
     resolved = config(artifact, **changes).resolve(artifact.max_model_len, artifact.block_size, groups, 1 << 30)
-    runner = CudaRunner(artifact, resolved, Driver(library=fake), graphs=graphs, poison=True)
+    runner = CudaRunner(artifact, resolved, Driver(library=fake), owns_driver=True, graphs=graphs, poison=True)
     oracle = ReferenceRunner(reference, resolved)
     yield Pair(artifact, fake, runner, oracle)
     fake.check()

@@ -1,0 +1,180 @@
+"""A compiled model of a real shape with random weights that are made on the GPU: nothing is read from a disk.
+
+Speed depends on shapes, and on the power that numbers take, which for zeros is less: so they are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from make_model import SHAPES
+from transformers import AutoConfig
+
+from inferc import program as program_lib
+from inferc import weights as weight_lib
+from inferc.codegen.target import Target
+from inferc.codegen.triton.build import build
+from inferc.codegen.triton.code import write_code
+from inferc.codegen.triton.emit import emit
+from inferc.codegen.triton.source import POINTERS, Source
+from inferc.config import EngineConfig, ResolvedEngineConfig
+from inferc.frontend.export import capture
+from inferc.frontend.load import from_config
+from inferc.kv_pools import cache_groups
+from inferc.manifest import StoredWeight
+from inferc.passes.pipeline import LowerConfig, lower
+from inferc.passes.plan_memory import memory_plan
+from inferc.program import dtype_name
+from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.cuda.memory import kv_available
+from inferc.runtime.cuda.runner import CudaRunner
+from inferc.runtime.engine import Engine, ModelLimits
+from inferc.runtime.scheduler import SchedulerConfig
+
+STD = 0.02
+FILL_BLOCK = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fill_random_kernel(
+    out_ptr, counts_ptr, COUNT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """Uniform numbers in SHIFT ± SCALE: a hash of their place."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    h = (i & 0x7FFFFFFF).to(tl.uint32) * 2654435761
+    h = (h ^ (h >> 16)) * 2246822519
+    h = h ^ (h >> 13)
+    value = SHIFT + SCALE * ((h & 0xFFFF).to(tl.float32) / 32768.0 - 1.0)
+    tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=i < COUNT)
+
+
+def fill_random(dtype: str, count: int, scale: float, shift: float) -> Source:
+    return Source(
+        function=fill_random_kernel,
+        signature={"out_ptr": POINTERS[dtype], "counts_ptr": POINTERS["int32"]},
+        constants={"COUNT": count, "SCALE": scale, "SHIFT": shift, "BLOCK": FILL_BLOCK},
+        grid=("ceil_div(COUNT, BLOCK)", "1", "1"),
+        num_warps=4,
+    )
+
+
+@dataclass
+class RandomModel:
+    """What a `CudaRunner` needs of an artifact."""
+
+    path: Path
+    program: dict[str, Any]
+    entry: dict[str, Any]
+    contents: dict[str, bytes]
+    weights: Sequence[StoredWeight]
+    model: dict[str, Any]
+    kv_groups: list[dict[str, Any]]
+    block_size: int
+    max_model_len: int
+    kv_bytes_per_token: int
+    arch: str
+
+    @property
+    def read_bytes(self) -> int:
+        """Of weights, by a decode step: all but the embedding, of which it reads a row."""
+        held = {weight.offset: weight for weight in self.weights}
+        tied = len(held) < len(self.weights)
+        return sum(weight.num_bytes for weight in held.values() if tied or "embed" not in weight.name)
+
+    def place_weights(self, driver: Driver, base: int) -> dict[str, int]:
+        """Draw all weights at `base` and on; norms lie around 1."""
+        stream = driver.new_stream()
+        counts = driver.allocate(256)
+        addresses, at, kernels = {}, base, {}
+        placed: dict[int, int] = {}
+        for weight in self.weights:
+            if weight.offset in placed:
+                addresses[weight.name] = placed[weight.offset]
+                continue
+            size = math.prod(weight.physical_shape)
+            how = (weight.dtype, size, *_range_of(weight))
+            if how not in kernels:
+                cubin = build(fill_random(*how), "fill_random", "fill_random_kernel", self.arch)
+                kernels[how] = driver.load(cubin.data, cubin.record)
+            kernels[how].launch(stream, {}, out_ptr=at, counts_ptr=counts)
+            addresses[weight.name] = placed[weight.offset] = at
+            at += -(-weight.num_bytes // 256) * 256
+        driver.wait(stream)
+        driver.free(counts)
+        for kernel in kernels.values():
+            kernel.unload()
+        return addresses
+
+    def engine(self, driver: Driver, seqs: int, tokens: int, max_tokens: int) -> Engine:
+        """An engine for `seqs` sequences of up to `max_tokens` tokens at once."""
+        groups = cache_groups(self.kv_groups)
+        needed = (1 + seqs * -(-max_tokens // self.block_size)) * self.block_size * self.kv_bytes_per_token
+        config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, kv_memory_bytes=needed)
+        available = kv_available(self, config, groups, driver.memory_info()[0], driver.name)
+        resolved: ResolvedEngineConfig = config.resolve(self.max_model_len, self.block_size, groups, available, "cuda")
+        runner = CudaRunner(self, resolved, driver, place_weights=self.place_weights)
+        sizes = SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            max_model_len=self.max_model_len,
+            num_blocks=resolved.num_blocks,
+            block_size=self.block_size,
+            groups=groups,
+            chunked_prefill=True,
+        )
+        return Engine(runner, ModelLimits(int(self.model["vocab_size"]), self.max_model_len), sizes, True)
+
+
+def _range_of(weight: StoredWeight) -> tuple[float, float]:
+    """How far from which number a weight's are."""
+    if weight.dtype == "int8":
+        return 127.0, 0.0
+    if weight.name.endswith("scale"):
+        return 0.0, STD / 127
+    return STD, 1.0 if "norm" in weight.name else 0.0
+
+
+def random_model(
+    shape: str | Mapping[str, Any],
+    arch: str,
+    *,
+    quantize: str | None = None,
+    max_model_len: int = 8192,
+    dtype: str = "bfloat16",
+) -> RandomModel:
+    """Compile a shape of make_model.py, or a Hugging Face config, for one chip."""
+    fields = SHAPES[shape].config if isinstance(shape, str) else shape
+    config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "architectures"})
+    program = capture(from_config(config, None), dtype, max_model_len, check=False)
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))  # type: ignore[arg-type]
+    plan = memory_plan(program)
+    step = emit(program, plan.values)
+    contents: dict[str, bytes] = {}
+    folders, _ = write_code(step, [arch], contents.__setitem__, lambda done, total: None, with_ptx=False)
+    groups = program_lib.to_json(program)["kv_groups"]
+    sizes = [of.bytes_per_token for of in program.kv_groups]
+    weights, stored = [], {each: index for index, each in enumerate(program.weights.values())}
+    for name, weight in program.weights.items():
+        physical = weight_lib.physical_shape(weight)
+        size = math.prod(physical) * weight.dtype.itemsize
+        dtype_of = dtype_name(weight.dtype)
+        weights.append(StoredWeight(name, "", stored[weight], size, dtype_of, weight.shape, physical, ""))
+    return RandomModel(
+        path=Path("random"),
+        program={**step.program_json_fields, "memory_plan": plan.to_json()},
+        entry={"cubins": folders},
+        contents=contents,
+        weights=weights,
+        model={"vocab_size": config.vocab_size},
+        kv_groups=[{**group, "bytes_per_token": size} for group, size in zip(groups, sizes, strict=True)],
+        block_size=program.block_size,
+        max_model_len=max_model_len,
+        kv_bytes_per_token=sum(sizes),
+        arch=arch,
+    )

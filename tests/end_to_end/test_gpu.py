@@ -1,0 +1,145 @@
+"""On an NVIDIA GPU: compiled here, greedy tokens of random families and shipped models equal Hugging Face's, token for token.
+
+In float32, where a near-tie does not decide; in bfloat16 the logits are compared with the reference target's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES
+from gpu_families import REFUSED
+from lowered import as_torch, make_plan
+from random_models import make_random_model
+
+import inferc
+from inferc.compiler import compile
+from inferc.config import CompileConfig, EngineConfig
+from inferc.frontend.load import load
+from inferc.frontend.reference import reference_model
+from inferc.kv_pools import cache_groups
+from inferc.runtime.artifact import load_artifact
+from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.cuda.runner import CudaRunner
+from inferc.runtime.reference_runner import ReferenceRunner
+
+pytestmark = pytest.mark.gpu
+SHIPPED = Path(__file__).parents[2] / "examples" / "models"
+MODELS = [*(name for name in FAMILIES if name not in REFUSED), *(path.name for path in sorted(SHIPPED.glob("tiny-*")))]
+BF16 = ("llama", "qwen3", "tiny-llama")
+NEW_TOKENS = 16
+LENGTHS = (1, 60, 17, 33, 5, 90)
+ENGINES: dict[str, dict[str, int]] = {
+    "whole prompts": {"max_num_batched_tokens": 512, "max_num_seqs": 8},
+    "chunked prefill": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+}
+LOGITS_OFF = 0.02  # of the largest: bfloat16 kernels beside references that round after each op
+
+
+def prompts() -> list[list[int]]:
+    source = np.random.default_rng(7)
+    return [source.integers(5, 300, length).tolist() for length in LENGTHS]
+
+
+def make(name: str, folder: Path, target: str, dtype: str) -> str:
+    """Compile one model; why it cannot be, or nothing. In a process of its own."""
+    try:
+        model = SHIPPED / name
+        if name in FAMILIES:
+            family = FAMILIES[name]
+            model = folder / "models" / name
+            if not model.exists():
+                make_random_model(family.model_type(name), model, **family.fields)
+        out = folder / f"{name}-{dtype}-{target.partition(':')[0]}"
+        compile(model, out, CompileConfig(target=target, dtype=dtype, certify="none"))  # type: ignore[arg-type]
+    except Exception as error:  # noqa: BLE001  (reported by the model's own test)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def made(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], str]]:
+    """All artifacts, compiled side by side, and what went wrong with each (model, dtype)."""
+    folder = tmp_path_factory.mktemp("gpu")
+    wanted = [(name, f"cuda:{driver.arch}", "float32") for name in MODELS]
+    wanted += [(name, target, "bfloat16") for name in BF16 for target in (f"cuda:{driver.arch}", "reference")]
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the GPU's context
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
+        done = [(name, dtype, pool.submit(make, name, folder, target, dtype)) for name, target, dtype in wanted]
+        found: dict[tuple[str, str], str] = {}
+        for name, dtype, each in done:
+            found[name, dtype] = found.get((name, dtype)) or each.result()
+    return folder, found
+
+
+def reference_greedy(folder: Path) -> list[list[int]]:
+    model: Any = reference_model(load(folder), "float32")
+    model.eval().generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_the_references(made: tuple[Path, dict[tuple[str, str], str]], name: str) -> None:
+    folder, faults = made
+    assert not faults[name, "float32"], faults[name, "float32"]
+    expected = reference_greedy(folder / "models" / name if name in FAMILIES else SHIPPED / name)
+    params = inferc.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    for engine, options in ENGINES.items():
+        with inferc.LLM(folder / f"{name}-float32-cuda", **options) as llm:
+            found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts(), params)]
+        assert found == expected, engine
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bfloat16_logits_are_near_the_references(
+    made: tuple[Path, dict[tuple[str, str], str]], driver: Driver, name: str
+) -> None:
+    """Prefill and decode, launch by launch and as graphs, which give the same bits."""
+    folder, faults = made
+    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+    artifact = load_artifact(folder / f"{name}-bfloat16-cuda")
+    reference = load_artifact(folder / f"{name}-bfloat16-reference")
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20)
+    resolved = config.resolve(
+        artifact.max_model_len, artifact.block_size, cache_groups(artifact.kv_groups), 64 << 20, "cuda"
+    )
+    oracle = ReferenceRunner(reference, resolved)
+    runner = CudaRunner(artifact, resolved, Driver(), owns_driver=True, poison=True)
+    block_size = artifact.block_size
+    for plan in (
+        make_plan([(0, prompts()[1], 0), (1, prompts()[2], 0)], block_size=block_size),
+        make_plan([(0, [7], 60), (1, [9], 17)], block_size=block_size),
+    ):
+        seen: list[Any] = []
+        logits_id = artifact.program["observable"][-1]["id"]
+        runner.set_observer(lambda entry, _, rows: seen.append(rows) if entry["id"] == logits_id else None)  # noqa: B023
+        runner.submit(plan)
+        launched = runner.wait()
+        runner.set_observer(None)
+        found, expected = as_torch(seen[0]).float(), torch.from_numpy(oracle._logits(plan))
+        assert launched.error is None
+        assert float((found - expected).abs().max()) <= LOGITS_OFF * float(expected.abs().max())
+        runner.submit(plan)
+        assert runner.wait().token_ids.tolist() == launched.token_ids.tolist()
+    runner.close()
