@@ -42,9 +42,14 @@ FILL_BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def fill_random_kernel(
-    out_ptr, counts_ptr, COUNT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def fill_random_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    counts_ptr,
+    COUNT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Uniform numbers in SHIFT ± SCALE: a hash of their place."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = (i & 0x7FFFFFFF).to(tl.uint32) * 2654435761

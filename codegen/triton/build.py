@@ -13,11 +13,14 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from inferc.codegen.triton.launch import Argument, LaunchRecord, check_launch_record
 from inferc.codegen.triton.source import Source
 from inferc.errors import UnsupportedError, VerifyError
 
+DEPENDENT_SINCE = 90  # the first chip that has programmatic dependent launch
+FIRST_BLOCK = "// %bb.0:"  # of a kernel, in what LLVM prints
 ARGUMENT_BYTES = {"i32": 4}  # a pointer, or 64 bits: 8
 # Triton's entry points end with these two; a kernel that needs no scratch memory takes null.
 SCRATCH = (Argument("global_scratch", "u64", 8), Argument("profile_scratch", "u64", 8))
@@ -52,12 +55,16 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
     signature = {**source.signature, **dict.fromkeys(source.constants, "constexpr")}
     order = list(source.signature)
     attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.aligned}
-    with knobs.compilation.scope():
+    number = int(arch.removeprefix("sm_"))
+    dependent = number >= DEPENDENT_SINCE
+    with knobs.compilation.scope(), knobs.runtime.scope():
         knobs.compilation.disable_line_info = True  # it holds the compiling machine's paths
+        knobs.runtime.add_stages_inspection_hook = _wait_first if dependent else None
         compiled = triton.compile(
             ASTSource(source.function, signature, dict(source.constants), attributes),
-            target=GPUTarget("cuda", int(arch.removeprefix("sm_")), 32),
-            options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+            target=GPUTarget("cuda", number, 32),
+            # launch_pdl changes no code, but the key under which Triton keeps it.
+            options={"num_warps": source.num_warps, "num_stages": source.num_stages, "launch_pdl": dependent},
         )
     data: bytes = compiled.asm["cubin"]
     metadata = compiled.metadata
@@ -78,6 +85,7 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
         constants=dict(source.constants),
         resources=read_resources(data, metadata.name),
         compiler=f"triton {triton.__version__}, {_assembler(arch)}",
+        dependent=dependent,
     )
     check_launch_record(record, data)
     if (spilled := record.resources["stack_bytes"] + record.resources["local_bytes"]) > source.stack_bytes:
@@ -85,6 +93,22 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
             f"{name} for {arch}: {spilled} bytes of a thread's registers spilled, its budget is {source.stack_bytes}"
         )
     return Cubin(data, record, compiled.asm["ptx"].encode())
+
+
+def _wait_first(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    """Have the kernel begin by letting the next one be launched, and by waiting for the one before it to be done.
+
+    So the next kernel's blocks are on the multiprocessors when this one's last block ends (programmatic dependent launch).
+    """
+    make = stages["ptx"]
+
+    def make_ptx(source: Any, metadata: Any) -> str:
+        text: str = make(source, metadata)
+        begin = f"{FIRST_BLOCK}\n"
+        assert text.count(begin) == 1, "the kernel's first block is not found"
+        return text.replace(begin, f"{begin}\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n")
+
+    stages["ptx"] = make_ptx
 
 
 @lru_cache

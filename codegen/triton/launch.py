@@ -51,6 +51,7 @@ class LaunchRecord:
     constants: dict[str, int | float]
     resources: dict[str, int]
     compiler: str
+    dependent: bool = False  # may be launched while the kernel before it runs: it waits for that one itself
 
     @property
     def threads(self) -> int:

@@ -28,6 +28,7 @@ CAPTURE_THREAD_LOCAL = 1  # calls of other threads do not end the capture of thi
 STREAM_NON_BLOCKING = 1
 EVENT_NO_TIMING = 2
 OUT_OF_MEMORY, NO_BINARY, UNSUPPORTED_PTX = 2, 209, 222
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 NAME_BYTES = 256
 
 Pointer = c_uint64
@@ -63,13 +64,30 @@ FUNCTIONS: dict[str, list[Any]] = {
     "cuModuleUnload": [c_void_p],
     "cuModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
     "cuFuncSetAttribute": [c_void_p, c_int, c_int],
-    "cuLaunchKernel": [c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
+    "cuLaunchKernelEx": [c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
     "cuGraphInstantiateWithFlags": [POINTER(c_void_p), c_void_p, c_ulonglong],
     "cuGraphLaunch": [c_void_p, c_void_p],
     "cuGraphExecDestroy": [c_void_p],
     "cuGraphDestroy": [c_void_p],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
 }
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, whose value takes 64 bytes."""
+
+    _fields_ = [("id", c_int), ("_padding", c_int), ("value", c_int * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", c_void_p),
+        ("attributes", POINTER(LaunchAttribute)),
+        ("num_attributes", c_uint),
+    ]
 
 
 class OutOfMemory(InfercError):
@@ -268,7 +286,9 @@ class Kernel:
         cells = (c_uint64 * len(self.record.arguments))(*(given[each.name] for each in self.record.arguments))
         start = ctypes.addressof(cells)
         pointers = (c_void_p * len(cells))(*(start + 8 * index for index in range(len(cells))))
-        return Bound(self, cells, pointers)
+        config = LaunchConfig(1, 1, 1, self.record.threads, 1, 1, self.record.shared_bytes)
+        config.attributes = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c_int * 16)(1)))
+        return Bound(self, cells, pointers, config)
 
     def launch(self, stream: c_void_p, counts: Mapping[str, int], **values: int) -> None:
         """Launch on `stream`. values: the record's arguments but for the two scratch pointers.
@@ -288,20 +308,15 @@ class Bound:
     kernel: Kernel
     _cells: Any  # what `_pointers` points to
     _pointers: Any
+    _config: LaunchConfig
 
-    def launch(self, stream: c_void_p, grid: tuple[int, int, int]) -> None:
-        """Give the launch to the stream."""
-        kernel = self.kernel
-        record = kernel.record
-        kernel._driver.call(
-            "cuLaunchKernel",
-            kernel._function,
-            *grid,
-            record.threads,
-            1,
-            1,
-            record.shared_bytes,
-            stream,
-            self._pointers,
-            None,
-        )
+    def launch(self, stream: c_void_p, grid: tuple[int, int, int], *, behind_kernel: bool = False) -> None:
+        """Give the launch to the stream.
+
+        behind_kernel: what it was given last is a launch, so that this one may be on its way while that one runs.
+        """
+        config, kernel = self._config, self.kernel
+        config.grid_x, config.grid_y, config.grid_z = grid
+        config.stream = stream
+        config.num_attributes = 1 if behind_kernel and kernel.record.dependent else 0
+        kernel._driver.call("cuLaunchKernelEx", ctypes.addressof(config), kernel._function, self._pointers, None)

@@ -40,11 +40,13 @@ class Step:
     launch: Mapping[str, Any]
     choices: tuple[tuple[int | None, Bound], ...]
 
-    def run(self, stream: c_void_p, counts: Mapping[str, int]) -> None:
+    def run(self, stream: c_void_p, counts: Mapping[str, int], behind_kernel: bool) -> bool:
+        """Launch it, if there are rows; whether it was."""
         rows = counts[f"num_{self.launch['rows']}"]
         if rows:
             bound = next(bound for up_to, bound in self.choices if up_to is None or rows <= up_to)
-            bound.launch(stream, bound.kernel.record.grid_for(**counts))
+            bound.launch(stream, bound.kernel.record.grid_for(**counts), behind_kernel=behind_kernel)
+        return rows > 0
 
 
 class Launches:
@@ -72,10 +74,11 @@ class Launches:
     ) -> None:
         """Give a step of `counts` to the stream. observe: called as each launch was given to it."""
         decodes = counts["num_tokens"] == counts["num_seqs"]
+        behind = False  # a launch, not a copy
         for launch in self.step:
             if decodes and launch.launch.get("only") == PREFILL:
                 continue
-            launch.run(stream, counts)
+            behind = launch.run(stream, counts, behind) and observe is None
             if observe is not None:
                 observe(launch.launch, 0, counts[f"num_{launch.launch['rows']}"])
         rows, at_a_time = counts["num_rows"], self._layout.sample_rows
@@ -85,11 +88,11 @@ class Launches:
             if first >= rows:
                 break
             for launch in head:
-                launch.run(stream, of_chunk)
+                behind = launch.run(stream, of_chunk, behind) and observe is None
                 if observe is not None:
                     observe(launch.launch, first, of_chunk["num_rows"])
             for launch in last:
-                launch.run(stream, of_chunk)
+                behind = launch.run(stream, of_chunk, behind)
 
     def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
         values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}

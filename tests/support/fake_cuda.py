@@ -24,6 +24,7 @@ import torch
 
 import inferc.codegen.triton as kernels
 from inferc.codegen.triton.launch import LaunchRecord, read_entry, record_from_json
+from inferc.runtime.cuda.driver import LaunchConfig
 
 DTYPES = {
     "*fp32": torch.float32,
@@ -111,6 +112,8 @@ class FakeCuda:
     ) -> None:
         self.total_bytes, self.capability, self.version, self.execute = total_bytes, capability, version, execute
         self.calls: Counter[str] = Counter()
+        self.dependent_launches = 0
+        self._last = "nothing"  # that a stream was given
         self.launched: Counter[str] = Counter()
         self.device: dict[int, Memory] = {}
         self.host: dict[int, Memory] = {}
@@ -235,6 +238,7 @@ class FakeCuda:
             raise Misuse(f"{what}: {size} bytes at {address:#x} are not in one allocation")
 
     def _cuMemcpyHtoDAsync(self, to: int, source: int, size: int, stream: Any) -> None:
+        self._last = "copy"
         self._on_device(to, size, "copy to the device")
         if self._inside(source, size, self.host):
             self._of(stream, Stream).add(lambda: ctypes.memmove(to, source, size) and None)
@@ -243,6 +247,7 @@ class FakeCuda:
         self._of(stream, Stream).add(lambda: ctypes.memmove(to, data, size) and None)
 
     def _cuMemcpyDtoHAsync(self, to: int, source: int, size: int, stream: Any) -> None:
+        self._last = "copy"
         self._on_device(source, size, "copy from the device")
         self._of(stream, Stream).add(lambda: ctypes.memmove(to, source, size) and None)
         if not self._inside(to, size, self.host):
@@ -315,14 +320,25 @@ class FakeCuda:
         self._of(function, Function).shared_limit = value
         return 0
 
-    def _cuLaunchKernel(self, function: Any, *args: Any) -> int:
-        *sizes, shared, stream, pointers, extra = args
+    def _cuLaunchKernelEx(self, config: int, function: Any, pointers: Any, extra: Any) -> int:
+        of = LaunchConfig.from_address(config)
         found: Function = self._of(function, Function)
-        record, grid = found.record, tuple(sizes[:3])
+        record, grid, shared = found.record, (of.grid_x, of.grid_y, of.grid_z), of.shared_bytes
         if min(grid) < 1 or max(grid[1:]) > 65535 or shared > found.shared_limit:
             return INVALID_VALUE
-        if sizes[3:] != [record.threads, 1, 1] or shared != record.shared_bytes or extra is not None:
-            raise Misuse(f"{record.name}: launched with {sizes[3:]} threads and {shared} bytes of shared memory")
+        block = (of.block_x, of.block_y, of.block_z)
+        if block != (record.threads, 1, 1) or shared != record.shared_bytes or extra is not None:
+            raise Misuse(f"{record.name}: launched with {block} threads and {shared} bytes of shared memory")
+        if of.num_attributes:
+            attribute = of.attributes[0]
+            assert (of.num_attributes, attribute.id, attribute.value[0]) == (1, 6, 1), record.name
+            if not record.dependent:
+                raise Misuse(f"{record.name} does not wait for the kernel before it")
+            if self._last != "kernel":
+                raise Misuse(f"{record.name} is launched behind a {self._last}, for which it does not wait")
+            self.dependent_launches += 1
+        stream = of.stream
+        self._last = "kernel"
         values = [ctypes.c_uint64.from_address(pointers[i]).value for i in range(len(record.arguments))]
         for argument, value in zip(record.arguments, values, strict=True):
             if argument.name.endswith("_scratch"):
@@ -354,7 +370,7 @@ class FakeCuda:
     def _cuStreamBeginCapture(self, stream: Any, mode: int) -> None:
         found = self._of(stream, Stream)
         assert found.captured is None and mode == 1
-        found.captured = []
+        found.captured, self._last = [], "begin of a graph"
 
     def _cuStreamEndCapture(self, stream: Any, out: Any) -> None:
         found = self._of(stream, Stream)

@@ -101,3 +101,12 @@ def test_a_grid_is_no_python(cubin: Cubin) -> None:
     record = dataclasses.replace(cubin.record, grid=("__import__('os')", "1", "1"))
     with pytest.raises(VerifyError, match="a grid may hold"):
         record.grid_for(num_tokens=1)
+
+
+@pytest.mark.parametrize(("arch", "waits"), [("sm_80", False), ("sm_90", True), ("sm_100", True)])
+def test_a_kernel_waits_for_the_one_before_it(arch: str, waits: bool) -> None:
+    """Before it reads anything, where the chip can launch it while that one still runs."""
+    built = compiled(arch)
+    assert built.record.dependent is waits
+    body = built.ptx.decode().partition("// %bb.0:\n")[2].split()
+    assert (body[:2] == ["griddepcontrol.launch_dependents;", "griddepcontrol.wait;"]) is waits
