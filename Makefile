@@ -9,6 +9,7 @@ VENV := .venv
 GPU_VENV := .venv-gpu-versions
 JOBS ?= 2
 ARGS ?=
+ROWS ?=
 EXPERTS := --experts 64 --layers 24 --expert-size 384 --formats bfloat16 int8 w8a8 int4
 
 ifdef PYTHON
@@ -103,8 +104,8 @@ protos:  ## make the _pb2 files again, with the oldest grpcio-tools whose output
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
-gpu-bench: $(READY)  ## kernels on an NVIDIA GPU, measured
-	$(PY) benchmarks/gpu_kernels.py
+gpu-bench: $(READY)  ## kernels and models on an NVIDIA GPU, measured: make gpu-bench ROWS='bandwidth 8b-decode'
+	$(PY) benchmarks/gpu.py $(ROWS) $(ARGS)
 
 clean:  ## remove what was built, and the virtual environments
 	rm -rf build dist out .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -37,7 +37,9 @@ Row = dict[str, Any]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def read_kernel(x_ptr, out_ptr, COUNT: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+def read_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, COUNT: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(tl.program_id(0) * BLOCK, COUNT, PROGRAMS * BLOCK, num_stages=4):
         total += tl.load(x_ptr + start + tl.arange(0, BLOCK), eviction_policy="evict_first").to(tl.float32)

@@ -1,16 +1,15 @@
-"""The compiled GPU kernels at the shapes of Llama-3.1-8B, each against PyTorch's own and the memory's bandwidth.
+"""The compiled GPU kernels at a model's shapes, each against PyTorch's own and the memory's bandwidth: a row of gpu.py.
 
-python benchmarks/gpu_kernels.py [--json]        needs an NVIDIA GPU, torch with CUDA and triton
+Without CUDA in torch the same tensors are put where the driver says, and PyTorch's times are those of the CPU: this is how the
+benchmark itself is tried.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from ctypes import c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
+from inferc.codegen.triton.attention_decode import decode_attention, partial_bytes
+from inferc.codegen.triton.attention_plan import attention_plan, plan_bytes
+from inferc.codegen.triton.attention_prefill import prefill_attention
 from inferc.codegen.triton.build import build
+from inferc.codegen.triton.gemm import ROW_BOUNDS
 from inferc.codegen.triton.linear import linear
-from inferc.codegen.triton.paged_attention import paged_attention
+from inferc.codegen.triton.linear_silu_mul import linear_silu_mul
+from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.codegen.triton.rms_norm import how_scaled, rms_norm
-from inferc.codegen.triton.silu_mul import silu_mul
 from inferc.codegen.triton.source import Source
 from inferc.runtime.cuda.driver import Driver
 
@@ -34,7 +37,7 @@ TOLERANCE = 2**-6
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, the rows of its products, and the decode steps: (sequences, the context of each)."""
+    """A model's sizes, the rows of its products, decode steps as (sequences, the context of each), and prompts as (how many, how long)."""
 
     hidden: int
     intermediate: int
@@ -43,18 +46,27 @@ class Shape:
     dim: int
     tokens: tuple[int, ...]
     decode: tuple[tuple[int, int], ...]
-    device: str = "cuda"
+    prompts: tuple[tuple[int, int], ...]
+    programs: int
+    device: str
 
     def numbers(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, device=self.device, dtype=torch.bfloat16)
 
 
-LLAMA_8B = Shape(4096, 14336, 32, 8, 128, (1, 64, 4096), ((1, 4096), (64, 4096), (1, 32768)))
+def llama_8b(arch: str) -> Shape:
+    sizes = (4096, 14336, 32, 8, 128)
+    decode = ((1, 4096), (64, 4096), (1, 32768), (128, 1024))
+    return Shape(*sizes, (1, 16, 64, 128, 4096), decode, ((1, 4096),), PROGRAMS[arch], "cuda")
+
+
+def tiny(device: str = "cpu") -> Shape:
+    return Shape(32, 48, 4, 2, 16, (1, 17), ((1, 64), (3, 96)), ((2, 40),), 4, device)
 
 
 @dataclass
 class Bench:
-    """A launch, what PyTorch has for it, and the least that both move and compute."""
+    """A launch, what PyTorch has for it, and the least that both move and compute. before: a launch that it needs done."""
 
     kernel: str
     shape: str
@@ -66,30 +78,14 @@ class Bench:
     num_bytes: int
     flops: int = 0
     tolerance: float = TOLERANCE
+    before: list[Bench] = field(default_factory=list)
 
-    def all_tensors(self, device: str) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """By argument: the step's counts, and anything for what this specialisation does not read."""
+        device = self.tensors[self.out].device
         step = [self.counts.get(name, 0) for name in ("num_tokens", "num_rows", "num_seqs")]
-        pointers = [name for name, kind in self.source.signature.items() if kind.startswith("*")]
-        spare = torch.zeros(16, device=device)
-        held = {**dict.fromkeys(pointers, spare), **self.tensors}
+        held = {**dict.fromkeys(self.source.signature, torch.zeros(16, device=device)), **self.tensors}
         return {**held, "counts_ptr": torch.tensor([*step, 0], device=device, dtype=torch.int32)}
-
-
-def microseconds(run: Callable[[], object]) -> float:
-    """Median time of `run` on the GPU, with a cold cache."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    new_event: Callable[..., Any] = torch.cuda.Event  # untyped in torch
-    times: list[float] = []
-    for _ in range(REPEATS):
-        flush.zero_()
-        start, end = (new_event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def size(*tensors: Tensor) -> int:
@@ -99,30 +95,15 @@ def size(*tensors: Tensor) -> int:
 def benches(of: Shape) -> Iterator[Bench]:
     """Made one after the other, so that their memory is too."""
     for tokens in of.tokens:
-        yield activation(of, tokens)
         yield norm(of, tokens)
         yield product(of, tokens, (of.heads + 2 * of.kv_heads) * of.dim, of.hidden)
-        yield product(of, tokens, 2 * of.intermediate, of.hidden)
+        yield gated(of, tokens)
         yield product(of, tokens, of.hidden, of.intermediate)
+        yield product(of, tokens, of.hidden, of.intermediate, int8=True)
     for seqs, context in of.decode:
-        yield decode(of, seqs, context)
-
-
-def activation(of: Shape, tokens: int) -> Bench:
-    width = of.intermediate
-    packed, out = of.numbers(tokens, 2 * width), of.numbers(tokens, width)
-    gate, up = packed.chunk(2, -1)
-    source = silu_mul("bfloat16", "tokens", width, (2 * width, 2 * width, width))
-    tensors = {"gate_ptr": gate, "up_ptr": up, "out_ptr": out}
-
-    def reference() -> Tensor:
-        activated: Tensor = torch.ops.inferc.silu_mul(gate, up)
-        return activated
-
-    counts, moved = {"num_tokens": tokens}, size(packed, out)
-    tolerance = 2**-8  # rounded once, as here
-    bench = ("silu_mul", f"{tokens} x {width}", source, tensors, "out_ptr", reference, counts, moved)
-    return Bench(*bench, tolerance=tolerance)
+        yield attention(of, seqs, context, 1)
+    for seqs, length in of.prompts:
+        yield attention(of, seqs, length, length)
 
 
 def norm(of: Shape, tokens: int) -> Bench:
@@ -138,88 +119,170 @@ def norm(of: Shape, tokens: int) -> Bench:
     return Bench("rms_norm", f"{tokens} x {width}", source, tensors, "out_ptr", reference, counts, moved)
 
 
-def product(of: Shape, tokens: int, n: int, k: int) -> Bench:
+def bound_for(rows: int) -> int | None:
+    """Of the variant that a step of so many rows takes."""
+    return next(bound for bound in ROW_BOUNDS if bound is None or rows <= bound)
+
+
+def product(of: Shape, tokens: int, n: int, k: int, int8: bool = False) -> Bench:
     x, weight, out = of.numbers(tokens, k), of.numbers(n, k) / k**0.5, of.numbers(tokens, n)
-    source = linear("bfloat16", "bfloat16", "tokens", n, k, (k, n, n), False, False, few=tokens <= 64)
+    tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out}
+    if int8:
+        scale = weight.abs().amax(1).float() / 127
+        weight = (weight / scale[:, None]).round().to(torch.int8)
+        tensors.update(weight_ptr=weight, scale_ptr=scale)
+        wide = (weight * scale[:, None]).to(torch.bfloat16)
+    how = (False, False, bound_for(tokens), int8)
+    source = linear("bfloat16", "bfloat16", "tokens", n, k, (k, n, n), *how)
+
+    def reference() -> Tensor:
+        return functional.linear(x, wide if int8 else weight)
+
+    counts, moved, flops = {"num_tokens": tokens}, size(x, weight, out), 2 * tokens * n * k
+    kernel = "linear_int8" if int8 else "linear"
+    return Bench(kernel, f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
+
+
+def gated(of: Shape, tokens: int) -> Bench:
+    n, k = of.intermediate, of.hidden
+    x, weight, out = of.numbers(tokens, k), of.numbers(2 * n, k) / k**0.5, of.numbers(tokens, n)
+    source = linear_silu_mul("bfloat16", "tokens", n, k, (k, n), False, bound_for(tokens))
     tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out}
 
     def reference() -> Tensor:
-        return functional.linear(x, weight)
+        gate, up = functional.linear(x, weight).chunk(2, -1)
+        return functional.silu(gate) * up
 
-    counts, moved, flops = {"num_tokens": tokens}, size(x, weight, out), 2 * tokens * n * k
-    return Bench("linear", f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
+    counts, moved, flops = {"num_tokens": tokens}, size(x, weight, out), 4 * tokens * n * k
+    return Bench(
+        "linear_silu_mul", f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops
+    )
 
 
-def decode(of: Shape, seqs: int, context: int) -> Bench:
-    """One new token a sequence, beside SDPA over K and V that lie in one piece."""
-    blocks, width = context // BLOCK_SIZE, of.heads * of.dim
+def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
+    """`new` tokens a sequence, beside SDPA over K and V that lie in one piece."""
+    blocks, width, tokens = -(-context // BLOCK_SIZE), of.heads * of.dim, seqs * new
     table = torch.randperm(seqs * blocks, device=of.device).to(torch.int32).view(seqs, blocks)
     pool = of.numbers(seqs * blocks, of.kv_heads, 2, BLOCK_SIZE, of.dim)
-    q, out = of.numbers(seqs, width), of.numbers(seqs, width)
-    k, v = pool[table.long()].permute(3, 0, 2, 1, 4, 5).reshape(2, seqs, of.kv_heads, context, of.dim)
-    source = paged_attention(
+    q, out = of.numbers(tokens, width), of.numbers(tokens, width)
+    lies = pool[table.long()].permute(3, 0, 2, 1, 4, 5)
+    k, v = lies.reshape(2, seqs, of.kv_heads, blocks * BLOCK_SIZE, of.dim)[..., :context, :]
+    shape = (
         *("bfloat16", of.heads, of.kv_heads, of.dim, (width, width), 1, BLOCK_SIZE),
         *(of.dim**-0.5, 0.0, "causal", 0, False),
     )
+
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, device=of.device, dtype=torch.int32)
+
+    counts = {"num_tokens": tokens, "num_seqs": seqs}
+    lengths = {
+        "query_start_ptr": integers(*range(0, tokens + 1, new)),
+        "seq_lens_ptr": integers(*[context] * seqs),
+    }
     tensors = {
+        **lengths,
         "q_ptr": q,
         "cache_ptr": pool,
         "block_table_ptr": table,
         "out_ptr": out,
-        "query_start_ptr": torch.arange(seqs + 1, device=of.device, dtype=torch.int32),
-        "seq_lens_ptr": torch.full((seqs,), context, device=of.device, dtype=torch.int32),
-        "max_blocks_ptr": torch.tensor([blocks], device=of.device, dtype=torch.int32),
+        "max_blocks_ptr": integers(blocks),
     }
 
     def reference() -> Tensor:
-        heads = q.view(seqs, of.heads, 1, of.dim)
-        return functional.scaled_dot_product_attention(heads, k, v, enable_gqa=True).reshape(seqs, width)
+        heads = q.view(seqs, new, of.heads, of.dim).transpose(1, 2)
+        found = functional.scaled_dot_product_attention(heads, k, v, is_causal=new > 1, enable_gqa=True)
+        return found.transpose(1, 2).reshape(tokens, width)
 
-    counts, moved, flops = {"num_tokens": seqs, "num_seqs": seqs}, size(pool, q, out), 4 * seqs * context * width
-    shape = f"{seqs} of {context}"
-    return Bench("paged_attention", shape, source, tensors, "out_ptr", reference, counts, moved, flops)
+    of_keys = 4 * width * seqs * (context * new if new == 1 else context * (context + 1) // 2)
+    moved = size(pool, q, out)
+    if new > 1:
+        source = prefill_attention(*shape)
+        name = f"{seqs} of {context}"
+        return Bench("prefill_attention", name, source, tensors, "out_ptr", reference, counts, moved, of_keys)
+    group = of.heads // of.kv_heads
+    plan = torch.zeros(plan_bytes(seqs) // 4, device=of.device, dtype=torch.int32)
+    source = attention_plan(of.kv_heads, group, "causal", 0, of.programs)
+    planned = Bench("attention_plan", "", source, {**lengths, "plan_ptr": plan}, "plan_ptr", lambda: plan, counts, 0)
+    partial = torch.zeros(partial_bytes(of.heads, of.kv_heads, of.dim, of.programs) // 4, device=of.device)
+    arrived = torch.zeros(of.programs, device=of.device, dtype=torch.int32)
+    tensors.update(plan_ptr=plan, partial_ptr=partial, arrived_ptr=arrived)
+    bench = ("decode_attention", f"{seqs} of {context}", decode_attention(*shape, of.programs), tensors)
+    return Bench(*bench, "out_ptr", reference, counts, moved, of_keys, before=[planned])
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+class Placed:
+    """Tensors as addresses on the device: their own, or of a copy where torch has no CUDA."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._owned, self._stream = driver, dict[int, int](), driver.new_stream()
+
+    def address(self, tensor: Tensor) -> int:
+        if tensor.is_cuda:
+            return tensor.data_ptr()
+        key = tensor.data_ptr()
+        if key not in self._owned:
+            self._owned[key] = self._driver.allocate(max(256, size(tensor)))
+            self._driver.copy_in(self._owned[key], key, size(tensor), self._stream)
+            self._driver.wait(self._stream)
+        return self._owned[key]
+
+    def free(self) -> None:
+        for address in self._owned.values():
+            self._driver.free(address)
+
+
+def rows(driver: Driver, *, tiny: bool = False) -> list[dict[str, Any]]:
+    """A row a kernel and shape, in the order of `benches`."""
+    of = globals()["tiny"]("cuda" if torch.cuda.is_available() else "cpu") if tiny else llama_8b(driver.arch)
+    return [measure(driver, bench) for bench in benches(of)]
 
 
 def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
-    built = build(bench.source, bench.kernel, "", driver.arch)
-    kernel = driver.load(built.data, built.record)
-    held = bench.all_tensors("cuda")
-    values = {name: tensor.data_ptr() for name, tensor in held.items()}
-    stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-    ours = microseconds(lambda: kernel.launch(stream, bench.counts, **values))
-    theirs = microseconds(bench.reference)
-    torch.testing.assert_close(bench.tensors[bench.out], bench.reference(), rtol=bench.tolerance, atol=bench.tolerance)
-    return {
-        "kernel": bench.kernel,
-        "shape": bench.shape,
-        "us": round(ours, 2),
-        "reference_us": round(theirs, 2),
-        "gb_per_s": round(bench.num_bytes / ours / 1e3, 1),
-        "tflop_per_s": round(bench.flops / ours / 1e6, 2),
-    }
+    from gpu import elapsed_ms
+
+    placed, stream = Placed(driver), driver.new_stream()
+    flush = driver.allocate(FLUSH_BYTES if bench.tensors[bench.out].is_cuda else 256)
+    if bench.tensors[bench.out].is_cuda:
+        torch.cuda.synchronize()
+    for each in (*bench.before, bench):
+        cubin = build(each.source, each.kernel, "", driver.arch)
+        kernel = driver.load(cubin.data, cubin.record)
+        bound = kernel.bind({name: placed.address(tensor) for name, tensor in each.all_tensors().items()})
+        grid = cubin.record.grid_for(**each.counts)
+        bound.launch(stream, grid)
+    times = []
+    for _ in range(REPEATS):
+        driver.fill(flush, 0, FLUSH_BYTES if bench.tensors[bench.out].is_cuda else 256, stream)
+        times.append(1e3 * elapsed_ms(driver, stream, lambda: bound.launch(stream, grid)))
+    driver.free(flush)
+    placed.free()
+    ours = statistics.median(times)
+    found: dict[str, Any] = {"kernel": bench.kernel, "shape": bench.shape, "us": round(ours, 2)}
+    if bench.tensors[bench.out].is_cuda:
+        found["torch_us"] = round(torch_microseconds(bench.reference), 2)
+        expected, written = bench.reference(), bench.tensors[bench.out]
+        torch.testing.assert_close(written, expected, rtol=bench.tolerance, atol=bench.tolerance)
+    found["gb_per_s"] = round(bench.num_bytes / ours / 1e3, 1)
+    found["tflop_per_s"] = round(bench.flops / ours / 1e6, 2)
+    return found
 
 
-def bandwidth() -> float:
-    """GB/s read and written by a copy much larger than the cache."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds(lambda: target.copy_(source)) / 1e3
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
-    driver = Driver()
-    copied = round(bandwidth(), 1)
-    rows = [measure(driver, bench) for bench in benches(LLAMA_8B)]
-    if arguments.json:
-        print(json.dumps({"gpu": torch.cuda.get_device_name(), "copy_gb_per_s": copied, "kernels": rows}))
-        return
-    print(f"{torch.cuda.get_device_name()}, a copy moves {copied} GB/s")
-    for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-
-
-if __name__ == "__main__":
-    main()
+def torch_microseconds(run: Callable[[], object]) -> float:
+    """Median time of `run` on the GPU, with a cold cache."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    new_event: Callable[..., Any] = torch.cuda.Event  # untyped in torch
+    times: list[float] = []
+    started = time.perf_counter()
+    while len(times) < REPEATS and time.perf_counter() - started < 5:
+        flush.zero_()
+        start, end = (new_event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)

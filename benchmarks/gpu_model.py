@@ -157,7 +157,7 @@ def random_model(
     fields = SHAPES[shape].config if isinstance(shape, str) else shape
     config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "architectures"})
     program = capture(from_config(config, None), dtype, max_model_len, check=False)
-    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))  # type: ignore[arg-type]
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))
     plan = memory_plan(program)
     step = emit(program, plan.values)
     contents: dict[str, bytes] = {}

@@ -19,6 +19,8 @@ from inferc.program import target_name
 
 OTHER_TARGET = "another target's kernel"
 OTHER_CASE = "another kernel's dtype or case"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -301,30 +303,88 @@ class ForTriton:
     """Why not, of a Triton kernel: it is for NVIDIA GPUs, `argument` is of floats, all weights are in its dtype, and `check`
     has no reason either.
 
-    uses_cache: K and V are stored in that dtype too.
+    uses_cache: K and V are stored in that dtype too. mixed: weights may be in other dtypes.
     """
 
     argument: str
     check: Callable[[fx.Node], str] | None = None
     uses_cache: bool = False
+    mixed: bool = False
 
     def __call__(self, node: fx.Node, target: Target) -> str:
         if target.device != "cuda":
             return OTHER_TARGET
         dtype = _dtype(node, self.argument)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if dtype not in FLOATS:
             return OTHER_CASE
         for weight in (each for each in node.all_input_nodes if each.op == "get_attr"):
-            if (found := weight.meta["val"].dtype) != dtype:
+            if not self.mixed and (found := weight.meta["val"].dtype) != dtype:
                 return f"weight {weight.target} in {found}: expected {dtype}, as {self.argument}"
-        reason = _cache_fits(node, dtype, False) if self.uses_cache else ""
+        reason = _cache_fits(node, dtype, _dtype(node, "kv_cache") == torch.int8) if self.uses_cache else ""
         return reason or ("" if self.check is None else self.check(node))
 
 
 def one_row_each(node: fx.Node) -> str:
     """A norm of whole rows, not of the heads in them."""
     rank = len(_shape(node, "x"))
-    return "" if rank == 2 else f"rank {rank}: expected rows of 2"
+    return "" if rank == 2 else OTHER_CASE
+
+
+def heads_of_rows(node: fx.Node) -> str:
+    """A norm of the heads of rows."""
+    rank = len(_shape(node, "x"))
+    return OTHER_CASE if rank == 2 else "" if rank == 3 else f"rank {rank}: expected rows, or heads of rows"
+
+
+def lookup_by_position(node: fx.Node) -> str:
+    """A lookup by positions, which are wider than token ids."""
+    return plain_lookup(node) if _dtype(node, "indices") == torch.int64 else OTHER_CASE
+
+
+def sum_is_unread(node: fx.Node) -> str:
+    """Whether nothing takes the second result, which then has no place."""
+    read = any(target_name(user.target) == "getitem" and user.args[1] == 1 for user in node.users)
+    return OTHER_CASE if read else ""
+
+
+def triton_qkv_fits(node: fx.Node) -> str:
+    """Weights as rows have them, or in int8 with a scale for each output; K and V are stored as rows are."""
+    stored, rows, cache = _dtype(node, "weight"), _dtype(node, "x"), _dtype(node, "kv_cache")
+    if argument(node, "x_scale") is not None or stored not in (rows, torch.int8):
+        return f"a projection in {stored}, of rows in {rows}: expected both alike, or int8"
+    return rope_dims_fit(node) if cache == rows else f"a KV cache of {cache}: expected {rows}, as rows are"
+
+
+def rope_dims_fit(node: fx.Node) -> str:
+    """An even head, of which no more than all is rotated."""
+    dim = int(argument(node, "kv_cache").meta["val"].shape[-1])
+    return (
+        f"head_dim {dim}: expected an even one"
+        if dim % 2
+        else at_most("rotary dimension", _shape(node, "table")[-1], dim)
+    )
+
+
+def grouped_experts_fit(node: fx.Node) -> str:
+    """Weights as rows have them, or all in int8; biases as rows have them."""
+    rows, stored = _dtype(node, "x"), _dtype(node, "down")
+    of_biases = {_dtype(node, name) for name in ("gate_up_bias", "down_bias")} - {None, rows}
+    if stored not in (rows, torch.int8) or _dtype(node, "gate_up") != stored or of_biases:
+        return f"experts in {_dtype(node, 'gate_up')} and {stored}: expected {rows}, as the rows, or int8"
+    return at_most("num_experts", _shape(node, "down")[0], 1024)
+
+
+def triton_pointwise_fits(node: fx.Node, target: Target) -> str:
+    if target.device != "cuda":
+        return OTHER_TARGET
+    from inferc.codegen.cpp.pointwise import parts
+
+    inputs: Any = node.args[0]
+    strange = [each.meta["val"].dtype for each in inputs if each.meta["val"].dtype not in (*FLOATS, *INTEGERS)]
+    if strange or node.meta["val"].dtype not in FLOATS:
+        return f"elementwise arithmetic on {(*strange, node.meta['val'].dtype)[0]}: expected floats"
+    too_many = at_most("inputs of elementwise arithmetic:", len(inputs), 8)
+    return too_many or ("" if parts(node) else "elementwise arithmetic whose operands repeat in two ways")
 
 
 def sizes(shape: tuple[Any, ...]) -> str:

@@ -250,10 +250,6 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
 _TRITON_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
     ("aten.embedding", "embedding", "weight", ("weight",), conditions.plain_lookup),
     ("aten.index_select", "index_select", "self", (), conditions.first_axis),
-    ("aten.linear", "linear_", "input", ("weight", "bias"), None),
-    ("inferc.linear_wide", "linear_wide", "x", ("weight",), None),
-    ("inferc.linear_add", "linear_add", "x", ("weight", "bias"), None),
-    ("inferc.lm_head", "lm_head", "hidden", ("weight", "bias"), None),
     ("inferc.rms_norm", "rms_norm_", "x", ("weight",), conditions.one_row_each),
     ("inferc.rms_norm_add", "rms_norm_add", "x", ("weight",), conditions.one_row_each),
     ("inferc.silu_mul", "silu_mul_", "gate", (), None),
@@ -264,6 +260,52 @@ _TRITON_CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Nod
     ("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", ("q_weight", "k_weight"), conditions.rope_fits),
     ("inferc.paged_attention", "paged_attention_", "q", ("sinks",), conditions.heads_fit),
 )
+# Besides a dense Llama's: the same, with where the call is made, and whether weights have dtypes of their own.
+_TRITON_MORE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None, bool], ...] = (
+    (
+        *("aten.embedding", "more_calls:embedding_by_position", "weight", ("weight",)),
+        *(conditions.lookup_by_position, False),
+    ),
+    ("aten.linear", "product_calls:linear_", "input", ("weight", "bias"), None, False),
+    ("inferc.linear_wide", "product_calls:linear_wide", "x", ("weight",), None, False),
+    ("inferc.linear_add", "product_calls:linear_add", "x", ("weight", "bias"), None, False),
+    ("inferc.lm_head", "product_calls:lm_head", "hidden", ("weight", "bias"), None, False),
+    ("inferc.linear_silu_mul", "product_calls:linear_silu_mul_", "x", ("weight", "bias"), None, False),
+    ("inferc.linear_int8", "product_calls:linear_int8", "x", ("weight", "scale", "bias"), None, True),
+    (
+        *("inferc.qkv_rope_kv_write", "product_calls:qkv_rope_kv_write_", "x"),
+        *(("weight", "scale", "bias", "q_weight", "k_weight"), conditions.triton_qkv_fits, True),
+    ),
+    ("aten.add.Tensor", "more_calls:add", "self", (), conditions.same_shapes, False),
+    ("aten.mul.Tensor", "more_calls:mul", "self", (), conditions.same_shapes, False),
+    ("inferc.gelu_mul", "more_calls:gelu_mul", "gate", (), None, False),
+    ("inferc.layer_norm", "more_calls:layer_norm_", "x", ("weight", "bias"), None, False),
+    ("inferc.rms_norm", "more_calls:rms_norm_heads", "x", ("weight",), conditions.heads_of_rows, False),
+    ("inferc.rms_norm_add", "more_calls:rms_norm_of_sum", "x", ("weight",), conditions.sum_is_unread, False),
+    ("inferc.rope", "more_calls:rope", "x", (), conditions.rope_fits, False),
+    ("inferc.embedding_int8", "more_calls:embedding_int8_", "scale", ("weight", "scale"), None, True),
+    ("inferc.moe_routing", "expert_calls:moe_routing", "router_logits", ("bias",), conditions.routing_fits, True),
+    (
+        *("inferc.moe_experts", "expert_calls:moe_experts", "x", ("gate_up", "down", *_BIASES, *_SCALES)),
+        *(conditions.grouped_experts_fit, True),
+    ),
+)
+
+
+def _more_triton_kernels() -> tuple[Kernel, ...]:
+    def kernel(op: str, call: str, why_not: Callable[[fx.Node, Target], str], *weights: str) -> Kernel:
+        name = f"triton.{call.partition(':')[2].rstrip('_')}"
+        return Kernel("triton", op, name, why_not, f"inferc.codegen.triton.{call}", dict.fromkeys(weights, None))
+
+    writes = conditions.ForTriton("k", uses_cache=True)
+    return (
+        *(
+            kernel(op, call, conditions.ForTriton(deciding, check, mixed=mixed), *weights)
+            for op, call, deciding, weights, check, mixed in _TRITON_MORE_ROWS
+        ),
+        kernel("inferc.kv_write", "more_calls:kv_write_", writes),
+        kernel("inferc.pointwise", "more_calls:pointwise_", conditions.triton_pointwise_fits),
+    )
 
 
 def _triton_kernels() -> tuple[Kernel, ...]:
@@ -298,6 +340,7 @@ _REFERENCE_OPS = sorted(
 
 KERNELS: tuple[Kernel, ...] = (
     *_cpp_kernels(),
+    *_more_triton_kernels(),
     *_triton_kernels(),
     *(Kernel("reference", op, f"reference.{op}", conditions.reference_only) for op in _REFERENCE_OPS),
 )

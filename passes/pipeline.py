@@ -135,8 +135,8 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         SplitHead(),
         *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
         *((fuse_linear_silu_mul,) if _has_gated_product(config) else ()),  # of what is not quantized
-        # After the quantization, which looks for products: it takes those in too. A GPU's kernel for it is not written.
-        *((FuseQKV(),) if config.target.device != "cuda" else ()),
+        # After the quantization, which looks for products: it takes those in too. A GPU's kernel writes no int8 cache.
+        *((FuseQKV(),) if config.target.device != "cuda" or config.kv_dtype != "int8" else ()),
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),
     )
@@ -145,7 +145,7 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
 def _has_gated_product(config: LowerConfig) -> bool:
     """Whether `linear_silu_mul` has a kernel, and the user none for what it would take in."""
     own = {row.op for each in config.passes for row in each.kernels}
-    return config.target.device == "cpu" and "inferc.silu_mul" not in own
+    return config.target.device != "reference" and "inferc.silu_mul" not in own
 
 
 def _quantization(name: str | None) -> tuple[Pass, ...]:

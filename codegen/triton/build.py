@@ -40,8 +40,8 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def build(source: Source, name: str, op: str, arch: str) -> Cubin:
-    """Compile `source` for `arch` ("sm_90").
+def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = True) -> Cubin:
+    """Compile `source` for `arch` ("sm_90"); without `assemble` to PTX alone.
 
     Raises VerifyError for a cubin that its launch record does not fit, or that spills more than `source` allows.
     """
@@ -59,14 +59,26 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
     dependent = number >= DEPENDENT_SINCE
     with knobs.compilation.scope(), knobs.runtime.scope():
         knobs.compilation.disable_line_info = True  # it holds the compiling machine's paths
-        knobs.runtime.add_stages_inspection_hook = _wait_first if dependent else None
+        hooks = [*((_wait_first,) if dependent else ()), *(() if assemble else (_stop_at_ptx,))]
+
+        def hook(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
+            for each in hooks:
+                each(stages)
+
+        knobs.runtime.add_stages_inspection_hook = hook
         compiled = triton.compile(
             ASTSource(source.function, signature, dict(source.constants), attributes),
             target=GPUTarget("cuda", number, 32),
-            # launch_pdl changes no code, but the key under which Triton keeps it.
-            options={"num_warps": source.num_warps, "num_stages": source.num_stages, "launch_pdl": dependent},
+            # launch_pdl and ptx_options change no code here, but the key under which Triton keeps it.
+            options={
+                "num_warps": source.num_warps,
+                "num_stages": source.num_stages,
+                "launch_pdl": dependent,
+                "ptx_options": None if assemble else "-O1",
+            },
         )
-    data: bytes = compiled.asm["cubin"]
+    ptx = compiled.asm["ptx"].encode()
+    data: bytes = compiled.asm["cubin"] if assemble else b""
     metadata = compiled.metadata
     arguments = [
         Argument(argument, kind, ARGUMENT_BYTES.get(kind, 8), 16 if argument in source.aligned else 1)
@@ -83,19 +95,21 @@ def build(source: Source, name: str, op: str, arch: str) -> Cubin:
         global_scratch_bytes=metadata.global_scratch_size,
         arguments=(*arguments, *SCRATCH),
         constants=dict(source.constants),
-        resources=read_resources(data, metadata.name),
+        resources=read_resources(data, metadata.name) if assemble else {},
         compiler=f"triton {triton.__version__}, {_assembler(arch)}",
         dependent=dependent,
     )
+    if not assemble:
+        return Cubin(data, record, ptx)
     check_launch_record(record, data)
     if (spilled := record.resources["stack_bytes"] + record.resources["local_bytes"]) > source.stack_bytes:
         raise VerifyError(
             f"{name} for {arch}: {spilled} bytes of a thread's registers spilled, its budget is {source.stack_bytes}"
         )
-    return Cubin(data, record, compiled.asm["ptx"].encode())
+    return Cubin(data, record, ptx)
 
 
-def _wait_first(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
+def _wait_first(stages: dict[str, Any]) -> None:
     """Have the kernel begin by letting the next one be launched, and by waiting for the one before it to be done.
 
     So the next kernel's blocks are on the multiprocessors when this one's last block ends (programmatic dependent launch).
@@ -109,6 +123,10 @@ def _wait_first(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
         return text.replace(begin, f"{begin}\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n")
 
     stages["ptx"] = make_ptx
+
+
+def _stop_at_ptx(stages: dict[str, Any]) -> None:
+    stages["cubin"] = lambda source, _: source.encode()
 
 
 @lru_cache

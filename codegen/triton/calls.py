@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from inferc.codegen.conditions import argument
-from inferc.codegen.triton import gather_rows, linear, paged_attention, rms_norm, rope, silu_mul
+from inferc.codegen.triton import (
+    attention_decode,
+    attention_plan,
+    attention_prefill,
+    gather_rows,
+    rms_norm,
+    rope,
+    silu_mul,
+)
 from inferc.codegen.triton.source import Source
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError
 from inferc.program import dtype_name, name_of
 
 ROWS = {"T": "tokens", "S": "rows", "sample": "rows"}
-FEW_ROWS = 64  # up to which products go in tiles of 16 rows
+PREFILL = "prefill"
+FAST, INVARIANT = "fast", "invariant"
 ALIGNMENT = 16  # bytes
+NUM_PROGRAMS = 296  # of decode attention at most: see `occupancy.PROGRAMS`
 
 
 @dataclass(frozen=True)
@@ -36,12 +48,18 @@ class Call:
     "offset"}: bytes from the start of its pool; {"counts": "step" or "sample"}. What a kernel is not to read is {}.
     """
 
-    node: fx.Node
+    node: fx.Node | None
     kernel: str
     rows: str
     choices: tuple[Choice, ...]
     arguments: dict[str, dict[str, Any]]
     writes: list[tuple[fx.Node, Operand]]  # the values that it makes
+    only: str = ""  # PREFILL: not in steps in which every sequence has one new token
+    order: str = (
+        ""  # of addition, where the call is for one of the two: FAST or INVARIANT, whatever else is in the batch
+    )
+    scratch: dict[str, dict[str, int]] = field(default_factory=dict)  # memory of its own, as `CudaStep.scratch` has it
+    begin: tuple[Call, ...] = ()  # what must be launched once in a step, before all others
 
 
 @dataclass
@@ -112,14 +130,14 @@ class Builder:
         columns = {name: at.get("column", 0) + at.get("shifted", 0) for name, at in self.arguments.items()}
         return tuple(name for name, column in columns.items() if column % ALIGNMENT)
 
-    def done(self, kernel: str, of: Operand, *choices: Source | Choice) -> Call:
-        """of: the operand whose rows the kernel goes over."""
+    def done(self, kernel: str, of: Operand, *choices: Source | Choice, **more: Any) -> Call:
+        """of: the operand whose rows the kernel goes over. more: further fields of the call."""
         self.arguments["counts_ptr"] = {"counts": "sample" if of.pool == "sample" else "step"}
         made = tuple(each if isinstance(each, Choice) else Choice(each) for each in choices)
         names = made[0].source.signature
         arguments = {name: self.arguments.get(name, {}) for name in names}
         assert not set(self.arguments) - set(names), f"{kernel} takes no {set(self.arguments) - set(names)}"
-        return Call(self.node, kernel, ROWS[of.pool], made, arguments, self.writes)
+        return Call(self.node, kernel, ROWS[of.pool], made, arguments, self.writes, **more)
 
 
 def embedding(node: fx.Node, values: Values) -> Call:
@@ -166,36 +184,6 @@ def _rms_norm(b: Builder, operands: tuple[Operand, Operand, Operand, Operand], a
     return b.done("rms_norm", out, source)
 
 
-def linear_(node: fx.Node, values: Values) -> Call:
-    return _linear(Builder(node, values), "input", "bias")
-
-
-def linear_wide(node: fx.Node, values: Values) -> Call:
-    return _linear(Builder(node, values), "x", None)
-
-
-def lm_head(node: fx.Node, values: Values) -> Call:
-    return _linear(Builder(node, values), "hidden", "bias")
-
-
-def linear_add(node: fx.Node, values: Values) -> Call:
-    return _linear(Builder(node, values), "x", "bias", "residual")
-
-
-def _linear(b: Builder, of: str, bias: str | None, residual: str | None = None) -> Call:
-    x, out = b.read("x_ptr", of), b.write("out_ptr")
-    b.weight("weight_ptr", "weight")
-    has_bias = bias is not None and b.weight("bias_ptr", bias)
-    added = None if residual is None else b.read("residual_ptr", residual)
-    strides = (x.stride, out.stride if added is None else added.stride, out.stride)
-
-    def source(few: bool) -> Source:
-        dtypes = dtype_name(x.dtype), dtype_name(out.dtype)
-        return linear.linear(*dtypes, ROWS[out.pool], out.width, x.width, strides, has_bias, added is not None, few)
-
-    return b.done("linear", out, Choice(source(few=True), FEW_ROWS), Choice(source(few=False)))
-
-
 def silu_mul_(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     gate, up, out = b.read("gate_ptr", "gate"), b.read("up_ptr", "up"), b.write("out_ptr")
@@ -235,23 +223,50 @@ def _rope_kv_write(b: Builder, eps: float, offset: float, how: int) -> Call:
     strides = (q.stride, k.stride, v.stride, table.stride, out.stride)
     source = rope.rope_kv_write(
         *(dtype_name(out.dtype), int(heads), kv_heads, int(dim), table.width // 2, str(b.arg("pairs")), strides),
-        *(layers, block_size, eps, offset, how, b.unaligned()),
+        *(layers, block_size, eps, offset, how, b.unaligned(), b.arg("kv_cache").meta["val"].dtype == torch.int8),
     )
     return b.done("rope_kv_write", out, source)
 
 
-def paged_attention_(node: fx.Node, values: Values) -> Call:
+def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     b = Builder(node, values)
     q, out = b.read("q_ptr", "q"), b.write("out_ptr")
+    cache = b.arg("kv_cache").meta["val"]
     layers, block_size = b.cache("cache_ptr")
     for name, of in (("block_table", "block_table"), ("query_start", "query_start_loc"), ("seq_lens", "seq_lens")):
         b.input(f"{name}_ptr", of)
     has_sinks = b.weight("sinks_ptr", "sinks")
     b.arguments["max_blocks_ptr"] = {"input": f"max_blocks_{values.cache_group(b.arg('kv_cache'))}"}
-    _, heads, dim = b.arg("q").meta["val"].shape
-    kv_heads = int(b.arg("kv_cache").meta["val"].shape[4])
-    source = paged_attention.paged_attention(
-        *(dtype_name(out.dtype), int(heads), kv_heads, int(dim), (q.stride, out.stride), layers, block_size),
-        *(float(b.arg("scale")), float(b.arg("softcap")), str(b.arg("mask")), int(b.arg("window")), has_sinks),
+    _, heads, dim = (int(size) if at else 0 for at, size in enumerate(b.arg("q").meta["val"].shape))
+    kv_heads, mask, window = int(cache.shape[4]), str(b.arg("mask")), int(b.arg("window"))
+    shape = (
+        *(dtype_name(out.dtype), heads, kv_heads, dim, (q.stride, out.stride), layers, block_size),
+        *(float(b.arg("scale")), float(b.arg("softcap")), mask, window, has_sinks),
     )
-    return b.done("paged_attention", out, source)
+    int8_kv = cache.dtype == torch.int8
+    made = []
+    for order in (FAST, INVARIANT):
+        in_order = order == INVARIANT
+        kind = hashlib.sha256(repr((heads, kv_heads, dim, mask, window, in_order)).encode()).hexdigest()[:6]
+        sizes = {
+            "plan": {
+                "const": attention_plan.plan_bytes(0),
+                "per_seq": attention_plan.plan_bytes(1) - attention_plan.plan_bytes(0),
+            },
+            "partial": {"const": attention_decode.partial_bytes(heads, kv_heads, dim, NUM_PROGRAMS, in_order)},
+            "arrived": {"const": 4 * NUM_PROGRAMS},
+        }
+        plan = Builder(node, values)
+        for name, of in (("query_start", "query_start_loc"), ("seq_lens", "seq_lens")):
+            plan.input(f"{name}_ptr", of)
+        plan.arguments["plan_ptr"] = {"scratch": f"plan_{kind}"}
+        planned = attention_plan.attention_plan(kv_heads, heads // kv_heads, mask, window, NUM_PROGRAMS, in_order)
+        before = replace(plan.done("attention_plan", out, planned, order=order), node=None)
+        source = attention_decode.decode_attention(*shape, NUM_PROGRAMS, int8_kv, in_order)
+        each = Builder(
+            node, values, {**b.arguments, **{f"{name}_ptr": {"scratch": f"{name}_{kind}"} for name in sizes}}, b.writes
+        )
+        scratch = {f"{name}_{kind}": size for name, size in sizes.items()}
+        made.append(each.done("decode_attention", out, source, order=order, scratch=scratch, begin=(before,)))
+    prefill = attention_prefill.prefill_attention(*shape, int8_kv)
+    return (*made, b.done("prefill_attention", out, prefill, only=PREFILL))

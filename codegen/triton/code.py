@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from inferc.codegen.triton.build import Cubin
@@ -34,7 +35,7 @@ def write_code(
     for arch in todo:
         folder = folders[arch] = f"{FOLDER}/{arch}"
         records = []
-        for name, cubin in step.compile(PTX_ARCH if arch == "ptx" else arch):
+        for name, cubin in step.compile(PTX_ARCH if arch == "ptx" else arch, assemble=arch != "ptx"):
             progress(done, total)
             done += 1
             add(f"{folder}/{name}.{'ptx' if arch == 'ptx' else 'cubin'}", cubin.ptx if arch == "ptx" else cubin.data)
@@ -46,9 +47,23 @@ def write_code(
 
 
 def write_sources(step: CudaStep, add: Callable[[str, bytes], None]) -> None:
-    """The Triton text of the kernels."""
-    for path in sorted({Path(inspect.getfile(source.function.fn)) for source in step.sources.values()}):
-        add(f"{FOLDER}/triton/{path.name}", path.read_bytes())
+    """The Triton text of the kernels, and of what they call."""
+    paths = {Path(module.__file__ or "") for module in _modules(step)}
+    for path in sorted(paths):
+        add(f"{FOLDER}/triton/{path.relative_to(Path(__file__).parent)}", path.read_bytes())
+
+
+def _modules(step: CudaStep) -> list[ModuleType]:
+    """Those of the kernels, and those of this package that they import."""
+    found: dict[str, ModuleType] = {}
+    todo = [source.function.fn.__module__ for source in step.sources.values()]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            module = found[name] = sys.modules[name]
+            imported = [getattr(value, "__module__", "") or "" for value in vars(module).values()]
+            todo += [each for each in imported if each.startswith(f"{__package__}.") and each in sys.modules]
+    return list(found.values())
 
 
 def _row(name: str, arch: str, cubin: Cubin) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -17,9 +17,11 @@ from torch import fx
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.calls import Call, Choice
+from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.codegen.triton.sampling_calls import sampling_launches
 from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
 from inferc.codegen.triton.source import Source
+from inferc.codegen.triton.tuning import tuned
 from inferc.codegen.values import Operand, Place, Values, outputs
 from inferc.errors import UnsupportedError
 from inferc.program import Program, ancestors, dtype_name, name_of
@@ -34,15 +36,15 @@ class CudaStep:
 
     launches: before a step ("begin"), up to the rows that the LM head reads ("step"), of up to so many of these rows at a time
     ("head"), from their logits to ids ("sample") or to the likelihood of given ones ("score"). A launch is {"node", "layer",
-    "rows", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; what the sampling kernels go by besides is
+    "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; what the sampling kernels go by besides is
     {"state"}, {"output"} and {"scratch"}. scratch: memory that is zero at first and belongs to launches, by name: the bytes
-    "const", "per_token" of a step, "per_seq", "per_row" that is sampled at a time and "per_kv_token" of KV group "group".
+    "const", "per_token" of a step, "per_seq", "per_row" that is sampled at a time and "per_kv_token" of KV group "group"; "order": only that one needs it.
     observable: the values that launches write, by "id". sources: by name of the kernel.
     """
 
     launches: dict[str, list[dict[str, Any]]]
     logits: dict[str, Any]
-    scratch: dict[str, dict[str, int]]
+    scratch: dict[str, dict[str, Any]]
     observable: list[dict[str, Any]]
     sources: dict[str, Source]
 
@@ -56,10 +58,13 @@ class CudaStep:
             "kv_layout": {"order": KV_ORDER},
         }
 
-    def compile(self, arch: str) -> Iterator[tuple[str, Cubin]]:
-        """(name of the kernel, its cubin) for one chip, one after the other."""
+    def compile(self, arch: str, *, assemble: bool = True) -> Iterator[tuple[str, Cubin]]:
+        """(name of the kernel, its cubin) for one chip, one after the other; `assemble`: not the PTX alone."""
         for name, source in self.sources.items():
-            yield name, build(source, name, source.function.__name__, arch)
+            own = tuned(name.rpartition("-")[0], source, arch)
+            if "NUM_PROGRAMS" in own.constants:
+                own = replace(own, constants={**own.constants, "NUM_PROGRAMS": PROGRAMS[arch]})
+            yield name, build(own, name, own.function.__name__, arch, assemble=assemble)
 
 
 def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, ...] = KERNELS) -> CudaStep:
@@ -80,18 +85,20 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
     where = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride, "width": at.width}
     around = {
         name: [
-            made.add(kernel, None, rows, [Choice(source)], arguments, []) for kernel, rows, source, arguments in each
+            made.add(Call(None, kernel, rows, (Choice(source),), arguments, []))
+            for kernel, rows, source, arguments in each
         ]
         for name, each in sampling_launches(at.width, where).items()
     }
     launches = {
-        "begin": around["begin"],
+        "begin": [*around["begin"], *made.begin],
         "step": step,
         "head": head,
         "sample": around["sample"],
         "score": around["score"],
     }
-    return CudaStep(launches, where, sampling_scratch(at.width), made.observable, made.sources)
+    scratch = {**sampling_scratch(at.width), **made.scratch}
+    return CudaStep(launches, where, scratch, made.observable, made.sources)
 
 
 @dataclass
@@ -101,52 +108,60 @@ class _Emission:
     kernels: tuple[Kernel, ...]
     sources: dict[str, Source] = field(default_factory=dict)
     observable: list[dict[str, Any]] = field(default_factory=list)
+    scratch: dict[str, dict[str, Any]] = field(default_factory=dict)
+    begin: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
 
     def launches(self, values: Values, nodes: Sequence[fx.Node]) -> list[dict[str, Any]]:
-        calls: list[Call] = [
-            chosen_kernel(node, "triton", self.kernels).load_emit()(node, values)
-            for node in nodes
-            if needs_kernel(node)
-        ]
-        return [self.add(c.kernel, c.node, c.rows, c.choices, c.arguments, c.writes) for c in calls]
+        """Of nodes, each of which makes a call or several."""
+        made = []
+        for node in nodes:
+            if needs_kernel(node):
+                calls: Call | tuple[Call, ...] = chosen_kernel(node, "triton", self.kernels).load_emit()(node, values)
+                made += [self.add(call) for call in (calls if isinstance(calls, tuple) else (calls,))]
+        return made
 
-    def add(
-        self,
-        kernel: str,
-        node: fx.Node | None,
-        rows: str,
-        choices: Sequence[Choice],
-        arguments: dict[str, dict[str, Any]],
-        writes: Sequence[tuple[fx.Node, Operand]],
-    ) -> dict[str, Any]:
+    def add(self, call: Call) -> dict[str, Any]:
         named = []
-        for choice in choices:
-            name = kernel_name(kernel, choice.source)
+        for choice in call.choices:
+            name = kernel_name(call.kernel, choice.source)
             self.sources[name] = choice.source
             named.append({"kernel": name, "up_to": choice.up_to})
+        for each in map(self.add, call.begin):
+            if each not in self.begin:
+                self.begin.append(each)
+        for name, each_size in call.scratch.items():
+            size = {**each_size, **({"order": call.order} if call.order else {})}
+            assert self.scratch.setdefault(name, size) == size, (
+                f"{call.kernel}: {name} is {self.scratch[name]} elsewhere"
+            )
         return {
-            "node": kernel if node is None else name_of(node),
-            "layer": None if node is None else node.meta.get("layer"),
-            "rows": rows,
+            "node": call.kernel if call.node is None else name_of(call.node),
+            "layer": None if call.node is None else call.node.meta.get("layer"),
+            "rows": call.rows,
+            **({"only": call.only} if call.only else {}),
+            **({"order": call.order} if call.order else {}),
             "choices": named,
-            "arguments": arguments,
-            "writes": [self._observed(value, operand) for value, operand in writes],
+            "arguments": call.arguments,
+            "writes": [self._observed(value, operand) for value, operand in call.writes],
         }
 
     def _observed(self, node: fx.Node, at: Operand) -> dict[str, Any]:
         """Where a value lies, and its number among the observable ones."""
         value = node.meta["val"]
-        self.observable.append(
-            {
-                "id": len(self.observable),
-                "name": name_of(node),
-                "layer": node.meta.get("layer"),
-                "dtype": dtype_name(value.dtype),
-                "shape": [int(size) for size in value.shape[1:]],
-            }
-        )
+        if node not in self.numbers:
+            self.numbers[node] = len(self.numbers)
+            self.observable.append(
+                {
+                    "id": self.numbers[node],
+                    "name": name_of(node),
+                    "layer": node.meta.get("layer"),
+                    "dtype": dtype_name(value.dtype),
+                    "shape": [int(size) for size in value.shape[1:]],
+                }
+            )
         place = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride}
-        return {"id": len(self.observable) - 1, **place}
+        return {"id": self.numbers[node], **place}
 
 
 def kernel_name(kernel: str, source: Source) -> str:

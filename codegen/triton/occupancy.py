@@ -33,6 +33,17 @@ MULTIPROCESSORS = {
 }
 
 
+# Of decode attention, which are all to be there at once: of the chip's largest GPU, as many a multiprocessor as surely fit.
+PROGRAMS = {
+    "sm_80": 2 * 108,
+    "sm_86": 84,
+    "sm_89": 142,
+    "sm_90": 2 * 132,
+    "sm_100": 2 * 148,
+    "sm_120": 188,
+}
+
+
 def occupancy(record: LaunchRecord) -> float:
     """The share of a multiprocessor's warps that blocks of the kernel fill."""
     of = MULTIPROCESSORS[record.arch]

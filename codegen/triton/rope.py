@@ -7,6 +7,7 @@ import triton.language as tl
 
 from inferc.codegen.triton.rms_norm import normed
 from inferc.codegen.triton.source import POINTERS, Source
+from inferc.kv_pools import SCALE_BYTES
 from inferc.ops.rope import PAIRS
 
 
@@ -74,8 +75,10 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     V_STRIDE: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    INT8: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     HOW: tl.constexpr,
@@ -87,18 +90,19 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
         dtype = out_ptr.dtype.element_ty
         is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
         kv_head = tl.where(is_q, 0, (head - HEADS) % KV_HEADS)
+        slot = tl.load(slots_ptr + token, mask=head >= HEADS, other=0)
+        part = cache_ptr + (slot // BLOCK_SIZE) * BLOCK_STRIDE + kv_head.to(tl.int64) * (2 * PART)
         source = q_ptr + token * Q_STRIDE + head * DIM
         weights = q_weight_ptr
         target = out_ptr + token * OUT_STRIDE + head * DIM
         if not is_q:
-            slot = tl.load(slots_ptr + token)
-            piece = cache_ptr + (slot // BLOCK_SIZE) * BLOCK_STRIDE + kv_head.to(tl.int64) * (2 * BLOCK_SIZE * DIM)
-            target = piece + (slot % BLOCK_SIZE) * DIM
             source = k_ptr + token * K_STRIDE + kv_head * DIM
             weights = k_weight_ptr
             if is_v:
-                target += BLOCK_SIZE * DIM
+                part += PART
                 source = v_ptr + token * V_STRIDE + kv_head * DIM
+            if INT8 == 0:
+                target = part + (slot % BLOCK_SIZE) * DIM
         i = tl.arange(0, ROTATED_BLOCK)
         mask = i < HALF
         first_at, second_at = i, HALF + i
@@ -117,18 +121,43 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
                 first = normed(first, squares, first_weight, DIM, EPS, OFFSET, HOW, dtype).to(dtype).to(tl.float32)
                 second = normed(second, squares, second_weight, DIM, EPS, OFFSET, HOW, dtype).to(dtype).to(tl.float32)
                 rest = normed(rest, squares, rest_weight, DIM, EPS, OFFSET, HOW, dtype).to(dtype).to(tl.float32)
-        if is_v:
-            tl.store(target + first_at, first.to(dtype), mask=mask)
-            tl.store(target + second_at, second.to(dtype), mask=mask)
-        else:
+        to_first, to_second = first_at, second_at
+        if not is_v:
             cos = tl.load(table_ptr + token * TABLE_STRIDE + i, mask=mask, other=0.0)
             sin = tl.load(table_ptr + token * TABLE_STRIDE + HALF + i, mask=mask, other=0.0)
-            to_first, to_second = first_at, second_at
+            first, second = first * cos - second * sin, second * cos + first * sin
             if PAIRS == 2:
                 to_first, to_second = i, HALF + i
-            tl.store(target + to_first, (first * cos - second * sin).to(dtype), mask=mask)
-            tl.store(target + to_second, (second * cos + first * sin).to(dtype), mask=mask)
-        tl.store(target + j, rest.to(dtype), mask=j < DIM)
+        first, second, rest = first.to(dtype), second.to(dtype), rest.to(dtype)
+        if INT8:  # noqa: SIM102  as above
+            if not is_q:
+                scale = int8_scale(first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32))
+                values = part + (slot % BLOCK_SIZE) * DIM
+                tl.store(values + to_first, to_int8(first.to(tl.float32), scale), mask=mask)
+                tl.store(values + to_second, to_int8(second.to(tl.float32), scale), mask=mask)
+                tl.store(values + j, to_int8(rest.to(tl.float32), scale), mask=j < DIM)
+                tl.store((part + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32)) + slot % BLOCK_SIZE, scale)
+        if (INT8 == 0) | is_q:
+            tl.store(target + to_first, first, mask=mask)
+            tl.store(target + to_second, second, mask=mask)
+            tl.store(target + j, rest, mask=j < DIM)
+
+
+@triton.jit
+def int8_scale(first, second, rest):  # type: ignore[no-untyped-def]
+    """What integers of a row in three pieces are multiplied by, as in `quantize_rows`; NaN if one is no finite number."""
+    largest = tl.maximum(tl.max(tl.abs(first), 0), tl.maximum(tl.max(tl.abs(second), 0), tl.max(tl.abs(rest), 0)))
+    scale = tl.div_rn(largest, 127.0)
+    nothing = tl.sum(first - first, 0) + tl.sum(second - second, 0) + tl.sum(rest - rest, 0)
+    return tl.where(scale == 0.0, 1.0, scale) + nothing
+
+
+@triton.jit
+def to_int8(x, scale):  # type: ignore[no-untyped-def]
+    """Rounded to nearest, ties to even: what is added and taken away again leaves no place for a fraction."""
+    rounded = tl.div_rn(x, tl.broadcast_to(scale, x.shape)) + 12582912.0 - 12582912.0
+    rounded = tl.where(rounded == rounded, rounded, 0.0)  # noqa: PLR0124  a NaN
+    return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
 
 def rope_kv_write(
@@ -145,13 +174,16 @@ def rope_kv_write(
     offset: float = 0.0,
     how: int = 0,
     unaligned: tuple[str, ...] = (),
+    int8_kv: bool = False,
 ) -> Source:
     """`inferc.rope_kv_write` and, with norms of heads, `inferc.norm_rope_kv_write`.
 
     q [tokens, heads * dim], k and v [tokens, kv_heads * dim], table [tokens, 2 * half] float32, out as q; strides:
     elements from row to row of q, k, v, the table and out. cache_ptr: the layer's part of block 0 of a pool
-    [block][layer][kv head][k, v][block_size][dim]; slots [tokens] i64.
+    [block][layer][kv head][k, v][block_size][dim]; slots [tokens] i64. int8_kv: k and v are int8, and behind the block_size
+    rows of each come as many float32, their scales.
     """
+    part = block_size * (dim + (SCALE_BYTES if int8_kv else 0))
     names = ("Q_STRIDE", "K_STRIDE", "V_STRIDE", "TABLE_STRIDE", "OUT_STRIDE")
     inputs = ("q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr")
     return Source(
@@ -159,7 +191,7 @@ def rope_kv_write(
         signature={
             **dict.fromkeys(inputs, POINTERS[dtype]),
             "table_ptr": POINTERS["float32"],
-            "cache_ptr": POINTERS[dtype],
+            "cache_ptr": POINTERS["int8" if int8_kv else dtype],
             "slots_ptr": POINTERS["int64"],
             "out_ptr": POINTERS[dtype],
             "counts_ptr": POINTERS["int32"],
@@ -171,8 +203,10 @@ def rope_kv_write(
             "HALF": half,
             "PAIRS": PAIRS.index(pairs),
             **dict(zip(names, strides, strict=True)),
-            "BLOCK_STRIDE": layers * kv_heads * 2 * block_size * dim,
+            "PART": part,
+            "BLOCK_STRIDE": layers * kv_heads * 2 * part,
             "BLOCK_SIZE": block_size,
+            "INT8": int(int8_kv),
             "EPS": eps,
             "OFFSET": offset,
             "HOW": how,

@@ -50,7 +50,10 @@ class Step:
 
 
 class Launches:
-    """All launches of steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`."""
+    """All launches of steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`.
+
+    order: of addition, FAST or INVARIANT.
+    """
 
     def __init__(
         self,
@@ -60,9 +63,11 @@ class Launches:
         layout: InputLayout,
         inputs: int,
         outputs: Mapping[str, int],
+        order: str,
     ) -> None:
         self._kernels, self._addresses = kernels, addresses
         self._layout, self._inputs, self._outputs = layout, inputs, outputs
+        launches = {part: [each for each in of if each.get("order", order) == order] for part, of in launches.items()}
         self.step = [self._bind(launch, 0) for part in ("begin", "step") for launch in launches[part]]
         chunks = range(layout.num_chunks)
         self.head = [[self._bind(launch, chunk) for launch in launches["head"]] for chunk in chunks]

@@ -16,6 +16,7 @@ from inferc.runtime.cuda.weights import placed_bytes
 MAX_SAMPLE_ROWS = 256
 ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
 POOLS = ("T", "S", "B", "sample")
+FAST, INVARIANT = "fast", "invariant"  # orders of addition
 PAGE = 2 << 20  # the driver gives memory in pieces of this size
 RESERVE_BYTES = 256 << 20  # of graphs, kernels' stacks and the driver itself
 MIN_LEN = 16  # tokens: what a setting that fits must serve at least
@@ -48,9 +49,9 @@ class Footprint:
         return self.fixed + kv_bytes + align(int(self.kv_share * kv_bytes), PAGE)
 
 
-def scratch_bytes(size: Mapping[str, int], most: Capacity, max_num_seqs: int, kv_tokens: Sequence[int]) -> int:
+def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int, kv_tokens: Sequence[int]) -> int:
     """Of a buffer that program.json's "scratch" describes. kv_tokens: that the pool of each KV group holds."""
-    return (
+    return int(
         size.get("const", 0)
         + size.get("per_token", 0) * most.tokens
         + size.get("per_seq", 0) * most.seqs
@@ -85,13 +86,19 @@ def most_of_all(max_num_tokens: int, max_num_seqs: int) -> Capacity:
     return Capacity(max(tokens, seqs), seqs, max(tokens, seqs))
 
 
-def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int) -> Footprint:
+def buffers(artifact: Any, deterministic: bool) -> dict[str, Mapping[str, Any]]:
+    """The scratch that launches of one order of addition need."""
+    order = INVARIANT if deterministic else FAST
+    return {name: size for name, size in artifact.program["scratch"].items() if size.get("order", order) == order}
+
+
+def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, deterministic: bool = False) -> Footprint:
     """Of an artifact served with these maxima."""
     capacity = most_of_all(max_num_tokens, max_num_seqs)
     plan = ArenaPlan(artifact.program["memory_plan"]["pools"])
     blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
     layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks)
-    sizes = artifact.program["scratch"].values()
+    sizes = buffers(artifact, deterministic).values()
     of_tokens = sum(size.get("per_kv_token", 0) for size in sizes)
     return Footprint(
         weights=placed_bytes(artifact.weights),
@@ -119,7 +126,7 @@ def output_layout(rows: int) -> dict[str, int]:
 def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, ...], free_bytes: int, gpu: str) -> int:
     """Bytes that the KV cache may take. Raises ConfigError, with settings that fit, where the rest leaves too few."""
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
-    held = footprint(artifact, tokens, seqs)
+    held = footprint(artifact, tokens, seqs, config.deterministic)
     left = int((free_bytes - held.fixed - PAGE) / (1 + held.kv_share)) if held.kv_share else free_bytes - held.fixed
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
     wanted = least if config.kv_memory_bytes == "auto" else config.kv_memory_bytes
@@ -142,7 +149,7 @@ def _that_fit(
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
 
     def left(num_tokens: int, num_seqs: int) -> int:
-        held = footprint(artifact, num_tokens, num_seqs)
+        held = footprint(artifact, num_tokens, num_seqs, config.deterministic)
         return int((free - held.fixed - PAGE) / (1 + held.kv_share)) if held.kv_share else free - held.fixed
 
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import ConfigError, RequestError
-from inferc.kv_pools import num_parts, row_size
 from inferc.runtime.cuda import code, memory
+from inferc.runtime.cuda.blocks import Blocks
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
@@ -89,6 +89,7 @@ class CudaRunner:
             *(self.vocab_size, self.num_blocks, self.block_size),
         )
         self._groups = artifact.kv_groups
+        self._order = memory.INVARIANT if config.deterministic else memory.FAST
         self._most = memory.most_of_all(self.max_num_tokens, self.max_num_seqs)
         self._sample_rows = memory.sample_rows(self.max_num_seqs)
         self._max_blocks = [-(-artifact.max_model_len // self.block_size)] * len(self._groups)
@@ -102,6 +103,7 @@ class CudaRunner:
         self.arch = chosen
         self._kernels = code.load_kernels(Path(cubins[chosen]), artifact.contents, driver)
         self._addresses = self._allocate(poison, place_weights or _copied(artifact))
+        self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
         self._launches: dict[Capacity, Launches] = {}
         self._graphs: dict[Capacity, c_void_p] = {}
         self._buckets = buckets(self.max_num_seqs) if graphs else ()
@@ -135,7 +137,7 @@ class CudaRunner:
         ]
         tokens = [count * self.block_size for count in self.num_blocks]
         scratch = {}
-        for name, size in artifact.program["scratch"].items():
+        for name, size in memory.buffers(artifact, self._order == memory.INVARIANT).items():
             num_bytes = memory.scratch_bytes(size, self._most, self.max_num_seqs, tokens)
             scratch[name] = self._device(num_bytes)
             driver.fill(scratch[name], 0, num_bytes, self._stream)
@@ -143,8 +145,8 @@ class CudaRunner:
             "last_ids": self._device(4 * self.max_num_seqs),
             "count_table": self._device(8 * self.max_num_seqs),
         }
-        for name, size in (("last_ids", 4), ("count_table", 8)):
-            driver.fill(state[name], 0, size * self.max_num_seqs, self._stream)
+        for name, item in (("last_ids", 4), ("count_table", 8)):
+            driver.fill(state[name], 0, item * self.max_num_seqs, self._stream)
         self._inputs = self._device(self._layout(self._most).num_bytes)
         self._outputs = self._device(memory.output_layout(self._most.rows)["end"])
         return Addresses(place_weights(driver, weights), caches, state, arena, plan, most, scratch, self._device(256))
@@ -306,7 +308,7 @@ class CudaRunner:
             outputs = {name: self._outputs + at for name, at in places.items()}
             launches = self._artifact.program["launches"]
             self._launches[capacity] = Launches(
-                launches, self._kernels, self._addresses, self._layout(capacity), self._inputs, outputs
+                *(launches, self._kernels, self._addresses, self._layout(capacity), self._inputs, outputs, self._order)
             )
         return self._launches[capacity]
 
@@ -326,47 +328,17 @@ class CudaRunner:
     def copy_slots(self, group: int, source: I64, target: I64) -> None:
         """Copy K and V of slots, in order, in every layer of a KV group."""
         self._enter()
-        blocks, index = np.unique(np.stack((source, target)) // self.block_size, return_inverse=True)
-        held = self._read_blocks(group, blocks.astype(np.int32))
-        (from_block, to_block), (from_offset, to_offset) = (
-            index.reshape(2, -1),
-            np.stack((source, target)) % self.block_size,
-        )
-        for i in range(len(source)):
-            held[to_block[i], ..., to_offset[i], :] = held[from_block[i], ..., from_offset[i], :]
-        self._write_blocks(group, blocks.astype(np.int32), held)
+        self._blocks.copy_slots(group, source, target)
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
-        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim]."""
+        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
         self._enter()
-        return np.ascontiguousarray(self._read_blocks(group, blocks).transpose(0, 1, 3, 4, 2, 5))
+        return self._blocks.pack(group, blocks)
 
     def unpack_blocks(self, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
         """Write blocks from their canonical form."""
         self._enter()
-        self._write_blocks(group, blocks, np.ascontiguousarray(canonical.transpose(0, 1, 4, 2, 3, 5)))
-
-    def _read_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
-        """As they lie on the device: [blocks, layers, num_kv_heads, 2, block_size, head_dim]."""
-        of = self._groups[group]
-        width = row_size(int(of["head_dim"]), of["dtype"])
-        shape = (len(of["layers"]), int(of["num_kv_heads"]), num_parts(of["kind"]), self.block_size, width)
-        held = np.zeros((len(blocks), *shape), NUMPY_DTYPES[of["dtype"]])
-        self._move(self._driver.copy_out, group, blocks, held)
-        return held
-
-    def _write_blocks(self, group: int, blocks: I32, held: NDArray[Any]) -> None:
-        self._move(lambda to, at, size, stream: self._driver.copy_in(at, to, size, stream), group, blocks, held)
-
-    def _move(
-        self, copy: Callable[[int, int, int, c_void_p], None], group: int, blocks: I32, held: NDArray[Any]
-    ) -> None:
-        """Copy each block as the one piece that it is, and wait."""
-        size = self.block_size * int(self._groups[group]["bytes_per_token"])
-        pool, here = self._addresses.caches[group], held.ctypes.data
-        for index, block in enumerate(blocks.tolist()):
-            copy(here + index * size, pool + block * size, size, self._stream)
-        self._driver.wait(self._stream)
+        self._blocks.unpack(group, blocks, canonical)
 
     # -------------------------------------------------------------------------------- plumbing
 

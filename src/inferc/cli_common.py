@@ -50,6 +50,13 @@ Isa = Annotated[
         help="Instruction set; auto: the best of the artifact's that this machine runs.",
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="On a GPU: kernels whose results do not depend on what else is in the batch. A CPU's never do.",
+    ),
+]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
 MaxBatchedTokens = Annotated[
     int | None,
@@ -198,6 +205,7 @@ def engine_options(
     max_num_batched_tokens: int | None,
     kv_memory: str = "auto",
     pin: bool = False,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -209,6 +217,7 @@ def engine_options(
         "max_num_batched_tokens": "auto" if max_num_batched_tokens is None else max_num_batched_tokens,
         "kv_memory_bytes": "auto" if kv_memory == "auto" else parse_bytes(kv_memory),
         "pin_threads": pin,
+        "deterministic": deterministic,
     }
     for name, value in options.items():
         limit = MAX_BYTES if name == "kv_memory_bytes" else MAX_COUNT

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inferc.cli_common import (
+    Deterministic,
     Isa,
     Json,
     KVMemory,
@@ -54,6 +55,7 @@ def generate(
     max_num_seqs: MaxSeqs = 64,
     max_num_batched_tokens: MaxBatchedTokens = None,
     kv_memory: KVMemory = "auto",
+    deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -68,7 +70,10 @@ def generate(
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     asked.update(max_tokens=max_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos)
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
-    with LLM(out, **engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory)) as llm:
+    with LLM(
+        out,
+        **engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, deterministic=deterministic),
+    ) as llm:
         params = llm.sampling_params(**asked)
         if stream:
             for piece in _pieces(llm, texts[0], params):
@@ -96,6 +101,7 @@ def chat(
     threads: Threads = None,
     isa: Isa = "auto",
     kv_memory: KVMemory = "auto",
+    deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
     """Talk with the model. /clear forgets the conversation, /exit or end of input ends it.
@@ -109,7 +115,7 @@ def chat(
 
     asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "max_tokens": max_tokens}
     start = [{"role": "system", "content": system}] if system else []
-    with LLM(out, **engine_options(threads, isa, 1, 512, kv_memory)) as llm:
+    with LLM(out, **engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic)) as llm:
         if not llm.text.has_chat_template:
             raise ConfigError(f"{out} has no chat template: its model does not chat; use `inferc generate`")
         params = llm.sampling_params(**asked)

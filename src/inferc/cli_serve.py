@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from inferc.cli_common import (
+    Deterministic,
     Isa,
     Json,
     KVMemory,
@@ -44,6 +45,7 @@ def serve(
     max_num_batched_tokens: MaxBatchedTokens = None,
     kv_memory: KVMemory = "auto",
     pin: Pin = False,
+    deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -59,7 +61,7 @@ def serve(
     from inferc.serve.server import serve as serve_
 
     logging.getLogger().setLevel(logging.INFO)
-    options = engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin)
+    options = engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic)
     config = ServeConfig(out, host, grpc_port, from_dict(EngineConfig, options), drain_seconds)
 
     def report(address: str) -> None:

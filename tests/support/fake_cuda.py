@@ -360,8 +360,8 @@ class FakeCuda:
             if not argument.name.endswith("_scratch"):
                 dtype = DTYPES[argument.kind]
                 self._on_device(value, dtype.itemsize, f"{record.name}: {argument.name}")
-                # One element: the interpreter goes by its address alone.
-                tensors.append(torch.frombuffer((ctypes.c_char * 8).from_address(value), dtype=dtype, count=1))
+                # The interpreter goes by the address alone; of arguments at one address all must be of one size.
+                tensors.append(torch.frombuffer((ctypes.c_char * 8).from_address(value), dtype=dtype))
         constants = {**record.constants, **({"WIDE_DOT": 1} if "WIDE_DOT" in record.constants else {})}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the interpreter's, of numpy, and of divisions as a GPU does them

@@ -15,8 +15,6 @@ from torch import Tensor
 from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.codegen.triton.gather_rows import gather_rows
 from inferc.codegen.triton.launch import evaluate_grid
-from inferc.codegen.triton.linear import linear
-from inferc.codegen.triton.paged_attention import paged_attention
 from inferc.codegen.triton.rms_norm import how_scaled, rms_norm
 from inferc.codegen.triton.rope import rope_kv_write, rope_table
 from inferc.codegen.triton.silu_mul import silu_mul
@@ -140,26 +138,6 @@ def rms_norm_cases() -> Iterator[Case]:
         yield Case(name, source, tensors, expected, {"num_tokens": rows}, roundings=rounded)
 
 
-def linear_cases() -> Iterator[Case]:
-    for dtype, out_dtype, rows, n, k, bias, adds, few in (
-        *((BF16, BF16, 1, 64, 64, False, False, True), (BF16, BF16, 17, 96, 192, True, False, True)),
-        *((BF16, F32, 3, 100, 72, False, False, True), (BF16, BF16, 33, 130, 100, True, True, True)),
-        *((F32, F32, 5, 70, 40, True, True, True), (BF16, BF16, 70, 130, 128, False, True, False)),
-        *((F32, F32, 65, 16, 96, False, False, False), (F16, F16, 4, 32, 64, True, False, True)),
-    ):
-        x, weight = numbers(rows, k, dtype=dtype), (numbers(n, k, seed=1) / k**0.5).to(dtype)
-        shift, residual = numbers(n, dtype=dtype), numbers(rows, n, dtype=dtype, seed=2)
-        source = linear(dtype_name(dtype), dtype_name(out_dtype), "tokens", n, k, (k, n, n), bias, adds, few)
-        product = x.float() @ weight.float().T + (shift.float() if bias else 0.0)
-        product = product.to(out_dtype)
-        expected = {"out_ptr": behind(product + residual if adds else product)}
-        tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": empty(rows, n, dtype=out_dtype)}
-        tensors.update({"bias_ptr": shift} if bias else {}, **({"residual_ptr": residual} if adds else {}))
-        name = f"{rows}x{n}x{k} {dtype} to {out_dtype} bias {bias} adds {adds} few {few}"
-        roundings = SUMS if out_dtype == F32 else 2 if adds else 1
-        yield Case(name, source, tensors, expected, {"num_tokens": rows}, roundings=roundings)
-
-
 def rope_table_cases() -> Iterator[Case]:
     for rows, half, scaling in ((1, 1, 1.0), (5, 32, 1.0), (3, 24, 1.5)):
         positions = torch.arange(rows, dtype=torch.int64) * 977
@@ -215,72 +193,11 @@ def rope_kv_write_cases() -> Iterator[Case]:
         yield Case(name, source, tensors, expected, {"num_tokens": tokens}, roundings=rounded)
 
 
-def paged_attention_cases() -> Iterator[Case]:
-    mixed = ((5, 5), (1, 9), (3, 70), (17, 40))  # (new, length) of each sequence
-    for dtype, heads, kv_heads, dim, seqs, mask, window, softcap, sinks in (
-        *((F32, 1, 1, 16, ((1, 1),), "causal", 0, 0.0, False), (BF16, 4, 2, 64, mixed, "causal", 0, 0.0, False)),
-        *((BF16, 6, 2, 80, mixed, "causal", 0, 30.0, True), (F32, 4, 1, 32, mixed, "sliding", 7, 0.0, False)),
-        *(
-            (F32, 2, 2, 32, mixed, "chunked", 16, 0.0, True),
-            (F32, 24, 1, 16, ((1, 130), (2, 64)), "causal", 0, 0.0, False),
-        ),
-    ):
-        block_size, layers = 16, 2
-        blocks = [-(-length // block_size) for _, length in seqs]
-        table = torch.zeros(len(seqs), max(blocks) + 1, dtype=torch.int32)
-        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(3)).to(torch.int32) + 1
-        for seq, own in enumerate(order.split(blocks)):
-            table[seq, : len(own)] = own
-        canonical = numbers(sum(blocks) + 1, layers, 2, block_size, kv_heads, dim, dtype=dtype)
-        canonical[0] = float("nan")  # what lies in block 0 changes nothing
-        if mask != "causal":  # blocks that no query sees any more were given back
-            for seq, (new, length) in enumerate(seqs):
-                first = length - new
-                first = max(0, first - window + 1) if mask == "sliding" else first // window * window
-                table[seq, : first // block_size] = 0
-        for seq, (_, length) in enumerate(seqs):  # nor what a block holds behind the sequence's end
-            if length % block_size:
-                canonical[table[seq, length // block_size], :, :, length % block_size :] = float("nan")
-        counted = torch.tensor([0, *(count for count, _ in seqs)])
-        starts, lengths = (
-            counted.cumsum(0).to(torch.int32),
-            torch.tensor([length for _, length in seqs], dtype=torch.int32),
-        )
-        tokens = int(starts[-1])
-        q = numbers(tokens, heads * dim, dtype=dtype)
-        sink = numbers(heads, dtype=dtype) if sinks else None
-        out = ops.paged_attention(
-            *(q.view(tokens, heads, dim), torch.nan_to_num(canonical), table, starts, lengths, sink, 1),
-            *(dim**-0.5, mask, window, softcap),
-        )
-        source = paged_attention(
-            *(dtype_name(dtype), heads, kv_heads, dim, (heads * dim, heads * dim), layers, block_size),
-            *(dim**-0.5, softcap, mask, window, sinks),
-        )
-        tensors = {
-            "q_ptr": q,
-            "cache_ptr": to_pool(canonical)[:, 1],
-            "block_table_ptr": table,
-            "query_start_ptr": starts,
-            "seq_lens_ptr": lengths,
-            "max_blocks_ptr": torch.tensor([table.shape[1]], dtype=torch.int32),
-            "out_ptr": empty(tokens, heads * dim, dtype=dtype),
-            **({} if sink is None else {"sinks_ptr": sink}),
-        }
-        name = f"{heads}/{kv_heads} x {dim} {dtype} {mask} {window} softcap {softcap} sinks {sinks}"
-        counts = {"num_tokens": tokens, "num_seqs": len(seqs)}
-        expected = {"out_ptr": behind(out.flatten(1))}
-        roundings = SUMS if dtype == F32 else 1
-        yield Case(name, source, tensors, expected, counts, roundings)
-
-
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "gather_rows": gather_rows_cases,
     "silu_mul": silu_mul_cases,
     "rms_norm": rms_norm_cases,
-    "linear": linear_cases,
     "rope_table": rope_table_cases,
     "rope_kv_write": rope_kv_write_cases,
-    "paged_attention": paged_attention_cases,
 }
 """The cases of each kernel."""

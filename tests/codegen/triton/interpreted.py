@@ -1,42 +1,53 @@
-"""Run every Triton kernel under the interpreter over its cases, and what the benchmark launches.
+"""Run the Triton kernels of a dense Llama under the interpreter over their cases, and what the benchmark launches.
 
-Prints {kernel or "benchmark": {case: [[error, tolerance]]}} as JSON.
+Prints {kernel or "benchmark": {case: [[error, tolerance]]}} as JSON; "depends": the steps of which a sequence's bits
+depend on the others in it, where they must not.
 
 A process of its own: TRITON_INTERPRET=1 must be set before Triton is imported.
 """
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
-from triton_cases import KERNELS, Case
+from all_cases import CORE
+from attention_cases import depend_on_their_step
+from torch import Tensor
+from triton_cases import Case
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from gpu_kernels import Shape, benches
+from gpu_kernels import Bench, benches, tiny
 
-TINY = Shape(32, 48, 4, 2, 16, (1, 17), ((1, 64), (3, 96)), device="cpu")
 SPARE = 3  # tokens, rows and sequences that the grid has room for and the step has not
 
 
-def run(case: Case) -> list[tuple[float, float]]:
+def launched(case: Case) -> dict[str, Tensor]:
     constants = {**case.source.constants, **({"WIDE_DOT": 1} if "WIDE_DOT" in case.source.constants else {})}
     case.source.function[case.grid(SPARE)](*case.arguments(case.tensors), **constants)
-    return case.errors(case.tensors, truncated=True)
+    return case.tensors
+
+
+def run(case: Case) -> list[tuple[float, float]]:
+    return case.errors(launched(case), truncated=True)
 
 
 def measured() -> dict[str, list[tuple[float, float]]]:
     """What the benchmark launches on a GPU, at small shapes: the same as PyTorch's own."""
     torch.manual_seed(0)
-    found = {}
-    for bench in benches(TINY):
-        expected = {bench.out: bench.reference()}
-        tensors = bench.all_tensors("cpu")
-        case = Case(bench.shape, bench.source, tensors, expected, bench.counts, roundings=2)
-        found[f"{bench.kernel} {bench.shape}"] = run(case)  # truncated here where a GPU rounds
-    return found
+    return {f"{bench.kernel} {bench.shape}": compared(bench) for bench in benches(tiny())}
+
+
+def compared(bench: Bench) -> list[tuple[float, float]]:
+    for each in bench.before:
+        compared(each)
+    expected = {bench.out: bench.reference()}
+    # Truncated here where a GPU rounds.
+    return run(Case(bench.shape, bench.source, bench.all_tensors(), expected, bench.counts, roundings=4))
 
 
 if __name__ == "__main__":
-    cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
-    json.dump({**cases, "benchmark": measured()}, sys.stdout)
+    warnings.simplefilter("ignore")  # of numpy, in the interpreter
+    cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in CORE.items()}
+    json.dump({**cases, "benchmark": measured(), "depends": depend_on_their_step(launched)}, sys.stdout)

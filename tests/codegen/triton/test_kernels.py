@@ -6,12 +6,14 @@ import subprocess
 import sys
 from ctypes import c_void_p
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from all_cases import ALL, CORE
 from triton_cases import KERNELS, Case
 
 from inferc.codegen.triton.build import build
@@ -34,25 +36,30 @@ def interpreted() -> dict[str, dict[str, list[list[float]]]]:
     return results
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CORE)
 def test_numbers_under_the_interpreter(interpreted: dict[str, dict[str, list[list[float]]]], kernel: str) -> None:
     found = interpreted[kernel]
-    assert list(found) == [case.name for case in KERNELS[kernel]()]
+    assert list(found) == [case.name for case in CORE[kernel]()]
     wrong = {name: pair for name, pairs in found.items() for pair in pairs if not pair[0] <= pair[1]}
     assert not wrong, wrong
 
 
 def test_the_benchmark_launches_what_it_compares(interpreted: dict[str, dict[str, list[list[float]]]]) -> None:
     found = interpreted["benchmark"]
-    assert {name.partition(" ")[0] for name in found} == {"silu_mul", "rms_norm", "linear", "paged_attention"}
+    kernels = {"rms_norm", "linear", "linear_int8", "linear_silu_mul", "decode_attention", "prefill_attention"}
+    assert {name.partition(" ")[0] for name in found} == kernels
     assert all(error <= tolerance for pairs in found.values() for error, tolerance in pairs), found
 
 
+def test_attention_in_invariant_order_does_not_depend_on_the_batch(interpreted: dict[str, Any]) -> None:
+    assert interpreted["depends"] == []
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CORE)
 def test_compiles_within_its_budget(kernel: str, arch: str) -> None:
     """`build` refuses what spills more than its source allows, or does not fit its launch record."""
-    for case in KERNELS[kernel]():
+    for case in CORE[kernel]():
         record = build(case.source, kernel, "", arch).record
         assert case.source.stack_bytes <= 32
         assert record.shared_bytes <= MAX_SHARED, f"{case.name}: {record.shared_bytes} bytes of shared memory"
@@ -67,11 +74,11 @@ def test_the_activation_leaves_no_thread_of_a_chip_unused(arch: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ALL)
 def test_numbers_on_the_gpu(kernel: str) -> None:
     """The cubin through the driver API, as a runner launches it, with a grid larger than the step."""
     driver = Driver()
-    for case in KERNELS[kernel]():
+    for case in ALL[kernel]():
         assert_on_gpu(driver, kernel, case)
 
 

@@ -1,11 +1,13 @@
 """The step as launches: what they are made of, and that all their kernels compile for GPUs that are not here."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from graphs import example, random, rows
 from random_models import make_random_model
 from transformers import AutoConfig
@@ -15,6 +17,7 @@ pytest.importorskip("triton")
 from inferc.codegen.kernels import select
 from inferc.codegen.target import Target
 from inferc.codegen.triton.emit import CudaStep, emit
+from inferc.codegen.triton.gemm import ROW_BOUNDS
 from inferc.errors import UnsupportedError
 from inferc.frontend.export import capture
 from inferc.frontend.load import from_config, load
@@ -34,10 +37,14 @@ def test_equal_layers_share_their_kernels() -> None:
     step = lowered(TINY_LLAMA)
     used = {choice["kernel"] for part in step.launches.values() for launch in part for choice in launch["choices"]}
     assert used == set(step.sources)
-    # Of the projection of q, k and v, of o, of gate and up, of down, each for few rows and many, of the last layer's selected
-    # rows again but for the first, and of the head.
-    assert sum(name.startswith("linear-") for name in used) == 2 * (4 + 3 + 1)
-    assert sum(name.startswith("paged_attention-") for name in used) == 1
+    kinds = Counter(name.partition("-")[0] for name in used)
+    variants = len(ROW_BOUNDS) + 1  # for each number of rows, and for any in the invariant order
+    # Of o and of down, for all tokens and for the last layer's selected rows, and of the head.
+    assert kinds["linear"] == 5 * variants
+    assert kinds["linear_silu_mul"] == 2 * variants and kinds["qkv_rope_kv_write"] == variants
+    # One of attention for each order, and one for prefill.
+    assert (kinds["attention_plan"], kinds["decode_attention"], kinds["prefill_attention"]) == (2, 2, 1)
+    assert kinds["rms_norm"] == 2 and "rope_kv_write" not in kinds and "silu_mul" not in kinds
     assert lowered(TINY_LLAMA).sources.keys() == step.sources.keys()
 
 
@@ -50,7 +57,8 @@ def test_a_step_is_data() -> None:
         if "cache_ptr" in launch["arguments"] and "slots_ptr" in launch["arguments"]
     ]
     of_layer = 2 * 16 * 2 * 64 * 2  # K and V of 16 tokens, 2 heads of 64 in bfloat16
-    assert written == [{"cache": 0, "offset": layer * of_layer} for layer in range(6)]
+    of_each = [{"cache": 0, "offset": layer * of_layer} for layer in range(6)]
+    assert written == [place for place in of_each for _ in ("fast", "invariant")]
 
 
 def test_all_kernels_of_a_step_compile() -> None:
@@ -66,7 +74,8 @@ def test_all_kernels_of_a_step_compile() -> None:
 
 
 def test_what_has_no_kernel_yet_is_refused(tmp_path: Path) -> None:
-    folder = make_random_model("qwen3_moe", tmp_path / "m")
+    family = FAMILIES["deepseek_v3"]
+    folder = make_random_model(family.model_type("deepseek_v3"), tmp_path / "m", **family.fields)
     with pytest.raises(UnsupportedError, match=r"(?s)cannot run inferc\.\w+ yet .* on target cuda:sm_90"):
         lowered(folder)
 

@@ -74,11 +74,13 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_little_memory_says_how_much_and_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: dict[str, Any] = {"kv_memory_bytes": 64 << 20, "max_num_seqs": 2048}
-    total = 355 << 20
+    far = 300 << 20
+    message, _ = refused(monkeypatch, ConfigError, {"total_bytes": far}, **wanted)
+    needed = far + int(message.partition(" bytes less")[0].rpartition(" ")[2])
+    total = needed - (1 << 20)
     message, fake = refused(monkeypatch, ConfigError, {"total_bytes": total}, **wanted)
     assert not fake.device, "nothing was allocated"
-    missing = re.search(r"(\d+) bytes less than are needed", message)
-    assert missing
+    assert f"{needed - total} bytes less than are needed" in message
     settings = re.findall(r"--([a-z-]+) (\d+)(MiB)?(?: --max-num-seqs (\d+))? fits", message)
     assert len(settings) == 3, message
     names = {
@@ -92,8 +94,8 @@ def test_too_little_memory_says_how_much_and_what_fits(monkeypatch: pytest.Monke
             options["max_num_seqs"] = int(seqs)
         monkeypatch.setattr(driver, "open_library", lambda: FakeCuda(LLAMA, total_bytes=total))
         load_engine(LLAMA, **options).close()
-    refused(monkeypatch, ConfigError, {"total_bytes": total + int(missing[1]) - 1}, **wanted)
-    monkeypatch.setattr(driver, "open_library", lambda: FakeCuda(LLAMA, total_bytes=total + int(missing[1])))
+    refused(monkeypatch, ConfigError, {"total_bytes": needed - 1}, **wanted)
+    monkeypatch.setattr(driver, "open_library", lambda: FakeCuda(LLAMA, total_bytes=needed))
     load_engine(LLAMA, **wanted).close()
 
 

@@ -1,0 +1,133 @@
+"""Prefill attention: sequences of more new tokens than decode does, in tiles of them whose products fill tensor cores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inferc.codegen.triton.attention_tiles import (
+    attend,
+    constants,
+    first_key,
+    last_up_to,
+    query_limit,
+    signature,
+    stack_bytes,
+)
+from inferc.codegen.triton.source import Source
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prefill_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    cache_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    sinks_ptr,
+    out_ptr,
+    counts_ptr,
+    max_blocks_ptr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    INT8: tl.constexpr,
+    QUERY_LIMIT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SEQS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    WIDE_DOT: tl.constexpr,
+):
+    """QUERIES: tokens of a program. The last programs begin first: a sequence's last tokens see the most keys."""
+    program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    num_seqs = tl.load(counts_ptr + 2)
+    seq = last_up_to(query_start_ptr, num_seqs, program, QUERIES, SEQS)
+    begin = tl.load(query_start_ptr + seq)
+    num_new = tl.load(query_start_ptr + seq + 1) - begin
+    first = (program - begin // QUERIES - seq) * QUERIES
+    if (num_new > QUERY_LIMIT) & (first < num_new):
+        seq_len = tl.load(seq_lens_ptr + seq)
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        new = first + m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        is_row = (m < QUERIES * GROUP) & (new < num_new)
+        there = is_row[:, None] & (d < DIM)[None, :]
+        token = (begin + new).to(tl.int64)
+        q = tl.load(q_ptr + (token * Q_STRIDE + head * DIM)[:, None] + d[None, :], mask=there, other=0.0)
+        if WIDE_DOT:
+            q = q.to(tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        if HAS_SINKS:
+            top = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        lowest = seq_len - num_new + first
+        highest = tl.minimum(lowest + QUERIES, seq_len) - 1
+        position = tl.minimum(seq_len - num_new + new, highest)
+        table_ptr = block_table_ptr + seq.to(tl.int64) * tl.load(max_blocks_ptr)
+        top, total, sums = attend(
+            *(q, top, total, sums, cache_ptr + kv_head * (2 * PART), table_ptr, position),
+            *(lowest, highest, first_key(lowest, MASK, WINDOW) // TILE * TILE, highest + 1),
+            *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
+            *(0, TILE, STAGES, LOG2_E, WIDE_DOT),
+        )
+        out_at = out_ptr + (token * OUT_STRIDE + head * DIM)[:, None] + d[None, :]
+        tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+
+
+def prefill_attention(
+    dtype: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    strides: tuple[int, int],
+    layers: int,
+    block_size: int,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    has_sinks: bool,
+    int8_kv: bool = False,
+) -> Source:
+    """`inferc.paged_attention` of the sequences of more than `query_limit` new tokens; other rows of out are left alone.
+
+    The arguments are those of `decode_attention`.
+    """
+    group = heads // kv_heads
+    shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
+    # As much as registers hold: int8 needs some to be converted in, and float32 all.
+    rows = 128 >> (dim > 128) >> int8_kv if dtype != "float32" else 32
+    tile = 16 if dtype == "float32" else 32 if dim > 128 or (int8_kv and dim <= 64) else 64
+    rows = max(rows, int(triton.next_power_of_2(group)))
+    return Source(
+        function=prefill_attention_kernel,
+        signature=signature(dtype, int8_kv, {}),
+        constants={
+            **constants(*shape),
+            "QUERY_LIMIT": query_limit(group),
+            "QUERIES": rows // group,
+            "BLOCK_M": rows,
+            "TILE": tile,
+            "STAGES": 2,
+        },
+        grid=("num_tokens // QUERIES + num_seqs", "KV_HEADS", "1"),
+        num_warps=8,
+        stack_bytes=stack_bytes(dtype, dim, int8_kv),
+    )

@@ -1,0 +1,81 @@
+"""K and V between a GPU and its host: whole blocks, as they lie there and in their canonical form.
+
+There a head's part of a block is in one piece, [k, v][block_size][head_dim]; in int8 the float32 scales of its rows follow
+the rows. The canonical form has the axes [layers, 2, block_size, num_kv_heads, head_dim], each row with its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_void_p
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.kv_pools import SCALE_BYTES, num_parts
+from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.model_runner import NUMPY_DTYPES
+from inferc.runtime.step import I32, I64
+
+
+class Blocks:
+    """The pools of all KV groups: the entries of the manifest, and where the pools lie."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        stream: c_void_p,
+        groups: Sequence[Mapping[str, Any]],
+        pools: Sequence[int],
+        block_size: int,
+    ) -> None:
+        self._driver, self._stream = driver, stream
+        self._groups, self._pools, self._block_size = groups, pools, block_size
+
+    def copy_slots(self, group: int, source: I64, target: I64) -> None:
+        """Copy K and V of slots, in order, in every layer."""
+        blocks, index = np.unique(np.stack((source, target)) // self._block_size, return_inverse=True)
+        held = self.pack(group, blocks.astype(np.int32))
+        from_block, to_block = index.reshape(2, -1)
+        from_offset, to_offset = np.stack((source, target)) % self._block_size
+        for i in range(len(source)):
+            held[to_block[i], :, :, to_offset[i]] = held[from_block[i], :, :, from_offset[i]]
+        self.unpack(group, blocks.astype(np.int32), held)
+
+    def pack(self, group: int, blocks: I32) -> NDArray[Any]:
+        """Read blocks in their canonical form."""
+        of = self._groups[group]
+        parts = (len(of["layers"]), int(of["num_kv_heads"]), num_parts(of["kind"]))
+        size = self._block_size * int(of["bytes_per_token"])
+        raw = np.zeros((len(blocks), size), np.uint8)
+        self._move(self._driver.copy_out, group, blocks, raw)
+        pieces = raw.reshape(len(blocks), *parts, -1)
+        if of["dtype"] == "int8":
+            values = pieces[..., : self._block_size * int(of["head_dim"])].reshape(
+                *pieces.shape[:-1], self._block_size, -1
+            )
+            scales = pieces[..., -self._block_size * SCALE_BYTES :].reshape(*pieces.shape[:-1], self._block_size, -1)
+            pieces = np.concatenate((values, scales), -1)
+        rows = pieces.reshape(len(blocks), *parts, self._block_size, -1).view(NUMPY_DTYPES[of["dtype"]])
+        return np.ascontiguousarray(rows.transpose(0, 1, 3, 4, 2, 5))
+
+    def unpack(self, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
+        """Write blocks from their canonical form."""
+        of = self._groups[group]
+        rows = np.ascontiguousarray(canonical.transpose(0, 1, 4, 2, 3, 5)).view(np.uint8)
+        if of["dtype"] == "int8":
+            dim = int(of["head_dim"])
+            pieces = (rows[..., :dim], rows[..., dim:])
+            rows = np.concatenate([each.reshape(*each.shape[:-2], -1) for each in pieces], -1)
+        raw = np.ascontiguousarray(rows).reshape(len(blocks), -1)
+        self._move(lambda to, at, size, stream: self._driver.copy_in(at, to, size, stream), group, blocks, raw)
+
+    def _move(
+        self, copy: Callable[[int, int, int, c_void_p], None], group: int, blocks: I32, raw: NDArray[np.uint8]
+    ) -> None:
+        """Copy each block as the one piece that it is, and wait."""
+        size, pool, here = raw.shape[1], self._pools[group], raw.ctypes.data
+        for index, block in enumerate(blocks.tolist()):
+            copy(here + index * size, pool + block * size, size, self._stream)
+        self._driver.wait(self._stream)

@@ -1,0 +1,144 @@
+"""What a dense Llama does without on a GPU: its kernels' numbers and costs, and which families have all of theirs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from families import FAMILIES
+from gpu_families import REFUSED
+from tiny_checkpoints import tiny_checkpoint, with_every_kind
+
+pytest.importorskip("triton")
+
+from more_cases import KERNELS
+
+from inferc.codegen.target import Target
+from inferc.codegen.triton.build import build
+from inferc.codegen.triton.emit import CudaStep, emit
+from inferc.codegen.triton.moe_experts import grouped_linear, sort_choices, sum_choices
+from inferc.codegen.triton.moe_routing import moe_routing
+from inferc.codegen.triton.pointwise import program_of
+from inferc.errors import UnsupportedError
+from inferc.frontend.export import capture
+from inferc.passes.pipeline import LowerConfig, lower
+from inferc.passes.plan_memory import memory_plan
+
+INTERPRETED = Path(__file__).parent / "interpreted_more.py"
+SUPPORT = Path(__file__).parents[2] / "support"
+ARCHS = ("sm_80", "sm_90", "sm_100")
+MAX_SHARED = 99 << 10  # bytes of a block: what the smallest of the chips that we compile for has
+OFTEN = ("gemma2", "gpt2", "cohere", "llama4_text", "gpt_oss", "hunyuan_v1_moe", "deepseek_v3")
+"""Families that together have every op; the others run with the slow tests."""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, list[list[float]]]]:
+    """The errors and tolerances of all cases, by kernel and case."""
+    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, INTERPRETED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, dict[str, list[list[float]]]] = json.loads(done.stdout)
+    return results
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_numbers_under_the_interpreter(interpreted: dict[str, dict[str, list[list[float]]]], kernel: str) -> None:
+    found = interpreted[kernel]
+    assert list(found) == [case.name for case in KERNELS[kernel]()]
+    wrong = {name: pair for name, pairs in found.items() for pair in pairs if not pair[0] <= pair[1]}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles_within_its_budget(kernel: str, arch: str) -> None:
+    for case in KERNELS[kernel]():
+        record = build(case.source, kernel, "", arch).record
+        assert case.source.stack_bytes <= 8
+        assert record.shared_bytes <= MAX_SHARED, f"{case.name}: {record.shared_bytes} bytes of shared memory"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_experts_of_real_sizes_compile_within_their_budget(arch: str) -> None:
+    """Of gpt-oss in bfloat16, of Qwen3 in int8, of DeepSeek-V3's routing."""
+    made = [
+        grouped_linear(
+            "bfloat16", "bfloat16", "tokens", 32, 4, 2880, 2880, (2880, 4), gated=gated, few=few, has_bias=True
+        )
+        for gated in (True, False)
+        for few in (True, False)
+    ]
+    made += [
+        grouped_linear("bfloat16", "int8", "tokens", 128, 8, *sizes, (sizes[1], 8), gated=gated, few=few)
+        for gated, sizes in ((True, (768, 2048)), (False, (2048, 768)))
+        for few in (True, False)
+    ]
+    made += [sort_choices("tokens", 256, 8, 8), sum_choices("bfloat16", "tokens", 8, 7168, (8, 8, 7168), True)]
+    groups = (8, 4, "top2_sum")
+    made.append(
+        moe_routing(("float32", "float32"), "tokens", 256, 8, (256, 8, 8), "sigmoid", has_bias=True, groups=groups)
+    )
+    assert max(build(source, "experts", "", arch).record.shared_bytes for source in made) <= MAX_SHARED
+
+
+def lowered(name: str, quantize: str | None = None) -> CudaStep:
+    program = capture(with_every_kind(tiny_checkpoint(name)), "bfloat16", 128, check=False)
+    lower(program, LowerConfig(Target.parse("cuda:sm_90"), block_size=16, quantize=quantize))
+    return emit(program, memory_plan(program).values)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_every_op_of_a_family_has_a_kernel(name: str) -> None:
+    if name in REFUSED:
+        with pytest.raises(UnsupportedError, match=REFUSED[name]):
+            lowered(name)
+    else:
+        assert lowered(name).launches["step"]
+
+
+def test_experts_are_launches_over_scratch_memory() -> None:
+    step = lowered("qwen3_moe")
+    launches = [each for each in step.launches["step"] if "layers.0" in each["node"] and "mlp" in each["node"]]
+    kernels = [launch["choices"][-1]["kernel"].partition("-")[0] for launch in launches]
+    at = kernels.index("moe_routing")
+    assert kernels[at : at + 5] == ["moe_routing", "sort_choices", "grouped_linear", "grouped_linear", "sum_choices"]
+    assert [len(launch["writes"]) for launch in launches[at : at + 5]] == [2, 0, 0, 0, 1]
+    used = Counter(
+        where["scratch"] for launch in launches for where in launch["arguments"].values() if "scratch" in where
+    )
+    # 2 choices of 4 experts a token, 32 inner and 64 outer columns of bfloat16
+    sizes = {
+        "begins": {"const": 20},
+        "order": {"per_token": 8},
+        "inner": {"per_token": 128},
+        "result": {"per_token": 256},
+    }
+    expected = {f"moe_{name}_{next(iter(size.values()))}": size for name, size in sizes.items()}
+    assert used == dict(zip(expected, (3, 3, 2, 2), strict=True))
+    assert {name: step.scratch[name] for name in used} == expected
+
+
+def test_positions_are_looked_up_as_they_are() -> None:
+    """They are 64 bits wide where token ids are 32."""
+    step = lowered("gpt2")
+    kinds = {
+        launch["arguments"]["index_ptr"]["input"]: step.sources[launch["choices"][0]["kernel"]].signature["index_ptr"]
+        for launch in step.launches["step"]
+        if launch["arguments"].get("index_ptr", {}).get("input") in ("token_ids", "positions")
+    }
+    assert kinds == {"token_ids": "*i32", "positions": "*i64"}
+
+
+def test_programs_tell_expressions_apart() -> None:
+    """A kernel is named by its constants."""
+    made = [program_of(text, 2) for text in ("x0 + x1", "x1 + x0", "x0 * x1", "x0 + 1.5", "x0 + 2.5", "x0 + x1 + x1")]
+    assert len(set(made)) == len(made)
+    with pytest.raises(UnsupportedError, match="more than 256 values"):
+        program_of(" + ".join(["x0"] * 300), 1)
