@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import gpu
+import gpu_kernels
 import gpu_model
 from fake_cuda import FakeCuda
 
@@ -25,12 +26,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     made = FakeCuda(execute=False)
     build = build_module.build
 
-    def known(*arguments: Any) -> Any:
-        cubin = build(*arguments)
+    def known(*arguments: Any, **options: Any) -> Any:
+        cubin = build(*arguments, **options)
         made.know(cubin.data, cubin.record)
         return cubin
 
-    for module in (build_module, emit_module, gpu, gpu_model):
+    for module in (build_module, emit_module, gpu, gpu_kernels, gpu_model):
         monkeypatch.setattr(module, "build", known)
     monkeypatch.setattr(driver, "open_library", lambda: made)
     return made
@@ -45,7 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, out: Path, *names: str) -> dict[st
 
 def test_every_row_is_measured_and_kept(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    names = [name for name in WITHOUT_TORCH if name != "kernels" and "int8" not in name]
+    names = WITHOUT_TORCH
     rows = measured(monkeypatch, out, *names)
     assert list(rows) == names
     assert all("error" not in row and row["gpu"] == "Fake GPU" and row["commit"] for row in rows.values())

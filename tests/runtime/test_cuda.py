@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from random_models import make_random_model
@@ -25,17 +26,22 @@ from inferc.runtime.load import load_engine
 
 FOLDER = Path(__file__).parent / "on_fake_gpu"
 SUPPORT = Path(__file__).parents[1] / "support"
-MODELS = {"llama": "float32", "qwen3": "bfloat16"}
+# Family, dtype, and how it is quantized; experts among them.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "float32", {}),
+    "qwen3": ("qwen3", "bfloat16", {}),
+    "experts-int8": ("qwen3_moe", "float32", {"quantize": "int8", "kv_dtype": "int8"}),
+}
 
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """NAME for a GPU and NAME-reference, for each of the models."""
     folder = tmp_path_factory.mktemp("cuda")
-    for name, dtype in MODELS.items():
-        model = make_random_model(name, folder / "models" / name, dtype)
+    for name, (family, dtype, how) in MODELS.items():
+        model = make_random_model(family, folder / "models" / name, dtype)
         for target, suffix in (("cuda:sm_90", ""), ("reference", "-reference")):
-            compile(model, folder / f"{name}{suffix}", CompileConfig(target=target, certify="none"))
+            compile(model, folder / f"{name}{suffix}", CompileConfig(target=target, certify="none", **how))
     return folder
 
 
@@ -55,7 +61,7 @@ def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
     assert facts["targets"] == ["cuda:sm_90"]
     assert facts["cubins"] == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
     rows = {row["name"]: row for row in facts["kernels"] if "registers" in row}
-    assert {name.partition("-")[0] for name in rows} >= {"linear", "paged_attention", "rms_norm", "choose"}
+    assert {name.partition("-")[0] for name in rows} >= {"linear", "decode_attention", "rms_norm", "choose"}
     for row in rows.values():
         assert row["target"] == "cuda:sm_90" and 0 < row["occupancy"] <= 1 and row["registers"] <= 255, row
         assert row["local_bytes"] == 0, row

@@ -21,7 +21,8 @@ from inferc.runtime.reference_runner import ReferenceRunner
 from inferc.runtime.step import F32, StepPlan, StepResult
 
 ARTIFACTS = Path(os.environ.get("INFERC_FAKE_GPU_ARTIFACTS", "."))
-TOLERANCE = {"llama": 2e-5, "qwen3": 0.08}  # of the largest logit; to bfloat16 the interpreter truncates
+# Of the largest logit: to bfloat16 the interpreter truncates, and a key near the middle of two integers may become either.
+TOLERANCE = {"llama": 2e-5, "qwen3": 0.08, "experts-int8": 5e-3}
 
 
 @dataclass

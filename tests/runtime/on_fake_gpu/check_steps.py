@@ -13,7 +13,7 @@ from inferc.runtime.step import StepPlan
 PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "experts-int8"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with opened(request.param) as made:
         yield made
@@ -45,6 +45,17 @@ def test_ids_are_the_references_through_graphs(llama: Pair) -> None:
     for plan in plans():
         assert llama.run(plan).token_ids.tolist() == llama.expected(plan).token_ids.tolist()
     assert llama.fake.calls["cuGraphLaunch"] == before + 1, "each sequence has one new token in the third"
+
+
+def test_in_the_invariant_order_a_sequence_has_the_same_bits_alone() -> None:
+    with opened("llama", deterministic=True) as alone, opened("llama", deterministic=True) as among:
+        of_one = [make_plan([(0, PROMPT, 0)]), make_plan([(0, [8], 9)])]
+        of_all = [
+            make_plan([(0, PROMPT, 0), (1, OTHER, 0), (3, PROMPT[:3], 0)]),
+            make_plan([(0, [8], 9), (1, [7], 35), (3, [6], 3)]),
+        ]
+        for one, every in zip(of_one, of_all, strict=True):
+            assert alone.logits(one)[0].tobytes() == among.logits(every)[0].tobytes()
 
 
 def test_many_rows_at_once(llama: Pair) -> None:
