@@ -25,7 +25,7 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo test test-all sanitize lint types unit peers bench wheel protos gpu-test gpu-bench clean
+.PHONY: help install demo test test-all sanitize lint types unit peers bench wheel protos gpu-test gpu-bench gpu-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 
 gpu-bench: $(READY)  ## kernels and models on an NVIDIA GPU, measured: make gpu-bench ROWS='bandwidth 8b-decode'
 	$(PY) benchmarks/gpu.py $(ROWS) $(ARGS)
+
+gpu-tune: $(READY)  ## measure tiles on an NVIDIA GPU, for codegen/triton/configs: make gpu-tune ARGS='llama-3.1-8b --int8'
+	$(PY) benchmarks/gpu_tune.py $(ARGS)
 
 clean:  ## remove what was built, and the virtual environments
 	rm -rf build dist out .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

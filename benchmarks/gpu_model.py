@@ -21,7 +21,7 @@ from inferc import weights as weight_lib
 from inferc.codegen.target import Target
 from inferc.codegen.triton.build import build
 from inferc.codegen.triton.code import write_code
-from inferc.codegen.triton.emit import emit
+from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.codegen.triton.source import POINTERS, Source
 from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.frontend.export import capture
@@ -30,7 +30,7 @@ from inferc.kv_pools import cache_groups
 from inferc.manifest import StoredWeight
 from inferc.passes.pipeline import LowerConfig, lower
 from inferc.passes.plan_memory import memory_plan
-from inferc.program import dtype_name
+from inferc.program import Program, dtype_name
 from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.memory import kv_available
 from inferc.runtime.cuda.runner import CudaRunner
@@ -145,6 +145,23 @@ def _range_of(weight: StoredWeight) -> tuple[float, float]:
     return STD, 1.0 if "norm" in weight.name else 0.0
 
 
+def lowered(
+    shape: str | Mapping[str, Any], arch: str, quantize: str | None, max_model_len: int, dtype: str
+) -> tuple[Program, Any]:
+    """The program of a shape of make_model.py, or of a Hugging Face config, for one chip; and the config."""
+    fields = SHAPES[shape].config if isinstance(shape, str) else shape
+    config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "architectures"})
+    program = capture(from_config(config, None), dtype, max_model_len, check=False)
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))
+    return program, config
+
+
+def random_step(shape: str | Mapping[str, Any], arch: str, quantize: str | None) -> CudaStep:
+    """What runs it, not compiled yet."""
+    program, _ = lowered(shape, arch, quantize, 256, "bfloat16")
+    return emit(program, memory_plan(program).values)
+
+
 def random_model(
     shape: str | Mapping[str, Any],
     arch: str,
@@ -154,10 +171,7 @@ def random_model(
     dtype: str = "bfloat16",
 ) -> RandomModel:
     """Compile a shape of make_model.py, or a Hugging Face config, for one chip."""
-    fields = SHAPES[shape].config if isinstance(shape, str) else shape
-    config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "architectures"})
-    program = capture(from_config(config, None), dtype, max_model_len, check=False)
-    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))
+    program, config = lowered(shape, arch, quantize, max_model_len, dtype)
     plan = memory_plan(program)
     step = emit(program, plan.values)
     contents: dict[str, bytes] = {}
