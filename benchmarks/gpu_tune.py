@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -19,7 +20,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,12 @@ from gpu import TINY, elapsed_ms
 from gpu_model import random_step
 
 from inferc.codegen.triton.build import Cubin, build
-from inferc.codegen.triton.source import Source
+from inferc.codegen.triton.occupancy import MULTIPROCESSORS, RESERVED_SHARED
+from inferc.codegen.triton.source import COUNTS, Source
 from inferc.codegen.triton.tuning import FOLDER, TILES, shape_of
 from inferc.errors import InfercError
 from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.cuda.memory import MAX_SAMPLE_ROWS
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
 KERNELS = ("linear", "linear_silu_mul", "qkv_rope_kv_write")
@@ -62,7 +66,9 @@ def candidates(source: Source) -> Iterator[Source]:
 
 def rows_of(source: Source) -> int:
     """What the variant is for."""
-    return int(source.constants["BLOCK_M"]) if source.constants["FEW"] else TOKENS_OF_PREFILL
+    if source.constants["FEW"]:
+        return int(source.constants["BLOCK_M"])
+    return MAX_SAMPLE_ROWS if source.constants.get("COUNT") == COUNTS["rows"] else TOKENS_OF_PREFILL
 
 
 @dataclasses.dataclass
@@ -72,6 +78,7 @@ class Bed:
     driver: Driver
     cold_bytes: int
     argument_bytes: int
+    pool: ProcessPoolExecutor | None = None
 
     def __post_init__(self) -> None:
         self.stream = self.driver.new_stream()
@@ -91,10 +98,10 @@ class Bed:
 
     def microseconds(self, source: Source, cubin: Cubin) -> float:
         """Median time of a launch over as many rows as the variant is for."""
-        weight = 4 * int(source.constants["K"]) * int(source.constants.get("N", 1 << 14))
-        values = {name: self.address(name, self.argument_bytes) for name in source.signature}
-        values["weight_ptr"] = self.address("weight_ptr", max(weight, self.argument_bytes))
-        rows = rows_of(source)
+        rows, k, n = rows_of(source), int(source.constants["K"]), int(source.constants.get("N", 1 << 14))
+        widest = max(k, n, *(int(value) for name, value in source.constants.items() if name.endswith("STRIDE")))
+        values = {name: self.address(name, max(4 * rows * widest, self.argument_bytes)) for name in source.signature}
+        values["weight_ptr"] = self.address("weight_ptr", max(8 * k * n, self.argument_bytes))
         counts = (ctypes.c_int32 * 4)(rows, rows, rows, 0)
         self.driver.copy_in(self.counts, ctypes.addressof(counts), 16, self.stream)
         kernel = self.driver.load(cubin.data, cubin.record)
@@ -108,6 +115,8 @@ class Bed:
         return statistics.median(times)
 
     def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
         for address in (self.cold, self.counts, *(at for _, at in self.places.values())):
             self.driver.free(address)
 
@@ -115,16 +124,18 @@ class Bed:
 def tune(bed: Bed, kernel: str, source: Source, until: float) -> dict[str, Any] | None:
     """The entry of the best tile, if it is worth one."""
     own, best, found = 0.0, 0.0, None
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        built = pool.map(lambda each: (each, _built(each, kernel, bed.driver.arch)), candidates(source))
-        for each, cubin in built:
-            if cubin is None or time.monotonic() > until:
-                continue
-            spent = bed.microseconds(each, cubin)
-            if not own:
-                own = best = spent
-            elif spent < min(best, own * WORTH):
-                best, found = spent, each
+    tried = list(candidates(source))
+    packed = [(*_packed(each), kernel, bed.driver.arch) for each in tried]
+    # Processes, as Triton's settings are a process's.
+    built = map(_built, packed) if bed.pool is None else bed.pool.map(_built, packed)
+    for each, cubin in zip(tried, built, strict=True):
+        if cubin is None or time.monotonic() > until:
+            continue
+        spent = bed.microseconds(each, cubin)
+        if not own:
+            own = best = spent
+        elif spent < min(best, own * WORTH):
+            best, found = spent, each
     if found is None:
         return None
     return {
@@ -138,22 +149,33 @@ def tune(bed: Bed, kernel: str, source: Source, until: float) -> dict[str, Any] 
     }
 
 
-def _built(source: Source, kernel: str, arch: str) -> Cubin | None:
+def _packed(source: Source) -> tuple[str, str, dict[str, Any]]:
+    """A source as another process can read it: the kernel by its module and name, and the other fields."""
+    fields = {each.name: getattr(source, each.name) for each in dataclasses.fields(source) if each.name != "function"}
+    return source.function.fn.__module__, source.function.__name__, fields
+
+
+def _built(packed: tuple[str, str, dict[str, Any], str, str]) -> Cubin | None:
     """None for a tile that spills, or that the chip has no room for."""
+    module, name, fields, kernel, arch = packed
+    source = Source(function=getattr(importlib.import_module(module), name), **fields)
     try:
-        return build(source, kernel, source.function.__name__, arch)
+        cubin = build(source, kernel, name, arch)
     except Exception:  # noqa: BLE001  (Triton's own, of which there are many)
         return None
+    record = cubin.record
+    shared = record.shared_bytes + record.resources["static_shared_bytes"] + RESERVED_SHARED
+    return cubin if shared <= MULTIPROCESSORS[arch].shared_bytes else None
 
 
-def merge(entries: list[dict[str, Any]], path: Path) -> None:
-    """Put entries in place of those of the same kernel and shape."""
+def merge(entry: dict[str, Any], path: Path) -> None:
+    """Put an entry in place of that of the same kernel and shape."""
     stored = json.loads(path.read_text()) if path.exists() else []
-    new = {json.dumps([entry["kernel"], entry["shape"]]) for entry in entries}
-    kept = [entry for entry in stored if json.dumps([entry["kernel"], entry["shape"]]) not in new]
+    of = (entry["kernel"], entry["shape"])
+    kept = [each for each in stored if (each["kernel"], each["shape"]) != of]
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
+    partial.write_text(json.dumps([*kept, entry], indent=1) + "\n")
     partial.replace(path)
 
 
@@ -171,10 +193,11 @@ def main() -> None:
         sys.exit(f"gpu_tune.py: {error}")
     until = time.monotonic() + 60 * arguments.minutes
     bed = Bed(driver, 1 << 16 if arguments.tiny else COLD_BYTES, 1 << 21 if arguments.tiny else ARGUMENT_BYTES)
+    if not arguments.tiny:
+        bed.pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn"))
     done: set[str] = set()
     for shape in arguments.shapes:
         step = random_step(TINY if arguments.tiny else shape, driver.arch, "int8" if arguments.int8 else None)
-        entries = []
         for name, source in step.sources.items():
             kernel = name.rpartition("-")[0]
             key = json.dumps([kernel, shape_of(source)])
@@ -182,8 +205,8 @@ def main() -> None:
                 done.add(key)
                 entry = tune(bed, kernel, source, until)
                 print(json.dumps({name: entry}), flush=True)
-                entries += [entry] if entry else []
-        merge(entries, arguments.out / f"{driver.arch}.json")
+                if entry:
+                    merge(entry, arguments.out / f"{driver.arch}.json")
     bed.close()
 
 

@@ -20,6 +20,7 @@ from inferc.codegen.triton.source import Source
 from inferc.errors import UnsupportedError, VerifyError
 
 DEPENDENT_SINCE = 90  # the first chip that has programmatic dependent launch
+WAITS = (b"griddepcontrol.launch_dependents", b"griddepcontrol.wait")
 FIRST_BLOCK = "// %bb.0:"  # of a kernel, in what LLVM prints
 ARGUMENT_BYTES = {"i32": 4}  # a pointer, or 64 bits: 8
 # Triton's entry points end with these two; a kernel that needs no scratch memory takes null.
@@ -78,6 +79,10 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
             },
         )
     ptx = compiled.asm["ptx"].encode()
+    if dependent and not all(each in ptx for each in WAITS):
+        raise VerifyError(
+            f"{name} for {arch} does not wait for the kernel before it: empty Triton's cache and try again"
+        )
     data: bytes = compiled.asm["cubin"] if assemble else b""
     metadata = compiled.metadata
     arguments = [

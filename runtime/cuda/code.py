@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 RECORDS = "records.json"
 PTX = "ptx"  # in place of a chip's name
+KNOWN = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")  # chips that --target takes
 OLDEST = (8, 0)  # compute capability
 
 
@@ -44,6 +45,8 @@ def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
             f"{driver.name} is {driver.arch}, kernels are compiled for sm_80 and later; use --target cpu"
         )
     needed = f"this GPU ({driver.name}) needs {driver.arch}; add it: {command.format(arch=driver.arch)}"
+    if driver.arch not in KNOWN:
+        needed = f"this GPU ({driver.name}) is {driver.arch}, for which inferc compiles no cubins"
     if PTX in cubins:
         log.warning(
             "the artifact has cubins for %s, so the driver compiles its PTX, which takes a while; %s", have, needed

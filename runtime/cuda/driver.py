@@ -29,6 +29,7 @@ STREAM_NON_BLOCKING = 1
 EVENT_NO_TIMING = 2
 OUT_OF_MEMORY, NO_BINARY, UNSUPPORTED_PTX = 2, 209, 222
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+DEPENDENT_SINCE = (12, 3)  # the CUDA that has programmatic dependent launch in graphs
 NAME_BYTES = 256
 
 Pointer = c_uint64
@@ -318,5 +319,6 @@ class Bound:
         config, kernel = self._config, self.kernel
         config.grid_x, config.grid_y, config.grid_z = grid
         config.stream = stream
-        config.num_attributes = 1 if behind_kernel and kernel.record.dependent else 0
+        behind_kernel = behind_kernel and kernel.record.dependent and kernel._driver.version >= DEPENDENT_SINCE
+        config.num_attributes = int(behind_kernel)
         kernel._driver.call("cuLaunchKernelEx", ctypes.addressof(config), kernel._function, self._pointers, None)

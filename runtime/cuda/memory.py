@@ -92,6 +92,11 @@ def buffers(artifact: Any, deterministic: bool) -> dict[str, Mapping[str, Any]]:
     return {name: size for name, size in artifact.program["scratch"].items() if size.get("order", order) == order}
 
 
+def counts_bytes(artifact: Any, max_num_seqs: int) -> int:
+    """Of the penalty counts of all slots, a number for each token of the vocabulary."""
+    return 4 * align(int(artifact.model["vocab_size"])) * max_num_seqs
+
+
 def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, deterministic: bool = False) -> Footprint:
     """Of an artifact served with these maxima."""
     capacity = most_of_all(max_num_tokens, max_num_seqs)
@@ -103,7 +108,8 @@ def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, determinist
     return Footprint(
         weights=placed_bytes(artifact.weights),
         arena=plan.num_bytes(plan.most_rows(capacity, max_num_seqs)),
-        scratch=sum(scratch_bytes(size, capacity, max_num_seqs, [0] * len(blocks)) for size in sizes),
+        scratch=sum(scratch_bytes(size, capacity, max_num_seqs, [0] * len(blocks)) for size in sizes)
+        + counts_bytes(artifact, max_num_seqs),
         inputs=layout.num_bytes + output_layout(capacity.rows)["end"],
         kv_share=of_tokens / artifact.kv_bytes_per_token,
     )

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from ctypes import c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.config import ResolvedEngineConfig
-from inferc.errors import ConfigError, RequestError
+from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.runtime.cuda import code, memory
 from inferc.runtime.cuda.blocks import Blocks
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
@@ -60,10 +61,10 @@ class _Flight:
 
 
 class CudaRunner:
-    """Steps of one artifact on one GPU. `files`: contents of the artifact's files that were read, by name.
+    """Steps of one artifact on one GPU.
 
-    owns_driver: closes it at the end. graphs: whether steps may run as graphs. place_weights: puts them at an address and on, in place of the artifact's. poison: fill all memory with NaN first, so that tests see a read of what was
-    never written. Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
+    owns_driver: closes it at the end. graphs: whether steps may run as graphs. poison: fill memory with NaN first, so that tests see
+    a read of what was never written. place_weights: puts them at an address and on, in place of the artifact's. Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
     """
 
     def __init__(
@@ -110,9 +111,10 @@ class CudaRunner:
         self._flights = self._new_flights()
         self._free, self._pending = deque(self._flights), deque[_Flight]()
         self._lists, self._lists_bytes = self._device(LEAST_LISTS_BYTES), LEAST_LISTS_BYTES
-        self._counts: list[int] = [0] * self.max_num_seqs  # addresses, of the slots that ever had penalties
+        self._counts = self._device(memory.counts_bytes(artifact, self.max_num_seqs))  # of penalties, by slot
         self._count_table = np.zeros(self.max_num_seqs, np.uint64)
         self._observer: Observer | None = None
+        self._sent: Capacity | None = None  # whose layout the inputs on the device have
         for size in self._buckets:
             if size & (size - 1) == 0:  # the others when they are needed
                 self._graph(Capacity(size, size, size))
@@ -183,6 +185,8 @@ class CudaRunner:
         except Exception as error:  # a step must answer: whoever waits for it would wait forever
             log.exception("step failed")
             flight.error = str(error)
+            with suppress(InfercError):
+                self._driver.wait(self._stream)  # copies from the flight's memory may be under way
         self._pending.append(flight)
 
     def _submit(self, plan: StepPlan, flight: _Flight) -> None:
@@ -246,7 +250,7 @@ class CudaRunner:
             if output_ids is not None:
                 np.add.at(counts, output_ids, 1)
             counts[prompt_ids] |= COUNT_OF_PROMPT
-            address = self._counts[slot] = self._counts[slot] or self._device(counts.nbytes)
+            address = self._counts + 4 * memory.align(self.vocab_size) * slot
             self._driver.copy_in(address, counts.ctypes.data, counts.nbytes, self._stream)
         self._count_table[slot] = address
         entry = self._count_table[slot : slot + 1]
@@ -264,7 +268,7 @@ class CudaRunner:
 
     def _send(self, plan: StepPlan, flight: _Flight, capacity: Capacity, target_ids: I32 | None = None) -> None:
         """Write the plan and copy it to the device."""
-        layout = self._layout(capacity)
+        layout, self._sent = self._layout(capacity), capacity
         if capacity not in flight.views:
             flight.views[capacity] = layout.views(flight.inputs)
         views = flight.views[capacity]
@@ -285,7 +289,10 @@ class CudaRunner:
         if not any(map(len, arrays)):
             return [self._lists] * 4
         sizes = [memory.align(array.nbytes) for array in arrays]
-        if sum(sizes) > self._lists_bytes:  # what steps in flight read stays where it is
+        if sum(sizes) > self._lists_bytes:
+            self._driver.wait(self._stream)  # steps under way read the old ones
+            self._owned.remove(self._lists)
+            self._driver.free(self._lists)
             self._lists_bytes = _power_of_two(sum(sizes))
             self._lists = self._device(self._lists_bytes)
         joined = np.zeros(sum(sizes), np.uint8)
@@ -383,7 +390,9 @@ class CudaRunner:
         """Milliseconds of the device for a decode step of a bucket, as often as its graph runs back to back; the last plan
         that ran in the bucket is what it computes again."""
         self._enter()
-        graph = self._graph(Capacity(size, size, size))
+        if self._sent != Capacity(size, size, size):
+            raise ValueError(f"the last step was of {self._sent}, not of a bucket of {size}")
+        graph = self._graph(self._sent)
         start, end = (self._driver.new_event(timed=True) for _ in range(2))
         self._driver.record(start, self._stream)
         for _ in range(repeats):

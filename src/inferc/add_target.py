@@ -102,7 +102,8 @@ def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Pr
 
     program = program_lib.from_json(artifact.program["program"])
     step = emit(program, memory_plan(program).values)
-    if step.program_json_fields["launches"] != artifact.program["launches"]:
+    made = json.loads(json_bytes(step.program_json_fields))
+    if any(artifact.program[name] != value for name, value in made.items()):
         raise ArtifactError(
             f"{artifact.path} is by {artifact.manifest['producer']}, whose kernels are not this inferc's; compile it again"
         )

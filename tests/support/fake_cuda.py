@@ -24,7 +24,7 @@ import torch
 
 import inferc.codegen.triton as kernels
 from inferc.codegen.triton.launch import LaunchRecord, read_entry, record_from_json
-from inferc.runtime.cuda.driver import LaunchConfig
+from inferc.runtime.cuda.driver import FUNCTIONS, LaunchConfig
 
 DTYPES = {
     "*fp32": torch.float32,
@@ -139,6 +139,8 @@ class FakeCuda:
 
         def call(*args: Any) -> int:
             self.calls[name.removesuffix("_v2")] += 1
+            for kind, each in zip(FUNCTIONS.get(name, ()), args, strict=name in FUNCTIONS):
+                kind.from_param(each)  # what ctypes would refuse
             return function(self, *args) or 0
 
         self.__dict__[name] = call
@@ -206,6 +208,8 @@ class FakeCuda:
         return start
 
     def _cuMemAlloc(self, out: Any, size: int) -> int:
+        if any(stream.captured is not None for stream in self._streams()):
+            return NOT_IN_CAPTURE
         if sum(memory.size for memory in self.device.values()) + size > self.total_bytes:
             return OUT_OF_MEMORY
         out._obj.value = self._allocate(size, self.device, POISON if self.execute else 0)
@@ -299,6 +303,8 @@ class FakeCuda:
         record = self._known.get(hashlib.sha256(code).hexdigest())
         if record is None:
             return NO_BINARY
+        if any(stream.captured is not None for stream in self._streams()):
+            return NOT_IN_CAPTURE
         if code[:4] == b"\x7fELF" and (info := read_entry(code, record.entry, record.name)):
             sizes = [size for _, size in info.parameters]
             assert sizes == [argument.num_bytes for argument in record.arguments], record.name
