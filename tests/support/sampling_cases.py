@@ -167,10 +167,10 @@ def large() -> SampledStep:
 
 
 def sampled_steps() -> Iterator[SampledStep]:
-    yield combined(100, SMALL, 0, 110)
-    yield combined(5, Sizes(), 1, 40)
-    yield combined(1000, Sizes(128, 256, 256, 64), 2, 50)
-    yield combined(4097, Sizes(), 3, 16)
+    yield combined(100, SMALL, 0, 56)
+    yield combined(5, Sizes(), 1, 24)
+    yield combined(1000, Sizes(128, 256, 256, 64), 2, 24)
+    yield combined(4097, Sizes(), 3, 8)
     yield ties(5, SMALL)
     yield ties(200, SMALL)
     yield filters()
