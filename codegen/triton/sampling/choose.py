@@ -12,7 +12,7 @@ import triton.language as tl
 from inferc.codegen.triton.sampling.draw import draw_filtered, draw_of_part
 from inferc.codegen.triton.sampling.philox import uniform
 from inferc.codegen.triton.sampling.row_parts import PART, part_of
-from inferc.codegen.triton.sampling.rows import CHANGED_BY, FIRST, ROWS, is_changed
+from inferc.codegen.triton.sampling.rows import CHANGED_BY, FIRST, ROWS, STACK_BYTES, is_changed
 from inferc.codegen.triton.sampling.search import PLACES, odds, scale_of
 from inferc.codegen.triton.source import POINTERS, Source
 
@@ -139,4 +139,5 @@ def choose(vocab: int, logits_stride: int, x_stride: int, part: int = PART, tile
         },
         grid=("num_rows", "1", "1"),
         num_warps=8,
+        stack_bytes=STACK_BYTES,
     )

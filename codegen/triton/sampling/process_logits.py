@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inferc.codegen.triton.sampling.rows import CHANGED_BY, FIRST, ROWS, counts_of, has_list, has_penalties
+from inferc.codegen.triton.sampling.rows import CHANGED_BY, FIRST, ROWS, STACK_BYTES, counts_of, has_list, has_penalties
 from inferc.codegen.triton.source import POINTERS, Source
 
 BLOCK = 2048  # tokens of one program of `penalize`
@@ -78,6 +78,7 @@ def penalize(vocab: int, logits_stride: int, x_stride: int, block: int = BLOCK) 
         constants={"VOCAB": vocab, "LOGITS_STRIDE": logits_stride, "X_STRIDE": x_stride, "BLOCK": block},
         grid=("ceil_div(VOCAB, BLOCK)", "num_rows", "1"),
         num_warps=4,
+        stack_bytes=STACK_BYTES,
     )
 
 
@@ -151,4 +152,5 @@ def apply_lists(logits_stride: int, x_stride: int, ids: int = IDS) -> Source:
         constants={"LOGITS_STRIDE": logits_stride, "X_STRIDE": x_stride, "IDS": ids},
         grid=("num_rows", "1", "1"),
         num_warps=4,
+        stack_bytes=STACK_BYTES,
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from inferc.codegen.triton.sampling.choose import list_stride
-from inferc.codegen.triton.sampling.rows import FIRST, ROWS, load_row
+from inferc.codegen.triton.sampling.rows import FIRST, ROWS, STACK_BYTES, load_row
 from inferc.codegen.triton.sampling.search import append, odds, threshold
 from inferc.codegen.triton.source import POINTERS, Source
 
@@ -127,4 +127,5 @@ def report_logprobs(vocab: int, logits_stride: int, block: int = BLOCK, tile: in
         },
         grid=("num_rows", "1", "1"),
         num_warps=16,
+        stack_bytes=STACK_BYTES,
     )

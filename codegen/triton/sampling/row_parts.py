@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inferc.codegen.triton.sampling.rows import CHANGED_BY, FIRST, ROWS, is_changed, load_row
+from inferc.codegen.triton.sampling.rows import CHANGED_BY, FIRST, ROWS, STACK_BYTES, is_changed, load_row
 from inferc.codegen.triton.sampling.search import PLACES, odds, scale_of
 from inferc.codegen.triton.source import POINTERS, Source
 
@@ -89,4 +89,5 @@ def row_parts(vocab: int, logits_stride: int, x_stride: int, part: int = PART) -
         },
         grid=("PARTS", "num_rows", "1"),
         num_warps=4,
+        stack_bytes=STACK_BYTES,
     )

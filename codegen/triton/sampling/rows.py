@@ -9,6 +9,8 @@ from inferc.codegen.triton.source import COUNTS, POINTERS
 
 ROWS = tl.constexpr(COUNTS["rows"])  # where `counts_ptr` has the rows of the chunk
 FIRST = tl.constexpr(3)  # and which row of the step is its first
+STACK_BYTES = 32  # what ptxas may park of a row's parameters, which are read once: for some vocabularies it does
+
 # What `is_changed` reads: f32 [rows], CSR starts i32 [rows + 1], i32 [rows], and the addresses of slots' counts, i64.
 CHANGED_BY = {
     **dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr"), POINTERS["float32"]),

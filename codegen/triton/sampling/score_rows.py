@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inferc.codegen.triton.sampling.rows import FIRST, ROWS, load_row
+from inferc.codegen.triton.sampling.rows import FIRST, ROWS, STACK_BYTES, load_row
 from inferc.codegen.triton.sampling.search import odds
 from inferc.codegen.triton.source import POINTERS, Source
 
@@ -64,4 +64,5 @@ def score_rows(vocab: int, logits_stride: int, block: int = BLOCK) -> Source:
         },
         grid=("num_rows", "1", "1"),
         num_warps=8,
+        stack_bytes=STACK_BYTES,
     )
