@@ -410,7 +410,14 @@ class CudaRunner:
             return
         self._enter()
         driver = self._driver
-        driver.wait(self._stream)
+        try:
+            driver.wait(self._stream)
+        except (
+            InfercError
+        ) as error:  # of a kernel: nothing can be given back any more, and whoever closes has been told
+            log.warning("%s", error)
+            self._owned = []
+            return
         for graph in self._graphs.values():
             driver.call("cuGraphExecDestroy", graph)
         for kernel in self._kernels.values():

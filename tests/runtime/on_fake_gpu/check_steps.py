@@ -119,3 +119,12 @@ def test_blocks_pass_through_their_canonical_form(llama: Pair) -> None:
 def test_a_plan_out_of_bounds_is_refused(llama: Pair) -> None:
     with pytest.raises(RequestError, match="num_seqs 5 is out of range"):
         llama.runner.submit(make_plan([(slot % 4, [1], 0) for slot in range(5)]))
+
+
+def test_a_step_that_the_gpu_fails_answers_and_closing_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened("llama", checked=False) as made:
+        monkeypatch.setattr(made.fake, "cuEventSynchronize", lambda *_: 700, raising=False)
+        monkeypatch.setattr(made.fake, "cuStreamSynchronize", lambda *_: 700, raising=False)
+        made.runner.submit(make_plan([(0, PROMPT, 0)]))
+        assert made.runner.wait().error == "cuEventSynchronize failed with CUDA error 700: an error"
+        made.runner.close()
