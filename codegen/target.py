@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from inferc.codegen.triton.launch import ARCHS
 from inferc.errors import ConfigError, UnsupportedError
 
 DEVICES = ("cpu", "cuda", "reference")
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-"""The chips of NVIDIA that kernels are compiled for."""
 
 
 @dataclass(frozen=True)

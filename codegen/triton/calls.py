@@ -19,14 +19,13 @@ from inferc.codegen.triton import (
     rope,
     silu_mul,
 )
+from inferc.codegen.triton.launch import FAST, INVARIANT, PREFILL
 from inferc.codegen.triton.source import Source
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError
 from inferc.program import dtype_name, name_of
 
 ROWS = {"T": "tokens", "S": "rows", "sample": "rows"}
-PREFILL = "prefill"
-FAST, INVARIANT = "fast", "invariant"
 ALIGNMENT = 16  # bytes
 NUM_PROGRAMS = 296  # of decode attention at most: see `occupancy.PROGRAMS`
 

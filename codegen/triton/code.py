@@ -10,6 +10,7 @@ from typing import Any
 
 from inferc.codegen.triton.build import Cubin
 from inferc.codegen.triton.emit import CudaStep
+from inferc.codegen.triton.launch import PTX, RECORDS
 from inferc.codegen.triton.occupancy import occupancy
 from inferc.manifest import json_bytes
 
@@ -30,19 +31,19 @@ def write_code(
     Returns the folder of each chip ("ptx" is one), and a row of the kernel table for each cubin.
     """
     folders, rows = {}, []
-    todo = [*archs, *(("ptx",) if with_ptx else ())]
+    todo = [*archs, *((PTX,) if with_ptx else ())]
     total, done = len(todo) * len(step.sources), 0
     for arch in todo:
         folder = folders[arch] = f"{FOLDER}/{arch}"
         records = []
-        for name, cubin in step.compile(PTX_ARCH if arch == "ptx" else arch, assemble=arch != "ptx"):
+        for name, cubin in step.compile(PTX_ARCH if arch == PTX else arch, assemble=arch != PTX):
             progress(done, total)
             done += 1
-            add(f"{folder}/{name}.{'ptx' if arch == 'ptx' else 'cubin'}", cubin.ptx if arch == "ptx" else cubin.data)
+            add(f"{folder}/{name}.{'ptx' if arch == 'ptx' else 'cubin'}", cubin.ptx if arch == PTX else cubin.data)
             records.append(cubin.record.to_json())
-            if arch != "ptx":
+            if arch != PTX:
                 rows.append(_row(name, arch, cubin))
-        add(f"{folder}/records.json", json_bytes(records))
+        add(f"{folder}/{RECORDS}", json_bytes(records))
     return folders, rows
 
 

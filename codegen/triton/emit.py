@@ -38,12 +38,11 @@ class CudaStep:
     ("head"), from their logits to ids ("sample") or to the likelihood of given ones ("score"). A launch is {"node", "layer",
     "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; what the sampling kernels go by besides is
     {"state"}, {"output"} and {"scratch"}. scratch: memory that is zero at first and belongs to launches, by name: the bytes
-    "const", "per_token" of a step, "per_seq", "per_row" that is sampled at a time and "per_kv_token" of KV group "group"; "order": only that one needs it.
+    "const", "per_token" of a step, "per_seq" and "per_row" that is sampled at a time; "order": only that one needs it.
     observable: the values that launches write, by "id". sources: by name of the kernel.
     """
 
     launches: dict[str, list[dict[str, Any]]]
-    logits: dict[str, Any]
     scratch: dict[str, dict[str, Any]]
     observable: list[dict[str, Any]]
     sources: dict[str, Source]
@@ -82,7 +81,7 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
     values = Values(program, places, sampled)
     head = made.launches(values, [node for node in program.graph.nodes if node in sampled])
     at = values.operand(logits)
-    where = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride, "width": at.width}
+    where = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride}
     around = {
         name: [
             made.add(Call(None, kernel, rows, (Choice(source),), arguments, []))
@@ -98,7 +97,7 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
         "score": around["score"],
     }
     scratch = {**sampling_scratch(at.width), **made.scratch}
-    return CudaStep(launches, where, scratch, made.observable, made.sources)
+    return CudaStep(launches, scratch, made.observable, made.sources)
 
 
 @dataclass

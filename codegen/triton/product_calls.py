@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from inferc.codegen.triton import rms_norm
-from inferc.codegen.triton.calls import FAST, INVARIANT, ROWS, Builder, Call, Choice
+from inferc.codegen.triton.calls import ROWS, Builder, Call, Choice
 from inferc.codegen.triton.gemm import ROW_BOUNDS
+from inferc.codegen.triton.launch import FAST, INVARIANT
 from inferc.codegen.triton.linear import linear
 from inferc.codegen.triton.linear_silu_mul import linear_silu_mul
 from inferc.codegen.triton.qkv_rope_kv_write import qkv_rope_kv_write

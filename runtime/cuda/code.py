@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from inferc.codegen.triton.launch import LaunchRecord, record_from_json
+from inferc.codegen.triton.launch import ARCHS, PTX, RECORDS, LaunchRecord, record_from_json
 from inferc.errors import InfercError, UnsupportedError
 from inferc.runtime.cuda.driver import Driver, Kernel
 
 log = logging.getLogger(__name__)
 
-RECORDS = "records.json"
-PTX = "ptx"  # in place of a chip's name
-KNOWN = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")  # chips that --target takes
 OLDEST = (8, 0)  # compute capability
 
 
@@ -45,7 +42,7 @@ def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
             f"{driver.name} is {driver.arch}, kernels are compiled for sm_80 and later; use --target cpu"
         )
     needed = f"this GPU ({driver.name}) needs {driver.arch}; add it: {command.format(arch=driver.arch)}"
-    if driver.arch not in KNOWN:
+    if driver.arch not in ARCHS:
         needed = f"this GPU ({driver.name}) is {driver.arch}, for which inferc compiles no cubins"
     if PTX in cubins:
         log.warning(

@@ -40,9 +40,6 @@ class Capacity:
     seqs: int
     rows: int
 
-    def holds(self, plan: StepPlan) -> bool:
-        return plan.num_tokens <= self.tokens and plan.num_seqs <= self.seqs and len(plan.logits_rows) <= self.rows
-
 
 @dataclass(frozen=True)
 class Field:

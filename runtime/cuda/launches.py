@@ -10,12 +10,12 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any
 
+from inferc.codegen.triton.launch import PREFILL
 from inferc.runtime.cuda.driver import Bound, Kernel
 from inferc.runtime.cuda.inputs import InputLayout
 from inferc.runtime.cuda.memory import ArenaPlan
 
-PREFILL = "prefill"  # a launch that a step of one new token a sequence does not need
-
+Grids = dict[str, tuple[int, int, int]]
 Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first of the rows, how many)
 
 
@@ -40,12 +40,16 @@ class Step:
     launch: Mapping[str, Any]
     choices: tuple[tuple[int | None, Bound], ...]
 
-    def run(self, stream: c_void_p, counts: Mapping[str, int], behind_kernel: bool) -> bool:
-        """Launch it, if there are rows; whether it was."""
+    def run(self, stream: c_void_p, counts: Mapping[str, int], behind_kernel: bool, grids: Grids) -> bool:
+        """Launch it, if there are rows; whether it was. grids: of these counts, for the layers that share a kernel."""
         rows = counts[f"num_{self.launch['rows']}"]
         if rows:
             bound = next(bound for up_to, bound in self.choices if up_to is None or rows <= up_to)
-            bound.launch(stream, bound.kernel.record.grid_for(**counts), behind_kernel=behind_kernel)
+            record = bound.kernel.record
+            grid = grids.get(record.name)
+            if grid is None:
+                grid = grids[record.name] = record.grid_for(**counts)
+            bound.launch(stream, grid, behind_kernel=behind_kernel)
         return rows > 0
 
 
@@ -80,10 +84,11 @@ class Launches:
         """Give a step of `counts` to the stream. observe: called as each launch was given to it."""
         decodes = counts["num_tokens"] == counts["num_seqs"]
         behind = False  # a launch, not a copy
+        grids: Grids = {}
         for launch in self.step:
             if decodes and launch.launch.get("only") == PREFILL:
                 continue
-            behind = launch.run(stream, counts, behind) and observe is None
+            behind = launch.run(stream, counts, behind, grids) and observe is None
             if observe is not None:
                 observe(launch.launch, 0, counts[f"num_{launch.launch['rows']}"])
         rows, at_a_time = counts["num_rows"], self._layout.sample_rows
@@ -92,12 +97,13 @@ class Launches:
             of_chunk = {**counts, "num_rows": min(at_a_time, rows - first)}
             if first >= rows:
                 break
+            of_chunk_grids: Grids = {}
             for launch in head:
-                behind = launch.run(stream, of_chunk, behind) and observe is None
+                behind = launch.run(stream, of_chunk, behind, of_chunk_grids) and observe is None
                 if observe is not None:
                     observe(launch.launch, first, of_chunk["num_rows"])
             for launch in last:
-                behind = launch.run(stream, of_chunk, behind)
+                behind = launch.run(stream, of_chunk, behind, of_chunk_grids)
 
     def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
         values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}

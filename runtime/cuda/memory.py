@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from inferc.codegen.triton.launch import FAST, INVARIANT
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup, CacheLimits, pools_bytes, pools_for_all
@@ -16,7 +17,6 @@ from inferc.runtime.cuda.weights import placed_bytes
 MAX_SAMPLE_ROWS = 256
 ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
 POOLS = ("T", "S", "B", "sample")
-FAST, INVARIANT = "fast", "invariant"  # orders of addition
 PAGE = 2 << 20  # the driver gives memory in pieces of this size
 RESERVE_BYTES = 256 << 20  # of graphs, kernels' stacks and the driver itself
 MIN_LEN = 16  # tokens: what a setting that fits must serve at least
@@ -33,30 +33,25 @@ def sample_rows(max_num_seqs: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of everything but the KV cache, for one way to serve an artifact; kv_share: of each byte of the cache, beside it."""
+    """Bytes of everything but the KV cache, for one way to serve an artifact."""
 
     weights: int
     arena: int
     scratch: int
     inputs: int  # and results
-    kv_share: float
 
     @property
     def fixed(self) -> int:
         return sum(align(each, PAGE) for each in (self.weights, self.arena, self.scratch, self.inputs)) + RESERVE_BYTES
 
-    def with_cache(self, kv_bytes: int) -> int:
-        return self.fixed + kv_bytes + align(int(self.kv_share * kv_bytes), PAGE)
 
-
-def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int, kv_tokens: Sequence[int]) -> int:
-    """Of a buffer that program.json's "scratch" describes. kv_tokens: that the pool of each KV group holds."""
+def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int) -> int:
+    """Of a buffer that program.json's "scratch" describes."""
     return int(
         size.get("const", 0)
         + size.get("per_token", 0) * most.tokens
         + size.get("per_seq", 0) * most.seqs
         + size.get("per_row", 0) * sample_rows(max_num_seqs)
-        + size.get("per_kv_token", 0) * kv_tokens[size.get("group", 0)]
     )
 
 
@@ -104,14 +99,12 @@ def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, determinist
     blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
     layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks)
     sizes = buffers(artifact, deterministic).values()
-    of_tokens = sum(size.get("per_kv_token", 0) for size in sizes)
     return Footprint(
         weights=placed_bytes(artifact.weights),
         arena=plan.num_bytes(plan.most_rows(capacity, max_num_seqs)),
-        scratch=sum(scratch_bytes(size, capacity, max_num_seqs, [0] * len(blocks)) for size in sizes)
+        scratch=sum(scratch_bytes(size, capacity, max_num_seqs) for size in sizes)
         + counts_bytes(artifact, max_num_seqs),
         inputs=layout.num_bytes + output_layout(capacity.rows)["end"],
-        kv_share=of_tokens / artifact.kv_bytes_per_token,
     )
 
 
@@ -133,13 +126,13 @@ def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, 
     """Bytes that the KV cache may take. Raises ConfigError, with settings that fit, where the rest leaves too few."""
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
     held = footprint(artifact, tokens, seqs, config.deterministic)
-    left = int((free_bytes - held.fixed - PAGE) / (1 + held.kv_share)) if held.kv_share else free_bytes - held.fixed
+    left = free_bytes - held.fixed
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
     wanted = least if config.kv_memory_bytes == "auto" else config.kv_memory_bytes
     if left >= wanted:
         return left
     parts = f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(held.scratch)}"
-    missing = held.with_cache(wanted) - free_bytes
+    missing = held.fixed + wanted - free_bytes
     settings = [f"{setting} fits" for setting in _that_fit(artifact, config, groups, free_bytes, wanted)][:3]
     hint = "; ".join(settings) or "no setting makes it fit: quantize the weights, or use a GPU with more memory"
     raise ConfigError(
@@ -156,7 +149,7 @@ def _that_fit(
 
     def left(num_tokens: int, num_seqs: int) -> int:
         held = footprint(artifact, num_tokens, num_seqs, config.deterministic)
-        return int((free - held.fixed - PAGE) / (1 + held.kv_share)) if held.kv_share else free - held.fixed
+        return free - held.fixed
 
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
     if config.kv_memory_bytes != "auto" and left(tokens, seqs) >= least:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.codegen.triton.launch import FAST, INVARIANT
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.runtime.cuda import code, memory
@@ -63,7 +64,7 @@ class _Flight:
 class CudaRunner:
     """Steps of one artifact on one GPU.
 
-    owns_driver: closes it at the end. graphs: whether steps may run as graphs. poison: fill memory with NaN first, so that tests see
+    owns_driver: closes it at the end. poison: fill memory with NaN first, so that tests see
     a read of what was never written. place_weights: puts them at an address and on, in place of the artifact's. Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
     """
 
@@ -74,7 +75,6 @@ class CudaRunner:
         driver: Driver,
         *,
         owns_driver: bool = False,
-        graphs: bool = True,
         poison: bool = False,
         place_weights: Callable[[Driver, int], dict[str, int]] | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class CudaRunner:
             *(self.vocab_size, self.num_blocks, self.block_size),
         )
         self._groups = artifact.kv_groups
-        self._order = memory.INVARIANT if config.deterministic else memory.FAST
+        self._order = INVARIANT if config.deterministic else FAST
         self._most = memory.most_of_all(self.max_num_tokens, self.max_num_seqs)
         self._sample_rows = memory.sample_rows(self.max_num_seqs)
         self._max_blocks = [-(-artifact.max_model_len // self.block_size)] * len(self._groups)
@@ -107,7 +107,7 @@ class CudaRunner:
         self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
         self._launches: dict[Capacity, Launches] = {}
         self._graphs: dict[Capacity, c_void_p] = {}
-        self._buckets = buckets(self.max_num_seqs) if graphs else ()
+        self._buckets = buckets(self.max_num_seqs)
         self._flights = self._new_flights()
         self._free, self._pending = deque(self._flights), deque[_Flight]()
         self._lists, self._lists_bytes = self._device(LEAST_LISTS_BYTES), LEAST_LISTS_BYTES
@@ -137,10 +137,9 @@ class CudaRunner:
         caches = [
             self._device(count * self.block_size * int(group["bytes_per_token"]), poison) for count, group in counts
         ]
-        tokens = [count * self.block_size for count in self.num_blocks]
         scratch = {}
-        for name, size in memory.buffers(artifact, self._order == memory.INVARIANT).items():
-            num_bytes = memory.scratch_bytes(size, self._most, self.max_num_seqs, tokens)
+        for name, size in memory.buffers(artifact, self._order == INVARIANT).items():
+            num_bytes = memory.scratch_bytes(size, self._most, self.max_num_seqs)
             scratch[name] = self._device(num_bytes)
             driver.fill(scratch[name], 0, num_bytes, self._stream)
         state = {

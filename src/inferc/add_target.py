@@ -15,6 +15,7 @@ from inferc import program as program_lib
 from inferc.codegen.emit import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.target import Target
+from inferc.codegen.triton.launch import PTX
 from inferc.compiler import CompileSummary, Progress, hf_facts, silent
 from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
 from inferc.errors import ArtifactError, ConfigError
@@ -49,7 +50,7 @@ def add_target(
         manifest["kernels"] = [*manifest["kernels"], *rows]
         manifest["config"] = {
             **manifest["config"],
-            "target": f"cuda:{','.join(arch for arch in cubins if arch != 'ptx')}",
+            "target": f"cuda:{','.join(arch for arch in cubins if arch != PTX)}",
         }
         writer.write_manifest(manifest)
         folder.commit()

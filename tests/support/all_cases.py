@@ -1,4 +1,4 @@
-"""The cases of the Triton kernels, by kernel: CORE is what a dense Llama takes, ALL besides what other families do."""
+"""The cases of the Triton kernels but those of sampling, by kernel; MORE are what other families than a dense Llama have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gemm_cases
 import more_cases
 import triton_cases
 
-CORE = {**triton_cases.KERNELS, **gemm_cases.KERNELS, **attention_cases.KERNELS}
-ALL = {**CORE, **more_cases.KERNELS}
-assert len(ALL) == sum(len(each) for each in (CORE, more_cases.KERNELS)), "two kernels of one name"
+MORE = more_cases.KERNELS
+PARTS = (triton_cases.KERNELS, gemm_cases.KERNELS, attention_cases.KERNELS, MORE)
+KERNELS = {name: made for part in PARTS for name, made in part.items()}
+assert len(KERNELS) == sum(map(len, PARTS)), "two kernels of one name"

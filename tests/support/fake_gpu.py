@@ -61,13 +61,13 @@ def config(artifact: Artifact, **changes: Any) -> EngineConfig:
 
 
 @contextmanager
-def opened(name: str, *, graphs: bool = True, checked: bool = True, **changes: Any) -> Iterator[Pair]:
+def opened(name: str, *, checked: bool = True, **changes: Any) -> Iterator[Pair]:
     """An artifact of the session on a fake GPU; if `checked`, at the end, for its use as a GPU may be used."""
     artifact, reference = load_artifact(ARTIFACTS / name), load_artifact(ARTIFACTS / f"{name}-reference")
     fake = FakeCuda(artifact.path)
     groups = cache_groups(artifact.kv_groups)
     resolved = config(artifact, **changes).resolve(artifact.max_model_len, artifact.block_size, groups, 1 << 30)
-    runner = CudaRunner(artifact, resolved, Driver(library=fake), owns_driver=True, graphs=graphs, poison=True)
+    runner = CudaRunner(artifact, resolved, Driver(library=fake), owns_driver=True, poison=True)
     oracle = ReferenceRunner(reference, resolved)
     yield Pair(artifact, fake, runner, oracle)
     if not checked:

@@ -1,4 +1,4 @@
-"""Run the Triton kernels of a dense Llama under the interpreter over their cases, and what the benchmark launches.
+"""Run the Triton kernels under the interpreter over their cases, and what the benchmark launches.
 
 Prints {kernel or "benchmark": {case: [[error, tolerance]]}} as JSON; "depends": the steps of which a sequence's bits
 depend on the others in it, where they must not.
@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from all_cases import CORE
+from all_cases import KERNELS
 from attention_cases import depend_on_their_step
 from torch import Tensor
 from triton_cases import Case
@@ -49,5 +49,5 @@ def compared(bench: Bench) -> list[tuple[float, float]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of numpy, in the interpreter
-    cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in CORE.items()}
+    cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
     json.dump({**cases, "benchmark": measured(), "depends": depend_on_their_step(launched)}, sys.stdout)

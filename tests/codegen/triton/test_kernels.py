@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from all_cases import ALL, CORE
-from triton_cases import KERNELS, Case
+from all_cases import KERNELS, MORE
+from triton_cases import Case
 
 from inferc.codegen.triton.build import build
 from inferc.runtime.cuda.driver import Driver
@@ -22,6 +22,7 @@ from inferc.runtime.cuda.driver import Driver
 INTERPRETED = Path(__file__).parent / "interpreted.py"
 SUPPORT = Path(__file__).parents[2] / "support"
 ARCHS = ("sm_80", "sm_90", "sm_100")
+MAX_SHARED_OF_MORE = 99 << 10
 MAX_SHARED = 100 << 10  # bytes of a block: what the smallest of the chips that we compile for has
 
 
@@ -36,10 +37,10 @@ def interpreted() -> dict[str, dict[str, list[list[float]]]]:
     return results
 
 
-@pytest.mark.parametrize("kernel", CORE)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_numbers_under_the_interpreter(interpreted: dict[str, dict[str, list[list[float]]]], kernel: str) -> None:
     found = interpreted[kernel]
-    assert list(found) == [case.name for case in CORE[kernel]()]
+    assert list(found) == [case.name for case in KERNELS[kernel]()]
     wrong = {name: pair for name, pairs in found.items() for pair in pairs if not pair[0] <= pair[1]}
     assert not wrong, wrong
 
@@ -56,13 +57,15 @@ def test_attention_in_invariant_order_does_not_depend_on_the_batch(interpreted: 
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kernel", CORE)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_compiles_within_its_budget(kernel: str, arch: str) -> None:
     """`build` refuses what spills more than its source allows, or does not fit its launch record."""
-    for case in CORE[kernel]():
+    for case in KERNELS[kernel]():
         record = build(case.source, kernel, "", arch).record
-        assert case.source.stack_bytes <= 32
-        assert record.shared_bytes <= MAX_SHARED, f"{case.name}: {record.shared_bytes} bytes of shared memory"
+        assert case.source.stack_bytes <= (8 if kernel in MORE else 32)
+        assert record.shared_bytes <= (MAX_SHARED_OF_MORE if kernel in MORE else MAX_SHARED), (
+            f"{case.name}: {record.shared_bytes} bytes of shared memory"
+        )
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -74,11 +77,11 @@ def test_the_activation_leaves_no_thread_of_a_chip_unused(arch: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_numbers_on_the_gpu(kernel: str) -> None:
     """The cubin through the driver API, as a runner launches it, with a grid larger than the step."""
     driver = Driver()
-    for case in ALL[kernel]():
+    for case in KERNELS[kernel]():
         assert_on_gpu(driver, kernel, case)
 
 
