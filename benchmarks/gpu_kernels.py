@@ -20,6 +20,7 @@ from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.codegen.triton.attention_decode import decode_attention, partial_bytes
 from inferc.codegen.triton.attention_plan import attention_plan, plan_bytes
 from inferc.codegen.triton.attention_prefill import prefill_attention
+from inferc.codegen.triton.attention_tiles import decode_rows, query_limit
 from inferc.codegen.triton.build import build
 from inferc.codegen.triton.gemm import ROW_BOUNDS
 from inferc.codegen.triton.linear import linear
@@ -202,9 +203,9 @@ def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
         return Bench("prefill_attention", name, source, tensors, "out_ptr", reference, counts, moved, of_keys)
     group = of.heads // of.kv_heads
     plan = torch.zeros(plan_bytes(seqs) // 4, device=of.device, dtype=torch.int32)
-    source = attention_plan(of.kv_heads, group, "causal", 0, of.programs)
+    source = attention_plan(of.kv_heads, query_limit(group), "causal", 0, of.programs)
     planned = Bench("attention_plan", "", source, {**lengths, "plan_ptr": plan}, "plan_ptr", lambda: plan, counts, 0)
-    partial = torch.zeros(partial_bytes(of.heads, of.kv_heads, of.dim, of.programs) // 4, device=of.device)
+    partial = torch.zeros(partial_bytes(decode_rows(group), of.dim, of.programs) // 4, device=of.device)
     arrived = torch.zeros(of.programs, device=of.device, dtype=torch.int32)
     tensors.update(plan_ptr=plan, partial_ptr=partial, arrived_ptr=arrived)
     bench = ("decode_attention", f"{seqs} of {context}", decode_attention(*shape, of.programs), tensors)

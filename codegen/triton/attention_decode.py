@@ -2,17 +2,34 @@
 
 Every program does its stretch of the step's tiles (`attention_plan`). Where that cuts a head of a sequence it leaves a
 partial result, and the program that comes last to such a head merges them in the order of the keys.
-Sources: Dao et al. 2023, "Flash-Decoding for long-context inference"; Osama et al. 2023, arXiv:2301.03598.
+
+Sequences that share a prefix are a group: `prefix_attention` reads its keys once for the queries of all, and leaves a partial
+result of each, with which decode begins.
+Sources: Dao et al. 2023, "Flash-Decoding for long-context inference"; Osama et al. 2023, arXiv:2301.03598; Juravsky et al.
+2024, arXiv:2402.05099.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from inferc.codegen.triton.attention_plan import LEAST_TILES, MOST_CELLS, UNIT, seen_tiles
-from inferc.codegen.triton.attention_tiles import attend, constants, decode_rows, last_up_to, signature, stack_bytes
+from inferc.codegen.triton.attention_plan import LEAST_TILES, TILES, UNIT, Cells, cell_at, cell_start, line_start
+from inferc.codegen.triton.attention_tiles import (
+    attend,
+    constants,
+    decode_rows,
+    last_up_to,
+    merge,
+    signature,
+    stack_bytes,
+)
 from inferc.codegen.triton.source import Source
+
+PREFIX_ROWS = 64  # of `prefix_attention`
+DECODE_STAGES = 3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,6 +44,10 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     plan_ptr,
     partial_ptr,
     arrived_ptr,
+    members_ptr,
+    member_start_ptr,
+    shared_ptr,
+    prefix_ptr,
     counts_ptr,
     max_blocks_ptr,
     KV_HEADS: tl.constexpr,
@@ -44,11 +65,15 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     INT8: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    OF_PREFIX: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     UNIT: tl.constexpr,
     LEAST_TILES: tl.constexpr,
+    CELL: tl.constexpr,
+    GROW: tl.constexpr,
     MOST_CELLS: tl.constexpr,
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -57,10 +82,11 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     LOG2_E: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """MOST_CELLS: 0 if a tile of the plan is a cell.
+    """MOST_CELLS: 0 if a cell is a tile, which are summed a stretch at a time.
 
     SLOTS: partial results of a program. The first is of the head that begins in its stretch and ends behind it: there is one
     at most. The others are of the head that began before: one, or one of each cell, since cells are merged one by one.
+    OF_PREFIX: rows are the queries of a group's members, one token of each, `seq` is the group, and seq_lens are its keys.
     """
     SLOT: tl.constexpr = BLOCK_M * (DIM + 2)
     program = tl.program_id(0)
@@ -75,37 +101,55 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
         seq = last_up_to(starts_ptr, num_seqs, at // KV_HEADS, 0, SEQS)
         before = tl.load(starts_ptr + seq)
         tiles = tl.load(starts_ptr + seq + 1) - before
-        begin = tl.load(query_start_ptr + seq)
-        num_new = tl.load(query_start_ptr + seq + 1) - begin
+        first_new_ptr = query_start_ptr
+        if OF_PREFIX:
+            first_new_ptr = member_start_ptr
+        begin = tl.load(first_new_ptr + seq)
+        num_new = tl.load(first_new_ptr + seq + 1) - begin
         seq_len = tl.load(seq_lens_ptr + seq)
+        shared = 0
+        if HAS_SHARED:
+            shared = tl.load(shared_ptr + seq)
         kv_head = (at - before * KV_HEADS) // tiles
         start = before * KV_HEADS + kv_head * tiles  # the head's tiles are [start, start + tiles)
-        origin, width = seen_tiles(seq_len, num_new, MASK, WINDOW, UNIT, LEAST_TILES, MOST_CELLS)
-        cells = (tiles + width - 1) // width
-        first = (at - start + width - 1) // width  # of the cells that start in this stretch: [first, last)
-        last = tl.minimum((stop - start + width - 1) // width, cells)
+        origin = line_start(seq_len - num_new, shared, MASK, WINDOW, CELL, GROW)
+        begin_cell, end_cell = cell_at(origin, CELL, GROW), cell_at(seq_len - 1, CELL, GROW) + 1
+        first = cell_at(origin + (at - start) * UNIT - 1, CELL, GROW) + 1
         at = tl.minimum(start + tiles, stop)
-        if first < last:
+        last = cell_at(tl.minimum(origin + (at - start) * UNIT, seq_len) - 1, CELL, GROW) + 1
+        if first < last:  # the cells that start in this stretch
             new = m // GROUP
             head = kv_head * GROUP + m % GROUP
             is_row = new < num_new
             there = is_row[:, None] & (d < DIM)[None, :]
+            lowest, member = seq_len - num_new, seq
             token = (begin + new).to(tl.int64)
+            if OF_PREFIX:
+                lowest, member = seq_len - 1, tl.load(members_ptr + begin)
+                members = tl.load(members_ptr + begin + new, mask=is_row, other=0).to(tl.int64)
+                token = tl.load(query_start_ptr + members, mask=is_row, other=0).to(tl.int64)
             q = tl.load(q_ptr + (token * Q_STRIDE + head * DIM)[:, None] + d[None, :], mask=there, other=0.0)
             if WIDE_DOT:
                 q = q.to(tl.float32)
-            lowest = seq_len - num_new
             position = tl.minimum(lowest + new, seq_len - 1)
-            table_ptr = block_table_ptr + seq.to(tl.int64) * max_blocks
+            table_ptr = block_table_ptr + member.to(tl.int64) * max_blocks
             head_ptr = cache_ptr + kv_head * (2 * PART)
             slots_ptr = partial_ptr + program * (SLOTS * SLOT)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            if HAS_SINKS:
-                has_sink = is_row & (first == 0)
+            is_first = first == begin_cell
+            if HAS_SINKS and not OF_PREFIX:
+                has_sink = is_row & is_first
                 top = tl.load(sinks_ptr + head, mask=has_sink, other=float("-inf")).to(tl.float32) * LOG2_E
                 total = has_sink.to(tl.float32)
+            if HAS_SHARED:
+                has_prefix = is_row & is_first & (shared > 0)
+                of_row = prefix_ptr + (seq.to(tl.int64) * (KV_HEADS * GROUP) + head) * (DIM + 2)
+                of_prefix = tl.load(of_row[:, None] + d[None, :], mask=has_prefix[:, None] & there, other=0.0)
+                prefix_top = tl.load(of_row + DIM, mask=has_prefix, other=float("-inf"))
+                prefix_total = tl.load(of_row + DIM + 1, mask=has_prefix, other=0.0)
+                top, total, sums = merge(top, total, sums, prefix_top, prefix_total, of_prefix)
             step = last - first
             if MOST_CELLS != 0:
                 step = 1
@@ -115,62 +159,54 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
                     cell_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
                     cell_total = tl.zeros((BLOCK_M,), tl.float32)
                     cell_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-                key = origin + cell * (width * UNIT)
                 cell_top, cell_total, cell_sums = attend(
                     *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, position, lowest, seq_len - 1),
-                    *(key, tl.minimum(key + step * (width * UNIT), seq_len)),
+                    *(cell_start(cell, CELL, GROW), tl.minimum(cell_start(cell + step, CELL, GROW), seq_len)),
                     *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
                     *(IN_ORDER, TILE, STAGES, LOG2_E, WIDE_DOT),
                 )
                 if MOST_CELLS == 0:
                     top, total, sums = cell_top, cell_total, cell_sums
-                elif first == 0:
+                elif is_first:
                     top, total, sums = merge(top, total, sums, cell_top, cell_total, cell_sums)
                 else:
                     slot_ptr = slots_ptr + (1 + cell - first) * SLOT
                     store_partial(slot_ptr, cell_top, cell_total, cell_sums, m, d, is_row, there, DIM)
-            is_whole = (first == 0) & (last == cells)
+            is_whole = is_first & (last == end_cell)
             is_last = is_whole
             if not is_whole:
                 home = start // stretch  # the program in whose stretch the head begins
-                if first == 0:
+                if is_first:
                     store_partial(slots_ptr, top, total, sums, m, d, is_row, there, DIM)
                 elif MOST_CELLS == 0:
                     store_partial(slots_ptr + SLOT, top, total, sums, m, d, is_row, there, DIM)
                 # One thread adds, for all: their partial results are there before it, and they read others' after it.
                 tl.debug_barrier()
-                arrived = tl.atomic_add(arrived_ptr + home, 1, sem="acq_rel", scope="gpu")
+                arrived = tl.atomic_add(arrived_ptr + home, last - first, sem="acq_rel", scope="gpu")
                 tl.debug_barrier()
-                # A cell or more starts in every stretch that the head touches, unless cells are longer than stretches.
-                programs = tl.minimum((start + (cells - 1) * width) // stretch - home, cells - 1) + 1
-                is_last = arrived == programs - 1
+                is_last = arrived + last - first == end_cell - begin_cell
                 if is_last:
                     tl.store(arrived_ptr + home, 0)  # for the next launch
                     top, total, sums = load_partial(partial_ptr + home * (SLOTS * SLOT), m, d, is_row, there, DIM)
                     apart = stretch
                     if MOST_CELLS != 0:
                         apart = 1
-                    others = ((home + 1) * stretch - start + width - 1) // width
-                    for cell in tl.range(others, cells, apart, loop_unroll_factor=4):  # four are loaded together
-                        owner = (start + cell * width) // stretch
-                        slot = 1 + cell - (owner * stretch - start + width - 1) // width
-                        slot_ptr = partial_ptr + (owner * SLOTS + slot) * SLOT
+                    others = cell_at(origin + ((home + 1) * stretch - start) * UNIT - 1, CELL, GROW) + 1
+                    for cell in tl.range(others, end_cell, apart, loop_unroll_factor=4):  # four are loaded together
+                        owner = (start + (cell_start(cell, CELL, GROW) - origin) // UNIT) // stretch
+                        first_of_owner = cell_at(origin + (owner * stretch - start) * UNIT - 1, CELL, GROW) + 1
+                        slot_ptr = partial_ptr + (owner * SLOTS + 1 + cell - first_of_owner) * SLOT
                         cell_top, cell_total, cell_sums = load_partial(slot_ptr, m, d, is_row, there, DIM)
                         top, total, sums = merge(top, total, sums, cell_top, cell_total, cell_sums)
             if is_last:
-                out_at = out_ptr + (token * OUT_STRIDE + head * DIM)[:, None] + d[None, :]
-                tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def merge(top, total, sums, other_top, other_total, other_sums):  # type: ignore[no-untyped-def]
-    """Two softmaxes over different keys as one; rounded in the same way wherever it is compiled."""
-    higher = tl.maximum(top, other_top)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    factor, other_factor = tl.exp2(top - base), tl.exp2(other_top - base)
-    total = tl.fma(total, factor, other_total * other_factor)
-    sums = tl.fma(sums, tl.broadcast_to(factor[:, None], sums.shape), other_sums * other_factor[:, None])
-    return higher, total, sums
+                if OF_PREFIX:
+                    of_row = prefix_ptr + (members * (KV_HEADS * GROUP) + head) * (DIM + 2)
+                    tl.store(of_row[:, None] + d[None, :], sums, mask=there)
+                    tl.store(of_row + DIM, top, mask=is_row)
+                    tl.store(of_row + DIM + 1, total, mask=is_row)
+                else:
+                    out_at = out_ptr + (token * OUT_STRIDE + head * DIM)[:, None] + d[None, :]
+                    tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -205,46 +241,114 @@ def decode_attention(
     has_sinks: bool,
     num_programs: int,
     int8_kv: bool = False,
-    deterministic: bool = False,
+    cells: Cells = TILES,
+    has_shared: bool = False,
 ) -> Source:
     """`inferc.paged_attention` of the sequences of at most `query_limit` new tokens; other rows of out are left alone.
 
     q and out [tokens, heads * dim], `strides` elements from row to row. cache_ptr: as `rope_kv_write` has it; block_table
     [seqs, max_blocks], query_start [seqs + 1], seq_lens [seqs], max_blocks [1] i32; sinks [heads]. plan: what
-    `attention_plan` made of the same num_programs and deterministic. partial: see `partial_bytes`. arrived
-    [num_programs] i32: zeros, which it is left as.
+    `attention_plan` made of the same num_programs and cells. partial: see `partial_bytes`. arrived [num_programs] i32:
+    zeros, which it is left as. shared [seqs] i32: how many keys of each `prefix_attention` has done, a multiple of UNIT, 0 for
+    sequences of several new tokens; what it made of them is in prefix.
     """
-    rows = decode_rows(heads // kv_heads)
-    # Of K and V, one to two tiles are on their way to a program, of which two or three fit a multiprocessor.
-    wide = dim <= 64 and (int8_kv or not deterministic)  # else registers are short
-    tile = 16 if dtype == "float32" else 128 if wide else 64 if dim <= 128 else 32
     shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
+    return _source(
+        dtype, shape, decode_rows(heads // kv_heads), num_programs, cells, of_prefix=False, shared=has_shared
+    )
+
+
+def prefix_attention(
+    dtype: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    strides: tuple[int, int],
+    layers: int,
+    block_size: int,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    has_sinks: bool,
+    num_programs: int,
+    int8_kv: bool = False,
+) -> Source:
+    """The keys that groups of sequences share, for one new token of each member: into prefix, see `prefix_bytes`.
+
+    A group is at most `prefix_members` of sequences, members[member_start[group] ...]; seq_lens [groups] is how many keys its
+    members share, a multiple of UNIT. counts are of groups, where others count sequences; the plan is of groups, too. Other
+    arguments are those of `decode_attention`; out is not written. Of causal attention only.
+    """
+    assert mask == "causal", mask
+    shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
+    return _source(dtype, shape, prefix_rows(heads // kv_heads), num_programs, TILES, of_prefix=True, shared=False)
+
+
+def _source(
+    dtype: str, shape: tuple[Any, ...], rows: int, num_programs: int, cells: Cells, *, of_prefix: bool, shared: bool
+) -> Source:
+    _, _, dim, *_, int8_kv = shape
+    names = ("members_ptr", "member_start_ptr", "shared_ptr")
+    of_plan = {"plan_ptr": "int32", "partial_ptr": "float32", "arrived_ptr": "int32"}
+    scratch = {**of_plan, **dict.fromkeys(names, "int32"), "prefix_ptr": "float32"}
     return Source(
         function=decode_attention_kernel,
-        signature=signature(dtype, int8_kv, {"plan_ptr": "int32", "partial_ptr": "float32", "arrived_ptr": "int32"}),
+        signature=signature(dtype, int8_kv, scratch),
         constants={
             **constants(*shape),
-            "IN_ORDER": int(rows < 64),  # from where on products take their operands from shared memory
+            "IN_ORDER": takes_in_order(rows),
+            "OF_PREFIX": int(of_prefix),
+            "HAS_SHARED": int(shared),
             "BLOCK_M": rows,
             "NUM_PROGRAMS": num_programs,
             "UNIT": UNIT,
             "LEAST_TILES": LEAST_TILES,
-            "MOST_CELLS": MOST_CELLS if deterministic else 0,
-            "SLOTS": slots(deterministic),
-            "TILE": tile,
-            "STAGES": 3,
+            **cells.constants,
+            "SLOTS": slots(cells),
+            "TILE": decode_tile(dtype, dim, rows, int8_kv, cells),
+            "STAGES": DECODE_STAGES,
         },
         grid=("NUM_PROGRAMS", "1", "1"),
-        num_warps=4 if rows < 64 else 8,
+        num_warps=decode_warps(rows),
         stack_bytes=stack_bytes(dtype, dim, int8_kv),
     )
 
 
-def slots(deterministic: bool) -> int:
-    """Partial results of a program: a head has MOST_CELLS at most, of which the first is not in a stretch with others."""
-    return MOST_CELLS if deterministic else 2
+def takes_in_order(rows: int) -> int:
+    """Whether products take their operands from registers: as many rows as Hopper's multiply take them from shared memory."""
+    return int(rows < 64)
 
 
-def partial_bytes(heads: int, kv_heads: int, dim: int, num_programs: int, deterministic: bool = False) -> int:
-    """What `partial_ptr` has room for, in any step."""
-    return 4 * num_programs * slots(deterministic) * decode_rows(heads // kv_heads) * (dim + 2)
+def decode_warps(rows: int) -> int:
+    return 4 if rows < 64 else 8
+
+
+def decode_tile(dtype: str, dim: int, rows: int, int8_kv: bool, cells: Cells) -> int:
+    """Keys of a product: one or two tiles of K and V are on their way to a program, of which two or three fit a multiprocessor."""
+    wide = dim <= 64 and rows < 64 and (int8_kv or cells == TILES)  # else registers are short
+    return 16 if dtype == "float32" else 128 if wide else 64 if dim <= 128 else 32
+
+
+def slots(cells: Cells) -> int:
+    """Partial results of a program: of a sequence's cells the first is not in a stretch with others."""
+    return max(2, cells.most)
+
+
+def partial_bytes(rows: int, dim: int, num_programs: int, cells: Cells = TILES) -> int:
+    """What `partial_ptr` has room for, in any step; rows: BLOCK_M of the kernel."""
+    return 4 * num_programs * slots(cells) * rows * (dim + 2)
+
+
+def prefix_bytes(heads: int, dim: int) -> int:
+    """Of a sequence in `prefix_ptr`: for each head the sum of values [dim], the largest score and the total, in float32."""
+    return 4 * heads * (dim + 2)
+
+
+def prefix_rows(group: int) -> int:
+    return max(PREFIX_ROWS, decode_rows(group))
+
+
+def prefix_members(group: int) -> int:
+    """The most sequences of which `prefix_attention` does a group; group: query heads of a kv head."""
+    return prefix_rows(group) // group

@@ -1,15 +1,23 @@
-"""Prefill attention: sequences of more new tokens than decode does, in tiles of them whose products fill tensor cores."""
+"""Prefill attention: sequences of more new tokens than decode does, in tiles of them whose products fill tensor cores.
+
+In the invariant order a token has the bits that decode would give it: tiles are as few rows as decode's, and keys are summed by
+the same cells. That reads K and V several times as often.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from inferc.codegen.triton.attention_decode import DECODE_STAGES, decode_tile, decode_warps, takes_in_order
+from inferc.codegen.triton.attention_plan import TILES, Cells, cell_at, cell_start
 from inferc.codegen.triton.attention_tiles import (
     attend,
     constants,
+    decode_rows,
     first_key,
     last_up_to,
+    merge,
     query_limit,
     signature,
     stack_bytes,
@@ -42,17 +50,21 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     INT8: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     QUERY_LIMIT: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CELL: tl.constexpr,
+    GROW: tl.constexpr,
+    MOST_CELLS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SEQS: tl.constexpr,
     LOG2_E: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """QUERIES: tokens of a program. The last programs begin first: a sequence's last tokens see the most keys."""
+    """QUERIES: tokens of a program. MOST_CELLS: 0 if all keys are summed as one. The last programs begin first: a sequence's last tokens see the most keys."""
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     num_seqs = tl.load(counts_ptr + 2)
     seq = last_up_to(query_start_ptr, num_seqs, program, QUERIES, SEQS)
@@ -81,12 +93,27 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
         highest = tl.minimum(lowest + QUERIES, seq_len) - 1
         position = tl.minimum(seq_len - num_new + new, highest)
         table_ptr = block_table_ptr + seq.to(tl.int64) * tl.load(max_blocks_ptr)
-        top, total, sums = attend(
-            *(q, top, total, sums, cache_ptr + kv_head * (2 * PART), table_ptr, position),
-            *(lowest, highest, first_key(lowest, MASK, WINDOW) // TILE * TILE, highest + 1),
-            *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
-            *(0, TILE, STAGES, LOG2_E, WIDE_DOT),
-        )
+        head_ptr = cache_ptr + kv_head * (2 * PART)
+        read_from = first_key(lowest, MASK, WINDOW)
+        if MOST_CELLS == 0:
+            top, total, sums = attend(
+                *(q, top, total, sums, head_ptr, table_ptr, position, lowest, highest),
+                *(read_from // TILE * TILE, highest + 1),
+                *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
+                *(IN_ORDER, TILE, STAGES, LOG2_E, WIDE_DOT),
+            )
+        else:
+            for cell in range(cell_at(read_from, CELL, GROW), cell_at(highest, CELL, GROW) + 1):
+                cell_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                cell_total = tl.zeros((BLOCK_M,), tl.float32)
+                cell_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+                cell_top, cell_total, cell_sums = attend(
+                    *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, position, lowest, highest),
+                    *(cell_start(cell, CELL, GROW), tl.minimum(cell_start(cell + 1, CELL, GROW), highest + 1)),
+                    *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
+                    *(IN_ORDER, TILE, STAGES, LOG2_E, WIDE_DOT),
+                )
+                top, total, sums = merge(top, total, sums, cell_top, cell_total, cell_sums)
         out_at = out_ptr + (token * OUT_STRIDE + head * DIM)[:, None] + d[None, :]
         tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
@@ -105,29 +132,37 @@ def prefill_attention(
     window: int,
     has_sinks: bool,
     int8_kv: bool = False,
+    cells: Cells = TILES,
 ) -> Source:
     """`inferc.paged_attention` of the sequences of more than `query_limit` new tokens; other rows of out are left alone.
 
-    The arguments are those of `decode_attention`.
+    The arguments, and cells, are those of `decode_attention`.
     """
     group = heads // kv_heads
     shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
     # As much as registers hold: int8 needs some to be converted in, and float32 all.
     rows = 128 >> (dim > 128) >> int8_kv if dtype != "float32" else 32
-    tile = 16 if dtype == "float32" else 32 if dim > 128 or (int8_kv and dim <= 64) else 64
     rows = max(rows, int(triton.next_power_of_2(group)))
+    tile = 16 if dtype == "float32" else 32 if dim > 128 or (int8_kv and dim <= 64) else 64
+    num_warps, num_stages, in_order = 8, 2, 0
+    if cells != TILES:
+        rows = decode_rows(group)
+        tile = decode_tile(dtype, dim, rows, int8_kv, cells)
+        num_warps, num_stages, in_order = decode_warps(rows), DECODE_STAGES, takes_in_order(rows)
     return Source(
         function=prefill_attention_kernel,
         signature=signature(dtype, int8_kv, {}),
         constants={
             **constants(*shape),
+            "IN_ORDER": in_order,
             "QUERY_LIMIT": query_limit(group),
             "QUERIES": rows // group,
             "BLOCK_M": rows,
+            **cells.constants,
             "TILE": tile,
-            "STAGES": 2,
+            "STAGES": num_stages,
         },
         grid=("num_tokens // QUERIES + num_seqs", "KV_HEADS", "1"),
-        num_warps=8,
+        num_warps=num_warps,
         stack_bytes=stack_bytes(dtype, dim, int8_kv),
     )

@@ -163,6 +163,17 @@ def attend(  # type: ignore[no-untyped-def]
     return top, total, sums
 
 
+@triton.jit
+def merge(top, total, sums, other_top, other_total, other_sums):  # type: ignore[no-untyped-def]
+    """Two softmaxes over different keys as one; rounded in the same way wherever it is compiled."""
+    higher = tl.maximum(top, other_top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    factor, other_factor = tl.exp2(top - base), tl.exp2(other_top - base)
+    total = tl.fma(total, factor, other_total * other_factor)
+    sums = tl.fma(sums, tl.broadcast_to(factor[:, None], sums.shape), other_sums * other_factor[:, None])
+    return higher, total, sums
+
+
 def signature(dtype: str, int8_kv: bool, scratch: dict[str, str]) -> dict[str, str]:
     """The arguments of an attention kernel; scratch: name to dtype of what it has besides."""
     return {

@@ -14,12 +14,13 @@ from inferc.codegen.triton import (
     attention_decode,
     attention_plan,
     attention_prefill,
+    attention_tiles,
     gather_rows,
     rms_norm,
     rope,
     silu_mul,
 )
-from inferc.codegen.triton.launch import FAST, INVARIANT, PREFILL
+from inferc.codegen.triton.launch import FAST, INVARIANT, PREFILL, SHARED
 from inferc.codegen.triton.source import Source
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError
@@ -53,7 +54,7 @@ class Call:
     choices: tuple[Choice, ...]
     arguments: dict[str, dict[str, Any]]
     writes: list[tuple[fx.Node, Operand]]  # the values that it makes
-    only: str = ""  # PREFILL: not in steps in which every sequence has one new token
+    only: str = ""  # the steps that need it: PREFILL, SHARED
     order: str = (
         ""  # of addition, where the call is for one of the two: FAST or INVARIANT, whatever else is in the batch
     )
@@ -238,34 +239,94 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     b.arguments["max_blocks_ptr"] = {"input": f"max_blocks_{values.cache_group(b.arg('kv_cache'))}"}
     _, heads, dim = (int(size) if at else 0 for at, size in enumerate(b.arg("q").meta["val"].shape))
     kv_heads, mask, window = int(cache.shape[4]), str(b.arg("mask")), int(b.arg("window"))
-    shape = (
-        *(dtype_name(out.dtype), heads, kv_heads, dim, (q.stride, out.stride), layers, block_size),
-        *(float(b.arg("scale")), float(b.arg("softcap")), mask, window, has_sinks),
-    )
-    int8_kv = cache.dtype == torch.int8
-    made = []
-    for order in (FAST, INVARIANT):
-        in_order = order == INVARIANT
-        kind = hashlib.sha256(repr((heads, kv_heads, dim, mask, window, in_order)).encode()).hexdigest()[:6]
-        sizes = {
-            "plan": {
-                "const": attention_plan.plan_bytes(0),
-                "per_seq": attention_plan.plan_bytes(1) - attention_plan.plan_bytes(0),
-            },
-            "partial": {"const": attention_decode.partial_bytes(heads, kv_heads, dim, NUM_PROGRAMS, in_order)},
-            "arrived": {"const": 4 * NUM_PROGRAMS},
-        }
-        plan = Builder(node, values)
-        for name, of in (("query_start", "query_start_loc"), ("seq_lens", "seq_lens")):
-            plan.input(f"{name}_ptr", of)
-        plan.arguments["plan_ptr"] = {"scratch": f"plan_{kind}"}
-        planned = attention_plan.attention_plan(kv_heads, heads // kv_heads, mask, window, NUM_PROGRAMS, in_order)
-        before = replace(plan.done("attention_plan", out, planned, order=order), node=None)
-        source = attention_decode.decode_attention(*shape, NUM_PROGRAMS, int8_kv, in_order)
-        each = Builder(
-            node, values, {**b.arguments, **{f"{name}_ptr": {"scratch": f"{name}_{kind}"} for name in sizes}}, b.writes
-        )
-        scratch = {f"{name}_{kind}": size for name, size in sizes.items()}
-        made.append(each.done("decode_attention", out, source, order=order, scratch=scratch, begin=(before,)))
-    prefill = attention_prefill.prefill_attention(*shape, int8_kv)
-    return (*made, b.done("prefill_attention", out, prefill, only=PREFILL))
+    shape: dict[str, Any] = {
+        "dtype": dtype_name(out.dtype),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "strides": (q.stride, out.stride),
+        "layers": layers,
+        "block_size": block_size,
+        "scale": float(b.arg("scale")),
+        "softcap": float(b.arg("softcap")),
+        "mask": mask,
+        "window": window,
+        "has_sinks": has_sinks,
+        "int8_kv": cache.dtype == torch.int8,
+    }
+    kind = hashlib.sha256(repr((heads, kv_heads, dim, mask, window)).encode()).hexdigest()[:6]
+    group = values.cache_group(b.arg("kv_cache"))
+    cells = attention_plan.invariant_cells(mask, window, int(values.program.info["max_model_len"]))
+    made = [
+        *([_prefix_attention(b, out, shape, group, kind)] if mask == "causal" else []),
+        _decode_attention(b, out, shape, group, kind, attention_plan.TILES, order=FAST),
+        _decode_attention(b, out, shape, group, f"{kind}_in_cells", cells, order=INVARIANT),
+    ]
+    for order, each in ((FAST, attention_plan.TILES), (INVARIANT, cells)):
+        prefill = attention_prefill.prefill_attention(**shape, cells=each)
+        made.append(b.done("prefill_attention", out, prefill, only=PREFILL, order=order))
+    return tuple(made)
+
+
+def _decode_attention(
+    b: Builder,
+    out: Operand,
+    shape: dict[str, Any],
+    cache_group: int,
+    kind: str,
+    cells: attention_plan.Cells,
+    order: str,
+) -> Call:
+    """Of an attention whose operands b has. What a group's prefix left is read in the fast order."""
+    heads, kv_heads, dim, mask, window = (shape[name] for name in ("heads", "kv_heads", "dim", "mask", "window"))
+    has_shared = order == FAST and mask == "causal"
+    rows = attention_tiles.decode_rows(heads // kv_heads)
+    partial = attention_decode.partial_bytes(rows, dim, NUM_PROGRAMS, cells)
+    limit = attention_tiles.query_limit(heads // kv_heads)
+    planned = attention_plan.attention_plan(kv_heads, limit, mask, window, NUM_PROGRAMS, cells, has_shared)
+    places, scratch = _of_plan(kind, partial)
+    shared = {}
+    if has_shared:
+        shared = {"shared_ptr": {"input": f"shared_{cache_group}"}}
+        places["prefix_ptr"] = {"scratch": f"prefix_{kind}"}
+        scratch[f"prefix_{kind}"] = {"per_seq": attention_decode.prefix_bytes(heads, dim)}
+    lengths = {name: b.arguments[name] for name in ("query_start_ptr", "seq_lens_ptr")}
+    before = Builder(b.node, b.values, {**lengths, **shared, "plan_ptr": places["plan_ptr"]})
+    begin = replace(before.done("attention_plan", out, planned, order=order), node=None)
+    source = attention_decode.decode_attention(**shape, num_programs=NUM_PROGRAMS, cells=cells, has_shared=has_shared)
+    each = Builder(b.node, b.values, {**b.arguments, **places, **shared}, b.writes)
+    return each.done("decode_attention", out, source, order=order, scratch=scratch, begin=(begin,))
+
+
+def _prefix_attention(b: Builder, out: Operand, shape: dict[str, Any], cache_group: int, kind: str) -> Call:
+    """The keys that sequences share, in steps that have such groups: the host says which in a `SharedPrefixes`."""
+    heads, kv_heads, dim, mask, window = (shape[name] for name in ("heads", "kv_heads", "dim", "mask", "window"))
+    group = heads // kv_heads
+    members = attention_decode.prefix_members(group)
+    partial = attention_decode.partial_bytes(attention_decode.prefix_rows(group), dim, NUM_PROGRAMS)
+    places, scratch = _of_plan(f"{kind}_prefix", partial)
+    counts = {"counts_ptr": {"input": f"group_counts_{cache_group}"}}
+    lengths = {"seq_lens_ptr": {"input": f"group_keys_{cache_group}"}}
+    starts = {"input": f"member_start_{cache_group}"}
+    before = Builder(b.node, b.values, {**lengths, "query_start_ptr": starts, "plan_ptr": places["plan_ptr"]})
+    planned = attention_plan.attention_plan(kv_heads, members, mask, window, NUM_PROGRAMS)
+    begin = replace(before.done("attention_plan", out, planned, order=FAST, only=SHARED), node=None)
+    begin = replace(begin, arguments={**begin.arguments, **counts})
+    places |= {"members_ptr": {"input": f"members_{cache_group}"}, "member_start_ptr": starts}
+    places["prefix_ptr"] = {"scratch": f"prefix_{kind}"}
+    arguments = {name: at for name, at in b.arguments.items() if name not in ("seq_lens_ptr", "out_ptr")}
+    each = Builder(b.node, b.values, {**arguments, **lengths, **places})
+    source = attention_decode.prefix_attention(**shape, num_programs=NUM_PROGRAMS)
+    call = each.done("prefix_attention", out, source, order=FAST, only=SHARED, scratch=scratch, begin=(begin,))
+    return replace(call, arguments={**call.arguments, **counts})
+
+
+def _of_plan(kind: str, partial_bytes: int) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+    """Where what a plan shares out has its scratch, and how much."""
+    none = attention_plan.plan_bytes(0)
+    scratch = {
+        f"plan_{kind}": {"const": none, "per_seq": attention_plan.plan_bytes(1) - none},
+        f"partial_{kind}": {"const": partial_bytes},
+        f"arrived_{kind}": {"const": 4 * NUM_PROGRAMS},
+    }
+    return {f"{name.split('_')[0]}_ptr": {"scratch": name} for name in scratch}, scratch

@@ -17,6 +17,7 @@ from torch import fx
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.calls import Call, Choice
+from inferc.codegen.triton.launch import SHARED
 from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.codegen.triton.sampling_calls import sampling_launches
 from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
@@ -39,12 +40,14 @@ class CudaStep:
     "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; what the sampling kernels go by besides is
     {"state"}, {"output"} and {"scratch"}. scratch: memory that is zero at first and belongs to launches, by name: the bytes
     "const", "per_token" of a step, "per_seq" and "per_row" that is sampled at a time; "order": only that one needs it.
-    observable: the values that launches write, by "id". sources: by name of the kernel.
+    observable: the values that launches write, by "id". shared_prefixes: by KV group, how many sequences that share a prefix
+    have it read once, "members", and of what number of keys it is a multiple, "keys". sources: by name of the kernel.
     """
 
     launches: dict[str, list[dict[str, Any]]]
     scratch: dict[str, dict[str, Any]]
     observable: list[dict[str, Any]]
+    shared_prefixes: dict[str, dict[str, int]]
     sources: dict[str, Source]
 
     @property
@@ -54,6 +57,7 @@ class CudaStep:
             "launches": self.launches,
             "scratch": self.scratch,
             "observable": self.observable,
+            "shared_prefixes": self.shared_prefixes,
             "kv_layout": {"order": KV_ORDER},
         }
 
@@ -97,7 +101,7 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
         "score": around["score"],
     }
     scratch = {**sampling_scratch(at.width), **made.scratch}
-    return CudaStep(launches, scratch, made.observable, made.sources)
+    return CudaStep(launches, scratch, made.observable, made.shared_prefixes, made.sources)
 
 
 @dataclass
@@ -109,6 +113,7 @@ class _Emission:
     observable: list[dict[str, Any]] = field(default_factory=list)
     scratch: dict[str, dict[str, Any]] = field(default_factory=dict)
     begin: list[dict[str, Any]] = field(default_factory=list)
+    shared_prefixes: dict[str, dict[str, int]] = field(default_factory=dict)
     numbers: dict[fx.Node, int] = field(default_factory=dict)
 
     def launches(self, values: Values, nodes: Sequence[fx.Node]) -> list[dict[str, Any]]:
@@ -134,6 +139,12 @@ class _Emission:
             assert self.scratch.setdefault(name, size) == size, (
                 f"{call.kernel}: {name} is {self.scratch[name]} elsewhere"
             )
+        if call.only == SHARED and "cache_ptr" in call.arguments:
+            constants = call.choices[0].source.constants
+            members = int(constants["BLOCK_M"]) // int(constants["GROUP"])
+            of_group = self.shared_prefixes.setdefault(str(call.arguments["cache_ptr"]["cache"]), {})
+            of_group["members"] = min(members, of_group.get("members", members))
+            of_group["keys"] = int(constants["UNIT"])
         return {
             "node": call.kernel if call.node is None else name_of(call.node),
             "layer": None if call.node is None else call.node.meta.get("layer"),

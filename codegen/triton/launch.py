@@ -22,6 +22,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 PTX, RECORDS = "ptx", "records.json"  # in place of a chip's name; the launch records of a folder of kernels
 FAST, INVARIANT = "fast", "invariant"  # orders of addition
 PREFILL = "prefill"  # a launch that a step of one new token a sequence does not need
+SHARED = "shared"  # a launch that a step needs in which sequences share a prefix that is read for all of them
 
 EIATTR_REQNTID = 0x10
 EIATTR_KPARAM_INFO = 0x17

@@ -6,12 +6,13 @@ every step that fits, since kernels read the numbers of these on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.runtime.cuda.shared_prefixes import SharedPrefixes
 from inferc.runtime.step import SampleRows, StepPlan
 
 ALIGNMENT = 16  # bytes: what kernels are promised of every address
@@ -85,6 +86,11 @@ class InputLayout:
         self._add("positions", np.int64, tokens)
         for group in range(len(max_blocks)):
             self._add(f"slot_mapping_{group}", np.int64, tokens)
+            self._add(f"shared_{group}", np.int32, seqs)
+            self._add(f"members_{group}", np.int32, seqs)
+            self._add(f"member_start_{group}", np.int32, seqs + 1)
+            self._add(f"group_keys_{group}", np.int32, seqs)
+            self._add(f"group_counts_{group}", np.int32, NUM_COUNTS)
         self.tables_at = self.num_bytes
         for group, blocks in enumerate(max_blocks):
             self._add(f"block_table_{group}", np.int32, seqs * blocks)
@@ -97,8 +103,13 @@ class InputLayout:
         """The fields as arrays over `memory`."""
         return {name: memory[each.offset : each.end].view(each.dtype) for name, each in self.fields.items()}
 
-    def write(self, plan: StepPlan, views: dict[str, NDArray[np.generic]]) -> list[tuple[int, int]]:
-        """Put a plan that fits into `views`; returns what to copy, as (first byte, how many)."""
+    def write(
+        self, plan: StepPlan, views: dict[str, NDArray[np.generic]], prefixes: Mapping[int, SharedPrefixes]
+    ) -> list[tuple[int, int]]:
+        """Put a plan that fits into `views`; returns what to copy, as (first byte, how many).
+
+        prefixes: of KV groups, where sequences share some.
+        """
         tokens, seqs, rows = plan.num_tokens, plan.num_seqs, len(plan.logits_rows)
         views["counts"][:] = (tokens, rows, seqs, 0)
         for chunk in range(self.num_chunks):
@@ -118,6 +129,7 @@ class InputLayout:
         for group, (slots, table) in enumerate(zip(plan.slot_mapping, plan.block_tables, strict=True)):
             views[f"slot_mapping_{group}"][:tokens] = slots
             views[f"max_blocks_{group}"][0] = table.shape[1]
+            _write_shared(prefixes.get(group), group, seqs, views)
             views[f"block_table_{group}"][: table.size] = table.reshape(-1)
             copies.append((self.fields[f"block_table_{group}"].offset, 4 * table.size))
         if copies[1][1] and len(copies) == 2:
@@ -131,3 +143,17 @@ class InputLayout:
         for name, field in LISTS.items():
             starts = getattr(rows, name).starts
             views[field][: count + 1] = starts if len(starts) else 0
+
+
+def _write_shared(of: SharedPrefixes | None, group: int, seqs: int, views: dict[str, NDArray[np.generic]]) -> None:
+    """What a KV group's sequences share."""
+    counts, shared = views[f"group_counts_{group}"], views[f"shared_{group}"]
+    if of is None:
+        counts[2] = 0
+        shared[:seqs] = 0
+        return
+    counts[2] = len(of.keys)
+    shared[:seqs] = of.shared
+    views[f"group_keys_{group}"][: len(of.keys)] = of.keys
+    views[f"member_start_{group}"][: len(of.starts)] = of.starts
+    views[f"members_{group}"][: len(of.members)] = of.members

@@ -10,7 +10,7 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from inferc.codegen.triton.launch import PREFILL
+from inferc.codegen.triton.launch import PREFILL, SHARED
 from inferc.runtime.cuda.driver import Bound, Kernel
 from inferc.runtime.cuda.inputs import InputLayout
 from inferc.runtime.cuda.memory import ArenaPlan
@@ -79,14 +79,25 @@ class Launches:
         self.score = [[self._bind(launch, chunk) for launch in launches["score"]] for chunk in chunks]
 
     def run(
-        self, stream: c_void_p, counts: Mapping[str, int], *, score: bool = False, observe: Observe | None = None
+        self,
+        stream: c_void_p,
+        counts: Mapping[str, int],
+        *,
+        score: bool = False,
+        shares: bool = False,
+        observe: Observe | None = None,
     ) -> None:
-        """Give a step of `counts` to the stream. observe: called as each launch was given to it."""
-        decodes = counts["num_tokens"] == counts["num_seqs"]
+        """Give a step of `counts` to the stream. shares: there are sequences that share a prefix; observe: called as each
+        launch was given to the stream."""
+        needed = {
+            "",
+            *((SHARED,) if shares else ()),
+            *((PREFILL,) if counts["num_tokens"] > counts["num_seqs"] else ()),
+        }
         behind = False  # a launch, not a copy
         grids: Grids = {}
         for launch in self.step:
-            if decodes and launch.launch.get("only") == PREFILL:
+            if launch.launch.get("only", "") not in needed:
                 continue
             behind = launch.run(stream, counts, behind, grids) and observe is None
             if observe is not None:

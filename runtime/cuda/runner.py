@@ -28,6 +28,7 @@ from inferc.runtime.cuda.blocks import Blocks
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
+from inferc.runtime.cuda.shared_prefixes import shared_prefixes
 from inferc.runtime.cuda.weights import copy_weights, placed_bytes
 from inferc.runtime.model_runner import NUMPY_DTYPES, Observer
 from inferc.runtime.step import F32, I32, I64, Logprobs, StepPlan, StepResult, TokenLists
@@ -106,7 +107,8 @@ class CudaRunner:
         self._addresses = self._allocate(poison, place_weights or _copied(artifact))
         self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
         self._launches: dict[Capacity, Launches] = {}
-        self._graphs: dict[Capacity, c_void_p] = {}
+        self._graphs: dict[tuple[Capacity, bool], c_void_p] = {}
+        self._sharing = self._shared_settings()
         self._buckets = buckets(self.max_num_seqs)
         self._flights = self._new_flights()
         self._free, self._pending = deque(self._flights), deque[_Flight]()
@@ -114,10 +116,12 @@ class CudaRunner:
         self._counts = self._device(memory.counts_bytes(artifact, self.max_num_seqs))  # of penalties, by slot
         self._count_table = np.zeros(self.max_num_seqs, np.uint64)
         self._observer: Observer | None = None
-        self._sent: Capacity | None = None  # whose layout the inputs on the device have
+        self._sent: tuple[Capacity, bool] | None = (
+            None  # what the inputs on the device are for: layout, shared prefixes
+        )
         for size in self._buckets:
             if size & (size - 1) == 0:  # the others when they are needed
-                self._graph(Capacity(size, size, size))
+                self._graph(Capacity(size, size, size), shares=False)
         driver.wait(self._stream)
         log.info(
             "model runner: %s (%s code), %d graphs, %s KV blocks of %d tokens",
@@ -190,11 +194,11 @@ class CudaRunner:
 
     def _submit(self, plan: StepPlan, flight: _Flight) -> None:
         capacity, as_graph = self._capacity(plan)
-        self._send(plan, flight, capacity)
+        shares = self._send(plan, flight, capacity)
         if as_graph:
-            self._driver.launch_graph(self._graph(capacity), self._stream)
+            self._driver.launch_graph(self._graph(capacity, shares), self._stream)
         else:
-            self._bound(capacity).run(self._stream, _counts(plan), observe=self._observe_launch())
+            self._bound(capacity).run(self._stream, _counts(plan), shares=shares, observe=self._observe_launch())
         places = memory.output_layout(capacity.rows)
         flight.num_rows, flight.places = len(plan.logits_rows), places
         flight.num_logprobs = plan.sample.num_logprobs.tolist() if plan.sample.num_logprobs.any() else None
@@ -228,8 +232,10 @@ class CudaRunner:
         capacity, _ = self._capacity(plan, eager=True)
         flight = self._free.popleft()
         try:
-            self._send(plan, flight, capacity, np.asarray(target_ids, np.int32))
-            self._bound(capacity).run(self._stream, _counts(plan), score=True, observe=self._observe_launch())
+            shares = self._send(plan, flight, capacity, np.asarray(target_ids, np.int32))
+            self._bound(capacity).run(
+                self._stream, _counts(plan), score=True, shares=shares, observe=self._observe_launch()
+            )
             places = memory.output_layout(capacity.rows)
             self._driver.copy_out(flight.outputs.ctypes.data, self._outputs, places["end"], self._stream)
             self._driver.wait(self._stream)
@@ -265,13 +271,29 @@ class CudaRunner:
         rows = min(_power_of_two(len(plan.logits_rows)), self._most.rows)
         return Capacity(tokens, self._most.seqs, rows), False
 
-    def _send(self, plan: StepPlan, flight: _Flight, capacity: Capacity, target_ids: I32 | None = None) -> None:
-        """Write the plan and copy it to the device."""
-        layout, self._sent = self._layout(capacity), capacity
+    def _shared_settings(self) -> dict[int, tuple[int, int, int, int]]:
+        """By KV group of which prefixes are read once for several sequences: the arguments of `shared_prefixes`."""
+        if self._order != FAST:
+            return {}
+        found = {}
+        for name, how in self._artifact.program["shared_prefixes"].items():
+            group = self._groups[int(name)]
+            layer_bytes = int(group["bytes_per_token"]) // len(group["layers"])
+            found[int(name)] = (self.block_size, int(how["members"]), int(how["keys"]), layer_bytes)
+        return found
+
+    def _send(self, plan: StepPlan, flight: _Flight, capacity: Capacity, target_ids: I32 | None = None) -> bool:
+        """Write the plan and copy it to the device; whether sequences share a prefix that is read for all of them."""
+        prefixes = {}
+        for group, settings in self._sharing.items():
+            found = shared_prefixes(plan, group, *settings)
+            if found is not None:
+                prefixes[group] = found
+        layout, self._sent = self._layout(capacity), (capacity, bool(prefixes))
         if capacity not in flight.views:
             flight.views[capacity] = layout.views(flight.inputs)
         views = flight.views[capacity]
-        copies = layout.write(plan, views)
+        copies = layout.write(plan, views, prefixes)
         views["lists"][:] = self._send_lists(plan)
         if target_ids is not None:
             views["target_ids"][: len(target_ids)] = target_ids
@@ -279,6 +301,7 @@ class CudaRunner:
         for offset, size in copies:
             if size:
                 self._driver.copy_in(self._inputs + offset, start + offset, size, self._stream)
+        return bool(prefixes)
 
     def _send_lists(self, plan: StepPlan) -> list[int]:
         """Copy the ids of bias, banned and allowed tokens, and the values of bias; returns their addresses."""
@@ -318,16 +341,17 @@ class CudaRunner:
             )
         return self._launches[capacity]
 
-    def _graph(self, capacity: Capacity) -> c_void_p:
-        """The graph of a bucket: the launches of its largest step."""
-        if capacity not in self._graphs:
+    def _graph(self, capacity: Capacity, shares: bool) -> c_void_p:
+        """The graph of a bucket: the launches of its largest step. shares: sequences share a prefix."""
+        key = capacity, shares
+        if key not in self._graphs:
             counts = {"num_tokens": capacity.tokens, "num_rows": capacity.rows, "num_seqs": capacity.seqs}
             launches = self._bound(capacity)
             with self._driver.capture(self._stream) as captured:
-                launches.run(self._stream, counts)
+                launches.run(self._stream, counts, shares=shares)
             assert captured.graph is not None
-            self._graphs[capacity] = captured.graph
-        return self._graphs[capacity]
+            self._graphs[key] = captured.graph
+        return self._graphs[key]
 
     # --------------------------------------------------------------------------------- K and V
 
@@ -389,9 +413,9 @@ class CudaRunner:
         """Milliseconds of the device for a decode step of a bucket, as often as its graph runs back to back; the last plan
         that ran in the bucket is what it computes again."""
         self._enter()
-        if self._sent != Capacity(size, size, size):
+        if self._sent is None or self._sent[0] != Capacity(size, size, size):
             raise ValueError(f"the last step was of {self._sent}, not of a bucket of {size}")
-        graph = self._graph(self._sent)
+        graph = self._graph(*self._sent)
         start, end = (self._driver.new_event(timed=True) for _ in range(2))
         self._driver.record(start, self._stream)
         for _ in range(repeats):

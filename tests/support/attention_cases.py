@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from triton_cases import BF16, F16, F32, SUMS, UNTOUCHED, Case, behind, dtype_name, empty, numbers, to_pool
 
 from inferc.codegen.triton.attention_decode import decode_attention, partial_bytes
-from inferc.codegen.triton.attention_plan import attention_plan, plan_bytes
+from inferc.codegen.triton.attention_plan import TILES, Cells, attention_plan, invariant_cells, plan_bytes
 from inferc.codegen.triton.attention_prefill import prefill_attention
-from inferc.codegen.triton.attention_tiles import query_limit
+from inferc.codegen.triton.attention_tiles import decode_rows, query_limit
 from inferc.codegen.triton.rope import rope_kv_write
 from inferc.kv_pools import SCALE_BYTES
 from inferc.ops.attention import visible
@@ -58,6 +59,10 @@ class Step:
         return [new <= query_limit(self.group) for new, _ in self.seqs]
 
     @property
+    def cells(self) -> Cells:
+        return invariant_cells(self.mask, self.window, 16384) if self.deterministic else TILES
+
+    @property
     def starts(self) -> Tensor:
         return torch.tensor([0, *(new for new, _ in self.seqs)]).cumsum(0).to(torch.int32)
 
@@ -89,16 +94,28 @@ class Step:
         return int(seen.any(0).nonzero()[0])
 
 
+def cell_starts(step: Step) -> list[int]:
+    """Where the cells of keys begin, to behind every sequence of a test."""
+    if not step.deterministic:
+        return list(range(0, 20000, 64))
+    if step.mask != "causal":
+        size = 256
+        while size < step.window / 16:
+            size *= 2
+        return list(range(0, 20000, size))
+    starts = list(range(0, 4096, 256))
+    for size in (512, 1024, 2048):
+        starts += range(8 * size, 16 * size, size)
+    return starts
+
+
 def plan(step: Step) -> Tensor:
     """What `attention_plan` is to make."""
     starts = [0]
     for (new, length), decodes in zip(step.seqs, step.decodes, strict=True):
-        first, keys = step.first_key(new, length), 64
-        if step.deterministic:
-            keys = 256
-            while length - first > 31 * keys:
-                keys *= 2
-        tiles = -(-(length - first // keys * keys) // 64)
+        first = step.first_key(new, length)
+        begin = max(start for start in cell_starts(step) if start <= first)
+        tiles = -(-(length - begin) // 64)
         starts.append(starts[-1] + (tiles if decodes else 0))
     stretch = max(4, -(-starts[-1] * step.kv_heads // step.num_programs))
     made = torch.tensor([stretch, *starts], dtype=torch.int32)
@@ -106,10 +123,14 @@ def plan(step: Step) -> Tensor:
     return made
 
 
-def inputs(step: Step) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of a step and the result of all its rows.
+Groups = tuple[tuple[tuple[int, ...], int], ...]
 
-    Equal sequences have equal queries, keys and values. Blocks that no query sees were given back; block 0, and what a block
+
+def inputs(step: Step, groups: Groups = ()) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The tensors of a step, the result of all its rows, and the canonical cache.
+
+    groups: sequences that share a prefix, and of how many keys, in whole blocks. Equal sequences have equal queries, keys and
+    values. Blocks that no query sees were given back; block 0, and what a block
     holds behind its sequence's end, is NaN.
     """
     rows = step.dim + (SCALE_BYTES if step.int8_kv else 0)
@@ -131,6 +152,8 @@ def inputs(step: Step) -> tuple[dict[str, Tensor], Tensor]:
         unseen = step.first_key(new, length) // step.block_size
         cache[table[seq, :unseen].long()] = cache[0].clone()
         table[seq, :unseen] = 0
+    for members, keys in groups:
+        table[list(members), : keys // step.block_size] = table[members[0], : keys // step.block_size]
     q = torch.cat(queries)
     sinks = numbers(step.heads, dtype=step.dtype) if step.has_sinks else None
     clean = cache.clone()
@@ -149,7 +172,7 @@ def inputs(step: Step) -> tuple[dict[str, Tensor], Tensor]:
         "out_ptr": empty(len(q), step.heads * step.dim, dtype=step.dtype),
         **({} if sinks is None else {"sinks_ptr": sinks}),
     }
-    return tensors, result.flatten(1)
+    return tensors, result.flatten(1), clean
 
 
 def int8_pool(canonical: Tensor) -> Tensor:
@@ -161,21 +184,27 @@ def int8_pool(canonical: Tensor) -> Tensor:
 
 def case(step: Step, *, prefill: bool) -> Case:
     """A launch that is to write the rows of its own sequences and no others."""
-    tensors, result = inputs(step)
+    tensors, result, _ = inputs(step)
     is_own = torch.tensor([decodes != prefill for decodes in step.decodes])
     own = is_own.repeat_interleave(step.starts.diff())
     expected = {"out_ptr": behind(torch.where(own[:, None], result, torch.tensor(UNTOUCHED).to(step.dtype)))}
     if prefill:
-        source = prefill_attention(**step.shape())
+        source = prefill_attention(**step.shape(), cells=step.cells)
     else:
-        kind: dict[str, Any] = {"num_programs": step.num_programs, "deterministic": step.deterministic}
-        source = decode_attention(**step.shape(), **kind)
-        room = partial_bytes(step.heads, step.kv_heads, step.dim, **kind)
-        tensors["plan_ptr"] = plan(step)
-        tensors["partial_ptr"] = torch.full((room // 4,), float("nan"))
-        tensors["arrived_ptr"] = torch.zeros(step.num_programs, dtype=torch.int32)
+        source = decode_attention(**step.shape(), num_programs=step.num_programs, cells=step.cells)
+        tensors |= of_plan(plan(step), decode_rows(step.group), step)
         expected["arrived_ptr"] = torch.zeros(step.num_programs, dtype=torch.int64)
     return Case(step.name, source, tensors, expected, step.counts, SUMS if step.dtype == F32 else 1)
+
+
+def of_plan(made: Tensor, rows: int, step: Step) -> dict[str, Tensor]:
+    """A plan, and the scratch of those who go by it."""
+    room = partial_bytes(rows, step.dim, step.num_programs, step.cells)
+    return {
+        "plan_ptr": made,
+        "partial_ptr": torch.full((room // 4,), float("nan")),
+        "arrived_ptr": torch.zeros(step.num_programs, dtype=torch.int32),
+    }
 
 
 MIXED = ((5, 5), (1, 9), (3, 70), (17, 40), (1, 257))
@@ -194,7 +223,7 @@ STEPS = (
 )
 DETERMINISTIC = (
     Step((*LONG[:3], (1, 1500)), has_sinks=True, num_programs=2, deterministic=True),
-    Step(((1, 8200),), heads=1, num_programs=40, deterministic=True),
+    Step(((1, 4700),), BF16, heads=1, num_programs=40, deterministic=True),
     Step((*LONG, (2, 1000)), BF16, heads=4, kv_heads=2, mask="sliding", window=300, num_programs=4, deterministic=True),
 )
 TOGETHER = (
@@ -209,7 +238,7 @@ def plan_cases() -> Iterator[Case]:
     wide = Step(((1, 8500),), mask="sliding", window=8000, deterministic=True)
     for step in (*STEPS[:3], *STEPS[6:8], *DETERMINISTIC[1:], many, wide):
         expected = plan(step)
-        shape = (step.kv_heads, step.group, step.mask, step.window, step.num_programs, step.deterministic)
+        shape = (step.kv_heads, query_limit(step.group), step.mask, step.window, step.num_programs, step.cells)
         tensors = {
             "query_start_ptr": step.starts,
             "seq_lens_ptr": step.lengths,
@@ -224,7 +253,7 @@ def decode_cases() -> Iterator[Case]:
 
 
 def prefill_cases() -> Iterator[Case]:
-    for step in STEPS:
+    for step in (*STEPS, *DETERMINISTIC[::2]):
         yield case(step, prefill=True)
 
 
@@ -276,6 +305,37 @@ def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
         for start in (int(first), int(second)):
             if not torch.equal(among[start : start + len(alone)], alone):
                 found.append(step.name)
+    return found
+
+
+CHUNKED = (
+    Step(((290, 290),), BF16, has_sinks=True, deterministic=True),
+    Step(((270, 270),), BF16, mask="sliding", window=30, deterministic=True),
+    Step(((270, 270),), BF16, int8_kv=True, deterministic=True),
+)
+"""Prompts of which a token is to have the same result however they are cut."""
+
+
+def depend_on_chunks(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
+    """The steps of CHUNKED of which some tokens have other bits in chunks, or one by one, than in the whole prompt."""
+    found = []
+    for step in CHUNKED:
+        (length, _), *_ = step.seqs
+        tensors, *_ = inputs(step)
+        q, results = tensors["q_ptr"], []
+        ends = [0, 37, 200, 201, 205, 258, 259, length]
+        for cuts in ([0, length], ends):
+            out = []
+            for first, last in pairwise(cuts):
+                chunk = replace(step, seqs=((last - first, last),))
+                made = case(chunk, prefill=not chunk.decodes[0])
+                of_chunk = {"q_ptr": q[first:last].clone(), "cache_ptr": tensors["cache_ptr"]}
+                made.tensors.update(of_chunk, block_table_ptr=tensors["block_table_ptr"])
+                made.tensors["max_blocks_ptr"] = tensors["max_blocks_ptr"]
+                out.append(run(made)["out_ptr"][: last - first])
+            results.append(torch.cat(out))
+        if not torch.equal(*results):
+            found.append(step.name)
     return found
 
 

@@ -88,7 +88,7 @@ def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat((values, scales[:, None].view(torch.int8)), -1).view(*rows.shape[:-1], -1)
 
 
-def _loaded(cached: Tensor) -> Tensor:
+def loaded_rows(cached: Tensor) -> Tensor:
     """The rows of a cache, float32 [..., head_dim]."""
     if cached.dtype != torch.int8:
         return cached.float()
@@ -322,7 +322,7 @@ def _attend(
         start, end, length = int(query_start_loc[seq]), int(query_start_loc[seq + 1]), int(seq_lens[seq])
         blocks = block_table[seq, : -(-length // block_size)].long()
         k, v = (
-            _loaded(cached[blocks]).flatten(0, 1)[:length].repeat_interleave(groups, 1).transpose(0, 1)
+            loaded_rows(cached[blocks]).flatten(0, 1)[:length].repeat_interleave(groups, 1).transpose(0, 1)
             for cached in (keys, values)
         )
         scores = torch.matmul(q[start:end].float().transpose(0, 1), k.transpose(1, 2)) * scale

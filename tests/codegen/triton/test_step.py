@@ -42,8 +42,9 @@ def test_equal_layers_share_their_kernels() -> None:
     # Of o and of down, for all tokens and for the last layer's selected rows, and of the head.
     assert kinds["linear"] == 5 * variants
     assert kinds["linear_silu_mul"] == 2 * variants and kinds["qkv_rope_kv_write"] == variants
-    # One of attention for each order, and one for prefill.
-    assert (kinds["attention_plan"], kinds["decode_attention"], kinds["prefill_attention"]) == (2, 2, 1)
+    # Decode and prefill for each order, and prefixes that are shared in the fast one.
+    assert (kinds["decode_attention"], kinds["prefill_attention"], kinds["prefix_attention"]) == (2, 2, 1)
+    assert kinds["attention_plan"] == 3
     assert kinds["rms_norm"] == 2 and "rope_kv_write" not in kinds and "silu_mul" not in kinds
     assert lowered(TINY_LLAMA).sources.keys() == step.sources.keys()
 
