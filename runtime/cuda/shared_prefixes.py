@@ -41,10 +41,10 @@ def shared_prefixes(
     if len(decoding) < 2 or not table.shape[1]:
         return None
     first = table[decoding, 0]
+    if len(set(first.tolist())) == len(first):
+        return None
     order = np.argsort(first, kind="stable")
     ends = np.flatnonzero(np.append(np.diff(first[order]) != 0, True)) + 1
-    if len(ends) == len(decoding):
-        return None
     members: list[I32] = []
     starts, keys, saved, begin = [0], [], 0, 0
     shared = np.zeros(plan.num_seqs, np.int32)

@@ -1,6 +1,7 @@
 """Steps of the CUDA runner: the reference's logits, ids and scores, as graphs and launch by launch."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from fake_gpu import TOLERANCE, Pair, opened
 from lowered import make_plan
 
 from inferc.errors import RequestError
+from inferc.runtime.cuda import shared_prefixes
 from inferc.runtime.step import StepPlan
 
 PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))
@@ -56,6 +58,45 @@ def test_in_the_invariant_order_a_sequence_has_the_same_bits_alone() -> None:
         ]
         for one, every in zip(of_one, of_all, strict=True):
             assert alone.logits(one)[0].tobytes() == among.logits(every)[0].tobytes()
+
+
+def test_in_the_invariant_order_it_has_them_however_its_prompt_is_cut() -> None:
+    """Whole, as a preempted sequence is computed again, or in chunks and token by token, as it was computed at first."""
+    tokens, found = (PROMPT * 11)[:95], []
+    for ends in ([95], [7, 70, 94, 95]):
+        with opened("llama", deterministic=True) as made:
+            for begin, end in pairwise([0, *ends]):
+                logits = made.logits(make_plan([(0, tokens[begin:end], begin)]))
+            found.append(logits.tobytes())
+    assert found[0] == found[1]
+
+
+def sharing(plan: StepPlan, blocks: int) -> StepPlan:
+    """The first blocks of slots 0, 1 and 2 are those of slot 0."""
+    table = plan.block_tables[0]
+    table[plan.seq_slots < 3, :blocks] = 1 + np.arange(blocks)
+    return plan
+
+
+def test_a_prefix_is_read_once_for_those_that_share_it(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED_BYTES", 1)
+    prompts = [(0, (OTHER * 3)[:80], 0), (1, [1, 2, 3], 64), (2, [9], 64), (3, PROMPT, 0)]
+    for prompt in prompts:
+        plan = sharing(make_plan([prompt]), 2)
+        llama.run(plan)
+        llama.expected(plan)
+    launches = {}
+    for seqs in ([(0, [5], 80), (3, [8], 9)], [(3, [8], 9), (2, [7], 65), (0, [5], 80), (1, [6], 67)]):
+        plan = sharing(make_plan(seqs), 2)
+        before = llama.fake.calls["cuLaunchKernelEx"]
+        found, expected = llama.logits(plan), llama.oracle._logits(plan)
+        launches[len(seqs)] = llama.fake.calls["cuLaunchKernelEx"] - before
+        assert np.abs(found - expected).max() <= TOLERANCE["llama"] * np.abs(expected).max()
+        before = llama.fake.calls["cuGraphLaunch"]
+        assert llama.run(plan).token_ids.tolist() == llama.expected(plan).token_ids.tolist()
+        assert llama.fake.calls["cuGraphLaunch"] == before + 1
+    layers = llama.artifact.kv_groups[0]["layers"]
+    assert launches[4] - launches[2] == len(layers) + 1, "one in each layer, and what shares out its keys"
 
 
 def test_many_rows_at_once(llama: Pair) -> None:
