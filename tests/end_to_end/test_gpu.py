@@ -9,12 +9,14 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cuda_runs import logits, run
 from families import FAMILIES
 from gpu_families import REFUSED
 from lowered import as_torch, make_plan
@@ -111,35 +113,47 @@ def test_tokens_are_the_references(made: tuple[Path, dict[tuple[str, str], str]]
         assert found == expected, engine
 
 
+def runners(folder: Path, **changes: Any) -> tuple[CudaRunner, ReferenceRunner]:
+    """Of the artifacts `folder`-cuda and `folder`-reference."""
+    artifact, reference = (load_artifact(Path(f"{folder}-{target}")) for target in ("cuda", "reference"))
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20, **changes)
+    groups = cache_groups(artifact.kv_groups)
+    resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, 64 << 20, "cuda")
+    return CudaRunner(artifact, resolved, Driver(), owns_driver=True, poison=True), ReferenceRunner(reference, resolved)
+
+
 @pytest.mark.parametrize("name", BF16)
-def test_bfloat16_logits_are_near_the_references(
-    made: tuple[Path, dict[tuple[str, str], str]], driver: Driver, name: str
-) -> None:
-    """Prefill and decode, launch by launch and as graphs, which give the same bits."""
+def test_bfloat16_logits_are_near_the_references(made: tuple[Path, dict[tuple[str, str], str]], name: str) -> None:
+    """Prefill and decode, launch by launch and as graphs, which give the same ids."""
     folder, faults = made
     assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
     artifact = load_artifact(folder / f"{name}-bfloat16-cuda")
-    reference = load_artifact(folder / f"{name}-bfloat16-reference")
-    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20)
-    resolved = config.resolve(
-        artifact.max_model_len, artifact.block_size, cache_groups(artifact.kv_groups), 64 << 20, "cuda"
-    )
-    oracle = ReferenceRunner(reference, resolved)
-    runner = CudaRunner(artifact, resolved, Driver(), owns_driver=True, poison=True)
-    block_size = artifact.block_size
+    runner, oracle = runners(folder / f"{name}-bfloat16")
     for plan in (
-        make_plan([(0, prompts()[1], 0), (1, prompts()[2], 0)], block_size=block_size),
-        make_plan([(0, [7], 60), (1, [9], 17)], block_size=block_size),
+        make_plan([(0, prompts()[1], 0), (1, prompts()[2], 0)], block_size=artifact.block_size),
+        make_plan([(0, [7], 60), (1, [9], 17)], block_size=artifact.block_size),
     ):
-        seen: list[Any] = []
-        logits_id = artifact.program["observable"][-1]["id"]
-        runner.set_observer(lambda entry, _, rows: seen.append(rows) if entry["id"] == logits_id else None)  # noqa: B023
-        runner.submit(plan)
-        launched = runner.wait()
-        runner.set_observer(None)
-        found, expected = as_torch(seen[0]).float(), torch.from_numpy(oracle._logits(plan))
-        assert launched.error is None
+        rows = logits(runner, artifact, plan)
+        found, expected = as_torch(rows).float(), torch.from_numpy(oracle._logits(plan))
         assert float((found - expected).abs().max()) <= LOGITS_OFF * float(expected.abs().max())
-        runner.submit(plan)
-        assert runner.wait().token_ids.tolist() == launched.token_ids.tolist()
+        assert run(runner, plan).token_ids.tolist() == as_torch(rows).float().argmax(-1).tolist()
     runner.close()
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_in_the_invariant_order_neither_the_batch_nor_chunks_show(
+    made: tuple[Path, dict[tuple[str, str], str]], name: str
+) -> None:
+    folder, faults = made
+    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+    artifact = load_artifact(folder / f"{name}-bfloat16-cuda")
+    tokens, others = np.random.default_rng(8).integers(5, 300, (2, 200)).tolist()
+    found = []
+    for ends, among in (([200], []), ([7, 140, 198, 199, 200], [(1, others, 0), (2, others[:5], 0)])):
+        runner, _ = runners(folder / f"{name}-bfloat16", deterministic=True)
+        for begin, end in pairwise([0, *ends]):
+            seqs = [(0, tokens[begin:end], begin), *(among if end - begin < 50 else [])]
+            rows = logits(runner, artifact, make_plan(seqs, block_size=artifact.block_size))
+        runner.close()
+        found.append(rows[0].tobytes())
+    assert found[0] == found[1]

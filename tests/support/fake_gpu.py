@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import cuda_runs
 from fake_cuda import FakeCuda
 
 from inferc.config import EngineConfig
@@ -35,23 +35,14 @@ class Pair:
     oracle: ReferenceRunner
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.runner.submit(plan)
-        result = self.runner.wait()
-        assert result.error is None, result.error
-        return result
+        return cuda_runs.run(self.runner, plan)
 
     def expected(self, plan: StepPlan) -> StepResult:
         self.oracle.submit(plan)
         return self.oracle.wait()
 
     def logits(self, plan: StepPlan) -> F32:
-        """Of a step that runs launch by launch."""
-        seen: list[F32] = []
-        logits_id = self.artifact.program["observable"][-1]["id"]
-        self.runner.set_observer(lambda entry, _, rows: seen.append(rows) if entry["id"] == logits_id else None)
-        self.run(plan)
-        self.runner.set_observer(None)
-        return np.concatenate(seen)
+        return cuda_runs.logits(self.runner, self.artifact, plan)
 
 
 def config(artifact: Artifact, **changes: Any) -> EngineConfig:

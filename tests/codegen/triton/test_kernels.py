@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from ctypes import c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from all_cases import KERNELS, MORE
+from attention_cases import depend_on_chunks, depend_on_their_step
 from triton_cases import Case
 
 from inferc.codegen.triton.build import build
@@ -85,7 +87,20 @@ def test_numbers_on_the_gpu(kernel: str) -> None:
         assert_on_gpu(driver, kernel, case)
 
 
+@pytest.mark.gpu
+def test_attention_in_invariant_order_depends_on_neither_on_the_gpu() -> None:
+    driver = Driver()
+    run = partial(launched, driver, "attention")
+    assert [*depend_on_their_step(run), *depend_on_chunks(run)] == []
+
+
 def assert_on_gpu(driver: Driver, kernel: str, case: Case) -> None:
+    for error, tolerance in case.errors(launched(driver, kernel, case)):
+        assert error <= tolerance, case.name
+
+
+def launched(driver: Driver, kernel: str, case: Case) -> dict[str, torch.Tensor]:
+    """The case's tensors after it."""
     built = build(case.source, kernel, "", driver.arch)
     moved = {name: on_gpu(tensor) for name, tensor in case.tensors.items()}
     pointers = {name: tensor.data_ptr() for name, tensor in moved.items()}
@@ -93,8 +108,7 @@ def assert_on_gpu(driver: Driver, kernel: str, case: Case) -> None:
     stream = c_void_p(torch.cuda.current_stream().cuda_stream)
     driver.load(built.data, built.record).launch(stream, counts, **pointers)
     torch.cuda.synchronize()
-    for error, tolerance in case.errors({name: tensor.cpu() for name, tensor in moved.items()}):
-        assert error <= tolerance, case.name
+    return {name: tensor.cpu() for name, tensor in moved.items()}
 
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,26 @@
+"""What a step on a GPU, or on one that is not there, computes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from inferc.runtime.artifact import Artifact
+from inferc.runtime.cuda.runner import CudaRunner
+from inferc.runtime.step import F32, StepPlan, StepResult
+
+
+def run(runner: CudaRunner, plan: StepPlan) -> StepResult:
+    runner.submit(plan)
+    result = runner.wait()
+    assert result.error is None, result.error
+    return result
+
+
+def logits(runner: CudaRunner, artifact: Artifact, plan: StepPlan) -> F32:
+    """Of a step that runs launch by launch, in the model's dtype: bfloat16 as its bits in uint16."""
+    seen: list[F32] = []
+    logits_id = artifact.program["observable"][-1]["id"]
+    runner.set_observer(lambda entry, _, rows: seen.append(rows) if entry["id"] == logits_id else None)
+    run(runner, plan)
+    runner.set_observer(None)
+    return np.concatenate(seen)
