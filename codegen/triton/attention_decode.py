@@ -28,7 +28,7 @@ from inferc.codegen.triton.attention_tiles import (
 )
 from inferc.codegen.triton.source import Source
 
-PREFIX_ROWS = 64  # of `prefix_attention`
+PREFIX_ROWS = 64  # of `prefix_attention`, with half as many of more than 128 numbers
 DECODE_STAGES = 3
 
 
@@ -282,7 +282,7 @@ def prefix_attention(
     """
     assert mask == "causal", mask
     shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
-    return _source(dtype, shape, prefix_rows(heads // kv_heads), num_programs, TILES, of_prefix=True, shared=False)
+    return _source(dtype, shape, prefix_rows(heads // kv_heads, dim), num_programs, TILES, of_prefix=True, shared=False)
 
 
 def _source(
@@ -310,7 +310,7 @@ def _source(
             "STAGES": DECODE_STAGES,
         },
         grid=("NUM_PROGRAMS", "1", "1"),
-        num_warps=decode_warps(rows),
+        num_warps=decode_warps(rows, dim),
         stack_bytes=stack_bytes(dtype, dim, int8_kv),
     )
 
@@ -320,8 +320,9 @@ def takes_in_order(rows: int) -> int:
     return int(rows < 64)
 
 
-def decode_warps(rows: int) -> int:
-    return 4 if rows < 64 else 8
+def decode_warps(rows: int, dim: int) -> int:
+    """Such that registers hold the sums of a program's rows, and others' as they are merged."""
+    return 4 if rows < 64 and rows * dim < 64 * 128 else 8
 
 
 def decode_tile(dtype: str, dim: int, rows: int, int8_kv: bool, cells: Cells) -> int:
@@ -345,10 +346,10 @@ def prefix_bytes(heads: int, dim: int) -> int:
     return 4 * heads * (dim + 2)
 
 
-def prefix_rows(group: int) -> int:
-    return max(PREFIX_ROWS, decode_rows(group))
+def prefix_rows(group: int, dim: int) -> int:
+    return max(PREFIX_ROWS if dim <= 128 else PREFIX_ROWS // 2, decode_rows(group))
 
 
-def prefix_members(group: int) -> int:
+def prefix_members(group: int, dim: int) -> int:
     """The most sequences of which `prefix_attention` does a group; group: query heads of a kv head."""
-    return prefix_rows(group) // group
+    return prefix_rows(group, dim) // group

@@ -148,7 +148,7 @@ def prefill_attention(
     if cells != TILES:
         rows = decode_rows(group)
         tile = decode_tile(dtype, dim, rows, int8_kv, cells)
-        num_warps, num_stages, in_order = decode_warps(rows), DECODE_STAGES, takes_in_order(rows)
+        num_warps, num_stages, in_order = decode_warps(rows, dim), DECODE_STAGES, takes_in_order(rows)
     return Source(
         function=prefill_attention_kernel,
         signature=signature(dtype, int8_kv, {}),

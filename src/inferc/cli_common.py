@@ -54,7 +54,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="On a GPU: kernels whose results do not depend on what else is in the batch. A CPU's never do.",
+        help="On a GPU: kernels whose results depend neither on the batch nor on how prompts are cut. A CPU's never do.",
     ),
 ]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]

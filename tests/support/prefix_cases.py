@@ -22,6 +22,7 @@ SHARING: tuple[tuple[Step, Groups], ...] = (
     ),
     (Step(((1, 300),) * 9 + ((1, 70),), F16, heads=8, dim=32, softcap=30.0), (((8, 1, 2, 3, 4, 5, 6, 7), 256),)),
     (Step(((1, 600), (1, 580)), heads=4, kv_heads=2, int8_kv=True, num_programs=3), (((1, 0), 576),)),
+    (Step(((1, 90), (1, 80)), F16, dim=256), (((0, 1), 64),)),
 )
 
 
@@ -31,14 +32,14 @@ def prefix_cases() -> Iterator[Case]:
         tensors, result, cache = inputs(step, groups)
         shared = torch.zeros(len(step.seqs), dtype=torch.int32)
         for members, keys in groups:
-            assert len(members) <= prefix_members(step.group)
+            assert len(members) <= prefix_members(step.group, step.dim)
             shared[list(members)] = keys
         of_all = [seq for members, _ in groups for seq in members]
         starts = torch.tensor([0, *(len(of_group) for of_group, _ in groups)]).cumsum(0)
         lengths = torch.tensor([keys for _, keys in groups], dtype=torch.int32)
         of_groups = {
             **{name: value for name, value in tensors.items() if name not in ("out_ptr", "seq_lens_ptr")},
-            **of_plan(_line(step, lengths), prefix_rows(step.group), step),
+            **of_plan(_line(step, lengths), prefix_rows(step.group, step.dim), step),
             "seq_lens_ptr": lengths,
             "members_ptr": torch.tensor(of_all, dtype=torch.int32),
             "member_start_ptr": starts.to(torch.int32),

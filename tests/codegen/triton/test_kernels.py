@@ -24,8 +24,6 @@ from inferc.runtime.cuda.driver import Driver
 INTERPRETED = Path(__file__).parent / "interpreted.py"
 SUPPORT = Path(__file__).parents[2] / "support"
 ARCHS = ("sm_80", "sm_90", "sm_100")
-MAX_SHARED_OF_MORE = 99 << 10
-MAX_SHARED = 100 << 10  # bytes of a block: what the smallest of the chips that we compile for has
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +59,10 @@ def test_attention_in_invariant_order_depends_neither_on_the_batch_nor_on_chunks
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compiles_within_its_budget(kernel: str, arch: str) -> None:
-    """`build` refuses what spills more than its source allows, or does not fit its launch record."""
+    """`build` refuses what spills more than its source allows, does not fit a chip, or not its launch record."""
     for case in KERNELS[kernel]():
-        record = build(case.source, kernel, "", arch).record
+        build(case.source, kernel, "", arch)
         assert case.source.stack_bytes <= (8 if kernel in MORE else 32)
-        assert record.shared_bytes <= (MAX_SHARED_OF_MORE if kernel in MORE else MAX_SHARED), (
-            f"{case.name}: {record.shared_bytes} bytes of shared memory"
-        )
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
