@@ -99,6 +99,7 @@ def benches(of: Shape) -> Iterator[Bench]:
         yield norm(of, tokens)
         yield product(of, tokens, (of.heads + 2 * of.kv_heads) * of.dim, of.hidden)
         yield gated(of, tokens)
+        yield gated(of, tokens, int8=True)
         yield product(of, tokens, of.hidden, of.intermediate)
         yield product(of, tokens, of.hidden, of.intermediate, int8=True)
     for seqs, context in of.decode:
@@ -125,39 +126,45 @@ def bound_for(rows: int) -> int | None:
     return next(bound for bound in ROW_BOUNDS if bound is None or rows <= bound)
 
 
+def weights(of: Shape, n: int, k: int, int8: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weight in bfloat16 for PyTorch, and as arguments of a kernel."""
+    weight = of.numbers(n, k) / k**0.5
+    if not int8:
+        return weight, {"weight_ptr": weight}
+    scale = weight.abs().amax(1).float() / 127
+    integers = (weight / scale[:, None]).round().to(torch.int8)
+    return (integers * scale[:, None]).to(torch.bfloat16), {"weight_ptr": integers, "scale_ptr": scale}
+
+
 def product(of: Shape, tokens: int, n: int, k: int, int8: bool = False) -> Bench:
-    x, weight, out = of.numbers(tokens, k), of.numbers(n, k) / k**0.5, of.numbers(tokens, n)
-    tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out}
-    if int8:
-        scale = weight.abs().amax(1).float() / 127
-        weight = (weight / scale[:, None]).round().to(torch.int8)
-        tensors.update(weight_ptr=weight, scale_ptr=scale)
-        wide = (weight * scale[:, None]).to(torch.bfloat16)
+    x, out = of.numbers(tokens, k), of.numbers(tokens, n)
+    weight, tensors = weights(of, n, k, int8)
+    tensors.update(x_ptr=x, out_ptr=out)
     how = (False, False, bound_for(tokens), int8)
     source = linear("bfloat16", "bfloat16", "tokens", n, k, (k, n, n), *how)
 
     def reference() -> Tensor:
-        return functional.linear(x, wide if int8 else weight)
+        return functional.linear(x, weight)
 
-    counts, moved, flops = {"num_tokens": tokens}, size(x, weight, out), 2 * tokens * n * k
+    counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 2 * tokens * n * k
     kernel = "linear_int8" if int8 else "linear"
     return Bench(kernel, f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
 
 
-def gated(of: Shape, tokens: int) -> Bench:
+def gated(of: Shape, tokens: int, int8: bool = False) -> Bench:
     n, k = of.intermediate, of.hidden
-    x, weight, out = of.numbers(tokens, k), of.numbers(2 * n, k) / k**0.5, of.numbers(tokens, n)
-    source = linear_silu_mul("bfloat16", "tokens", n, k, (k, n), False, bound_for(tokens))
-    tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out}
+    x, out = of.numbers(tokens, k), of.numbers(tokens, n)
+    weight, tensors = weights(of, 2 * n, k, int8)
+    tensors.update(x_ptr=x, out_ptr=out)
+    source = linear_silu_mul("bfloat16", "tokens", n, k, (k, n), False, bound_for(tokens), int8)
 
     def reference() -> Tensor:
         gate, up = functional.linear(x, weight).chunk(2, -1)
         return functional.silu(gate) * up
 
-    counts, moved, flops = {"num_tokens": tokens}, size(x, weight, out), 4 * tokens * n * k
-    return Bench(
-        "linear_silu_mul", f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops
-    )
+    counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 4 * tokens * n * k
+    kernel = "linear_silu_mul_int8" if int8 else "linear_silu_mul"
+    return Bench(kernel, f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
 
 
 def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:

@@ -192,6 +192,10 @@ def _heads_are_panels(node: fx.Node) -> str:
     return _joined(_head_dim_fits(head_dim), at_most("rotary dimension", _shape(node, "table")[-1], head_dim))
 
 
+def without_scale(node: fx.Node) -> str:
+    return "" if argument(node, "scale") is None else OTHER_CASE
+
+
 def float_qkv_fits(node: fx.Node) -> str:
     return _heads_are_panels(node) if argument(node, "scale") is None else OTHER_CASE
 
@@ -345,6 +349,14 @@ def sum_is_unread(node: fx.Node) -> str:
     """Whether nothing takes the second result, which then has no place."""
     read = any(target_name(user.target) == "getitem" and user.args[1] == 1 for user in node.users)
     return OTHER_CASE if read else ""
+
+
+def triton_gated_fits(node: fx.Node) -> str:
+    """Weights as rows have them, or in int8 with a scale for each output; biases as rows have them."""
+    stored, rows, bias = _dtype(node, "weight"), _dtype(node, "x"), _dtype(node, "bias")
+    if stored != (rows if argument(node, "scale") is None else torch.int8) or bias not in (None, rows):
+        return f"gate and up in {stored}, a bias in {bias}: expected {rows}, as rows are, or weights in int8"
+    return ""
 
 
 def triton_qkv_fits(node: fx.Node) -> str:

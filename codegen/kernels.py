@@ -75,7 +75,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.head_linear", "head_linear", "x", ("weight",), (), None),
     ("inferc.linear_wide", "linear_wide", "x", ("weight",), (), None),
     ("inferc.linear_add", "linear_add", "x", ("weight",), ("bias",), None),
-    ("inferc.linear_silu_mul", "linear_silu_mul", "x", ("weight",), ("bias",), None),
+    ("inferc.linear_silu_mul", "linear_silu_mul", "x", ("weight",), ("bias",), conditions.without_scale),
     ("inferc.layer_norm", "layer_norm", "x", (), ("weight", "bias"), None),
     ("inferc.rms_norm", "rms_norm", "x", (), ("weight",), None),
     ("inferc.rms_norm_add", "rms_norm_add", "x", (), ("weight",), None),
@@ -270,7 +270,10 @@ _TRITON_MORE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node
     ("inferc.linear_wide", "product_calls:linear_wide", "x", ("weight",), None, False),
     ("inferc.linear_add", "product_calls:linear_add", "x", ("weight", "bias"), None, False),
     ("inferc.lm_head", "product_calls:lm_head", "hidden", ("weight", "bias"), None, False),
-    ("inferc.linear_silu_mul", "product_calls:linear_silu_mul_", "x", ("weight", "bias"), None, False),
+    (
+        *("inferc.linear_silu_mul", "product_calls:linear_silu_mul_", "x", ("weight", "scale", "bias")),
+        *(conditions.triton_gated_fits, True),
+    ),
     ("inferc.linear_int8", "product_calls:linear_int8", "x", ("weight", "scale", "bias"), None, True),
     (
         *("inferc.qkv_rope_kv_write", "product_calls:qkv_rope_kv_write_", "x"),

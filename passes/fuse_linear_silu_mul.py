@@ -33,4 +33,15 @@ def check(weight: Tensor, middle: int, end: int) -> str | None:
     return None
 
 
+def int8_pattern(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, middle: int, end: int) -> Tensor:
+    both = inferc.linear_int8.default(x, weight, scale, bias)
+    gate, up = aten.slice.Tensor(both, -1, 0, middle), aten.slice.Tensor(both, -1, middle, end)
+    return inferc.silu_mul.default(gate, up)
+
+
+def int8_replacement(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return inferc.linear_silu_mul.default(x, weight, bias, scale)
+
+
 fuse_linear_silu_mul = Rewrite("fuse_linear_silu_mul", pattern, replacement, (check,))
+fuse_linear_silu_mul_int8 = Rewrite("fuse_linear_silu_mul_int8", int8_pattern, int8_replacement, (check,))

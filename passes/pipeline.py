@@ -21,7 +21,7 @@ from inferc.passes.fold_weights import FoldWeights
 from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
 from inferc.passes.fuse_layer_norm import fuse_layer_norm
 from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
-from inferc.passes.fuse_linear_silu_mul import fuse_linear_silu_mul
+from inferc.passes.fuse_linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
 from inferc.passes.fuse_linear_wide import fuse_linear_wide
 from inferc.passes.fuse_moe_routing import FuseMoERouting
 from inferc.passes.fuse_norm_quantize import (
@@ -134,7 +134,7 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         SelectRows(),  # after the residual is fused, which it then follows
         SplitHead(),
         *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
-        *((fuse_linear_silu_mul,) if _has_gated_product(config) else ()),  # of what is not quantized
+        *_gated_products(config),
         # After the quantization, which looks for products: it takes those in too. A GPU's kernel writes no int8 cache.
         *((FuseQKV(),) if config.target.device != "cuda" or config.kv_dtype != "int8" else ()),
         ChooseKernels(config.target, config.kernels),
@@ -142,10 +142,13 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     )
 
 
-def _has_gated_product(config: LowerConfig) -> bool:
-    """Whether `linear_silu_mul` has a kernel, and the user none for what it would take in."""
+def _gated_products(config: LowerConfig) -> tuple[Pass, ...]:
+    """Of weights for which `linear_silu_mul` has a kernel, unless the user has one for what it would take in."""
     own = {row.op for each in config.passes for row in each.kernels}
-    return config.target.device != "reference" and "inferc.silu_mul" not in own
+    if config.target.device == "reference" or "inferc.silu_mul" in own:
+        return ()
+    of_int8 = config.target.device == "cuda" and config.quantize == "int8"
+    return (fuse_linear_silu_mul, *((fuse_linear_silu_mul_int8,) if of_int8 else ()))
 
 
 def _quantization(name: str | None) -> tuple[Pass, ...]:
@@ -189,6 +192,7 @@ OPTIONAL = frozenset(
         "fuse_gelu_mul",
         "fuse_silu_mul",
         "fuse_linear_silu_mul",
+        "fuse_linear_silu_mul_int8",
         "fuse_moe_routing",
         "fuse_linear_wide",
         "fold_weights",

@@ -48,6 +48,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "head_linear": (random(5, 2, 8), random(2, 6, 8)),
     "linear_add": (random(5, 8), random(6, 8), None, random(5, 6)),
     "linear_silu_mul": (random(5, 8), random(6, 8), random(6)),
+    "linear_silu_mul of integers": (random(5, 8).bfloat16(), INT8, random(6).bfloat16(), random(6).abs()),
     "pointwise": ([random(5, 6), random(5, 1).bfloat16()], "x0 * x1 + 1.0", torch.bfloat16),
     "latent_write": (CACHE[:, :, :1, :, :1], random(5, 1, 4), SLOTS, 1),
     "latent_attention": (random(5, 3, 4), CACHE[:, :, :1, :, :1], *PLACES, 0, 0.5, "causal", 0, 0.0, 2),

@@ -80,6 +80,7 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     SEQS: tl.constexpr,
     LOG2_E: tl.constexpr,
+    PTX: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
     """MOST_CELLS: 0 if a cell is a tile, which are summed a stretch at a time.
@@ -163,7 +164,7 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
                     *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, position, lowest, seq_len - 1),
                     *(cell_start(cell, CELL, GROW), tl.minimum(cell_start(cell + step, CELL, GROW), seq_len)),
                     *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
-                    *(IN_ORDER, TILE, STAGES, LOG2_E, WIDE_DOT),
+                    *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
                 )
                 if MOST_CELLS == 0:
                     top, total, sums = cell_top, cell_total, cell_sums

@@ -62,6 +62,7 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     SEQS: tl.constexpr,
     LOG2_E: tl.constexpr,
+    PTX: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
     """QUERIES: tokens of a program. MOST_CELLS: 0 if all keys are summed as one. The last programs begin first: a sequence's last tokens see the most keys."""
@@ -100,7 +101,7 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
                 *(q, top, total, sums, head_ptr, table_ptr, position, lowest, highest),
                 *(read_from // TILE * TILE, highest + 1),
                 *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
-                *(IN_ORDER, TILE, STAGES, LOG2_E, WIDE_DOT),
+                *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
             )
         else:
             for cell in range(cell_at(read_from, CELL, GROW), cell_at(highest, CELL, GROW) + 1):
@@ -111,7 +112,7 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
                     *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, position, lowest, highest),
                     *(cell_start(cell, CELL, GROW), tl.minimum(cell_start(cell + 1, CELL, GROW), highest + 1)),
                     *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
-                    *(IN_ORDER, TILE, STAGES, LOG2_E, WIDE_DOT),
+                    *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
                 )
                 top, total, sums = merge(top, total, sums, cell_top, cell_total, cell_sums)
         out_at = out_ptr + (token * OUT_STRIDE + head * DIM)[:, None] + d[None, :]

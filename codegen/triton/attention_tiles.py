@@ -46,14 +46,14 @@ def last_up_to(starts_ptr, count, value, QUERIES: tl.constexpr, SEQS: tl.constex
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def widened(x, dtype: tl.constexpr, IN_ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int8 in another dtype.
+def widened(x, dtype: tl.constexpr, IN_ORDER: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int8 in another dtype. PTX: to bfloat16 by NVIDIA's instructions.
 
-    To bfloat16, four at a time: 0x4300 is 128, whose last bit is worth 1, so that seven bits of x put there are 128 + x; the
+    They take four at a time: 0x4300 is 128, whose last bit is worth 1, so that seven bits of x put there are 128 + x; the
     sign is worth -128, and in the same place makes 256 of the 128 to be subtracted. IN_ORDER: convert rows as they were
     loaded and reorder the results, for the operand of a product that would be put together from single bytes.
     """
-    if dtype == tl.bfloat16:
+    if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """
             {
@@ -105,6 +105,7 @@ def attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     LOG2_E: tl.constexpr,
+    PTX: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
     """The keys [start, end) added to an online softmax: its largest score (times log2(e)), its sum, its sum of values.
@@ -131,7 +132,7 @@ def attend(  # type: ignore[no-untyped-def]
         there = is_read[:, None] & (d < DIM)[None, :]
         k = tl.load((at + row * DIM)[:, None] + d[None, :], mask=there, other=0)
         if INT8:
-            k = widened(k, q.dtype, 0)
+            k = widened(k, q.dtype, 0, PTX)
             scales = (at + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32)) + row
             k_scale = tl.load(scales, mask=is_read, other=0.0)
         if WIDE_DOT:
@@ -152,7 +153,7 @@ def attend(  # type: ignore[no-untyped-def]
         total = total * factor + tl.sum(p, 1)
         v = tl.load((at + PART + row * DIM)[:, None] + d[None, :], mask=there, other=0)
         if INT8:
-            v = widened(v, q.dtype, IN_ORDER)
+            v = widened(v, q.dtype, IN_ORDER, PTX)
             scales = (at + PART + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32)) + row
             p *= tl.load(scales, mask=is_read, other=0.0)[None, :]
         p = p.to(v.dtype)
@@ -223,6 +224,7 @@ def constants(
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "SEQS": SEQS,
         "LOG2_E": LOG2_E,
+        "PTX": 1,
         "WIDE_DOT": 0,
     }
 

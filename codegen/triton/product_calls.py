@@ -72,6 +72,7 @@ def linear_silu_mul_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     b = Builder(node, values)
     x, out = b.read("x_ptr", "x"), b.write("out_ptr")
     b.weight("weight_ptr", "weight")
+    b.weight("scale_ptr", "scale")
     has_bias = b.weight("bias_ptr", "bias")
 
     def source(up_to: int | None) -> Source:
@@ -116,11 +117,12 @@ def _is_int8(b: Builder) -> bool:
 def _in_both_orders(b: Builder, kernel: str, out: Operand, source: Make) -> tuple[Call, ...]:
     by_rows = [Choice(source(up_to), up_to) for up_to in ROW_BOUNDS]
     fast = b.done(kernel, out, *by_rows, order=FAST)
-    return (fast, b.done(kernel, out, _for_any_rows(source(INVARIANT_ROWS), ROWS[out.pool]), order=INVARIANT))
+    return (fast, b.done(kernel, out, invariant(source, ROWS[out.pool]), order=INVARIANT))
 
 
-def _for_any_rows(source: Source, rows: str) -> Source:
-    """The same tiles for as many rows as there are."""
+def invariant(make: Make, rows: str) -> Source:
+    """A product in the invariant order: the tiles for INVARIANT_ROWS, as many as the `rows` ("tokens", "rows") need."""
+    source = make(INVARIANT_ROWS)
     tiles, *_ = source.grid
     if not source.constants["FEW"]:
         return source

@@ -29,6 +29,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 # Family, dtype, and how it is quantized; experts among them.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "float32", {}),
+    "llama-int8": ("llama", "float32", {"quantize": "int8"}),
     "qwen3": ("qwen3", "bfloat16", {}),
     "experts-int8": ("qwen3_moe", "float32", {"quantize": "int8", "kv_dtype": "int8"}),
 }

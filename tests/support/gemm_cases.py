@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from triton_cases import BF16, F16, F32, SUMS, Case, behind, dtype_name, empty, 
 
 from inferc.codegen.triton.linear import linear
 from inferc.codegen.triton.linear_silu_mul import linear_silu_mul
+from inferc.codegen.triton.product_calls import invariant
 from inferc.codegen.triton.qkv_rope_kv_write import qkv_rope_kv_write
 from inferc.codegen.triton.rms_norm import how_scaled
+from inferc.codegen.triton.source import Source
 
 FAR = 99.0  # a bias in float16: far from zero roundings on the way are large, and sums of eighths are exact
 
@@ -84,16 +87,17 @@ def linear_silu_mul_cases() -> Iterator[Case]:
         (BF16, 140, 70, 64, True, None, False),
         (F32, 5, 24, 40, True, 16, False),
         (BF16, 9, 70, 256, True, 16, True),
+        (BF16, 32, 64, 192, False, 32, True),
+        (BF16, 40, 50, 320, True, 64, True),
+        (BF16, 128, 24, 100, False, 128, True),
         (BF16, 130, 72, 96, False, None, True),
+        (F32, 19, 24, 50, True, 32, True),
+        (F32, 3, 40, 64, False, None, True),
     ):
         x = inputs(rows, k, dtype)
         weight, tensors = weights(2 * n, k, dtype, int8)
         shift = biases(2 * n, dtype) if bias else None
-        if int8:
-            packed = ops.linear_int8(x, weight, tensors["scale_ptr"], shift)
-            expected = ops.silu_mul(*packed.chunk(2, -1))
-        else:
-            expected = ops.linear_silu_mul(x, weight, shift)
+        expected = ops.linear_silu_mul(x, weight, shift, tensors.get("scale_ptr"))
         source = linear_silu_mul(dtype_name(dtype), "tokens", n, k, (k, n), bias, up_to, int8)
         tensors.update(x_ptr=x, out_ptr=empty(rows, n, dtype=dtype), **({} if shift is None else {"bias_ptr": shift}))
         name = f"{rows}x{n}x{k} {dtype} bias {bias} up to {up_to} int8 {int8}"
@@ -140,6 +144,36 @@ def qkv_rope_kv_write_cases() -> Iterator[Case]:
         # Of the product, the norm, its weight and the rotation, which adds two errors.
         roundings = 2 * SUMS if dtype == F32 else 6 if how else 2 if dtype == F16 else 3
         yield Case(name, source, tensors, expected, {"num_tokens": tokens}, roundings=roundings)
+
+
+def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
+    """The products of which rows in the invariant order have other bits among fewer, or elsewhere in a step.
+
+    run: launches, returns what was written.
+    """
+    kinds = product((False, True), (BF16, F32), (False, True))
+    return [f"gated {gated} {dtype} int8 {int8}" for gated, dtype, int8 in kinds if _depends(run, gated, dtype, int8)]
+
+
+def _depends(run: Callable[[Case], dict[str, Tensor]], gated: bool, dtype: torch.dtype, int8: bool) -> bool:
+    n, k = 40, 192
+    x, (_, given) = inputs(150, k, dtype), weights(2 * n if gated else n, k, dtype, int8)
+
+    def source(up_to: int | None) -> Source:
+        of = dtype_name(dtype)
+        if gated:
+            return linear_silu_mul(of, "tokens", n, k, (k, n), False, up_to, int8)
+        return linear(of, of, "tokens", n, k, (k, n, n), False, False, up_to, int8)
+
+    def results(x: Tensor) -> Tensor:
+        tensors = {**given, "x_ptr": x.clone(), "out_ptr": empty(len(x), n, dtype=dtype)}
+        case = Case("", invariant(source, "tokens"), tensors, {}, {"num_tokens": len(x)})
+        return run(case)["out_ptr"][: len(x)]
+
+    whole = results(x)
+    steps = [(whole[:rows], results(x[:rows])) for rows in (1, 16, 70)]
+    steps.append((whole, results(x.roll(7, 0)).roll(-7, 0)))
+    return any(not torch.equal(*each) for each in steps)
 
 
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {

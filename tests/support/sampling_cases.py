@@ -17,6 +17,7 @@ from sampled_step import NEAR, SPARE, UNTOUCHED, Launch, SampledStep, Sizes
 
 from inferc.codegen.triton.sampling.fill_late_ids import fill_late_ids
 from inferc.codegen.triton.sampling.score_rows import score_rows
+from inferc.codegen.triton.source import Source
 from inferc.runtime.reference_runner import _log_softmax
 from inferc.runtime.step import F32, I32, SampleRows, TokenLists
 
@@ -180,6 +181,12 @@ def sampled_steps() -> Iterator[SampledStep]:
 
 
 STEPS = {step.name: step for step in sampled_steps()}
+
+
+def kernels_of(vocab: int) -> dict[str, Source]:
+    """All that sampling launches, by name."""
+    step = SampledStep("", np.zeros((1, vocab), np.float32), SampleRows.greedy(np.zeros(1, np.int32)))
+    return {**step.sources(), "score_rows": score_rows(vocab, vocab), "fill_late_ids": fill_late_ids()}
 
 
 def late_ids_faults(launch: Launch, device: str = "cpu") -> list[str]:

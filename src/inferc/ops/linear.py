@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from inferc.ops.elementwise import silu_mul
+from inferc.ops.quantize import linear_int8
 from inferc.ops.registry import define
 
 
@@ -42,19 +43,22 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     return residual + torch.nn.functional.linear(x, weight, bias)
 
 
-def _linear_silu_mul_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_silu_mul_fake(x: Tensor, weight: Tensor, *_args: object) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 
-@define("linear_silu_mul(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_silu_mul_fake)
-def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@define("linear_silu_mul(Tensor x, Tensor weight, Tensor? bias, Tensor? scale=None) -> Tensor", _linear_silu_mul_fake)
+def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
     """`silu_mul` of both halves of `linear(x)`, each rounded to its dtype first (SwiGLU).
 
     x [num_tokens, in_features]; weight [2 * intermediate_size, in_features], the gate's rows, then those of up; result
-    [num_tokens, intermediate_size]. Source: Shazeer 2020, arXiv:2002.05202.
+    [num_tokens, intermediate_size]. With `scale` the product is `linear_int8`. Source: Shazeer 2020, arXiv:2002.05202.
     """
-    gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
-    return silu_mul(gate, up)
+    if scale is None:
+        both = torch.nn.functional.linear(x, weight, bias)
+    else:
+        both = linear_int8(x, weight, scale, bias)
+    return silu_mul(*both.chunk(2, dim=-1))
 
 
 def _head_linear_fake(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Run the Triton kernels under the interpreter over their cases, and what the benchmark launches.
 
 Prints {kernel or "benchmark": {case: [[error, tolerance]]}} as JSON; "depends": the steps of which a sequence's bits
-depend on the others in it, or on how its prompt is cut, where they must not.
+depend on the others in it, or on how its prompt is cut, where they must not, and the products of which a row's do.
 
 A process of its own: TRITON_INTERPRET=1 must be set before Triton is imported.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from all_cases import KERNELS
 from attention_cases import depend_on_chunks, depend_on_their_step
+from gemm_cases import depend_on_their_step as products_that_do
 from torch import Tensor
 from triton_cases import Case
 
@@ -50,5 +51,5 @@ def compared(bench: Bench) -> list[tuple[float, float]]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of numpy, in the interpreter
     cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
-    depends = [*depend_on_their_step(launched), *depend_on_chunks(launched)]
+    depends = [*depend_on_their_step(launched), *depend_on_chunks(launched), *products_that_do(launched)]
     json.dump({**cases, "benchmark": measured(), "depends": depends}, sys.stdout)

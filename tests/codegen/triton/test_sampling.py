@@ -6,18 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
-from sampled_step import SampledStep
-from sampling_cases import STEPS
+from sampling_cases import STEPS, kernels_of
 
 from inferc.codegen.triton.build import build
-from inferc.codegen.triton.sampling.fill_late_ids import fill_late_ids
-from inferc.codegen.triton.sampling.score_rows import score_rows
-from inferc.runtime.step import SampleRows
 
 INTERPRETED = Path(__file__).parent / "interpreted_sampling.py"
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -46,10 +41,7 @@ def test_samples_as_the_oracle_does(faults: dict[str, list[str]], case: str) -> 
 @pytest.mark.parametrize("vocab", [VOCABS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in VOCABS[1:])])
 def test_compiles_within_its_budget(vocab: int, arch: str) -> None:
     """`build` refuses what spills more than its source allows, or does not fit its launch record."""
-    logits = np.zeros((1, vocab), np.float32)
-    step = SampledStep("", logits, SampleRows.greedy(np.zeros(1, np.int32)))
-    sources = {**step.sources(), "score_rows": score_rows(vocab, vocab), "fill_late_ids": fill_late_ids()}
-    for name, source in sources.items():
+    for name, source in kernels_of(vocab).items():
         assert source.stack_bytes <= 32
         shared = build(source, name, "", arch).record.shared_bytes
         assert shared <= MAX_SHARED, f"{name}: {shared} bytes of shared memory"

@@ -28,9 +28,9 @@ from inferc.passes.plan_memory import memory_plan
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 
 
-def lowered(folder: Path, dtype: str = "bfloat16") -> CudaStep:
+def lowered(folder: Path, dtype: str = "bfloat16", quantize: str | None = None) -> CudaStep:
     program = capture(load(folder), dtype, 128)
-    lower(program, LowerConfig(Target.parse("cuda:sm_90"), block_size=16))
+    lower(program, LowerConfig(Target.parse("cuda:sm_90"), block_size=16, quantize=quantize))
     return emit(program, memory_plan(program).values)
 
 
@@ -48,6 +48,20 @@ def test_equal_layers_share_their_kernels() -> None:
     assert kinds["attention_plan"] == 3
     assert kinds["rms_norm"] == 2 and "rope_kv_write" not in kinds and "silu_mul" not in kinds
     assert lowered(TINY_LLAMA).sources.keys() == step.sources.keys()
+
+
+def test_weights_in_int8_go_through_the_same_kernels() -> None:
+    """Of one launch each: gate, up and what makes one of both; q, k and v, their rotation and the write of the cache."""
+    step = lowered(TINY_LLAMA, quantize="int8")
+    assert len(step.launches["step"]) == len(lowered(TINY_LLAMA).launches["step"])
+    kinds = Counter(name.partition("-")[0] for name in step.sources)
+    variants = len(ROW_BOUNDS) + 1
+    assert kinds["linear"] == 5 * variants
+    assert kinds["linear_silu_mul"] == 2 * variants and kinds["qkv_rope_kv_write"] == variants
+    assert kinds["rope_kv_write"] == kinds["silu_mul"] == 0
+    for name, source in step.sources.items():
+        if name.startswith(("linear", "qkv")):
+            assert source.signature["weight_ptr"] == "*i8", name
 
 
 def test_a_step_is_data() -> None:
@@ -100,13 +114,17 @@ def test_a_weight_in_another_dtype_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 8, 256)])
-def test_kernels_of_an_8b_shape_compile_for_every_chip(arch: str, heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "quantize"), [(32, 8, 128, None), (32, 8, 128, "int8"), (16, 8, 256, None)]
+)
+def test_kernels_of_an_8b_shape_compile_for_every_chip(
+    arch: str, heads: int, kv_heads: int, dim: int, quantize: str | None
+) -> None:
     """`build` refuses what spills, or takes more shared memory than a block may."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": heads, "head_dim": dim}
     sizes |= {"num_key_value_heads": kv_heads}
     config = AutoConfig.for_model("llama", vocab_size=128256, num_hidden_layers=2, **sizes)
     program = capture(from_config(config, None), "bfloat16", 8192, check=False)
-    lower(program, LowerConfig(Target.parse(f"cuda:{arch}")))
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))
     cubins = dict(emit(program, memory_plan(program).values).compile(arch))
     assert {cubin.record.arch for cubin in cubins.values()} == {arch}

@@ -15,7 +15,7 @@ from inferc.runtime.step import StepPlan
 PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "experts-int8"])
+@pytest.fixture(scope="module", params=["llama", "llama-int8", "qwen3", "experts-int8"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with opened(request.param) as made:
         yield made
@@ -42,15 +42,17 @@ def test_logits_are_the_references(pair: Pair) -> None:
         assert np.abs(found - expected).max() <= TOLERANCE[pair.artifact.path.name] * np.abs(expected).max()
 
 
-def test_ids_are_the_references_through_graphs(llama: Pair) -> None:
-    before = llama.fake.calls["cuGraphLaunch"]
-    for plan in plans():
-        assert llama.run(plan).token_ids.tolist() == llama.expected(plan).token_ids.tolist()
-    assert llama.fake.calls["cuGraphLaunch"] == before + 1, "each sequence has one new token in the third"
+@pytest.mark.parametrize("name", ["llama", "llama-int8"])
+def test_ids_are_the_references_through_graphs(name: str) -> None:
+    with opened(name) as pair:
+        for plan in plans():
+            assert pair.run(plan).token_ids.tolist() == pair.expected(plan).token_ids.tolist()
+        assert pair.fake.calls["cuGraphLaunch"] == 1, "each sequence has one new token in the third"
 
 
-def test_in_the_invariant_order_a_sequence_has_the_same_bits_alone() -> None:
-    with opened("llama", deterministic=True) as alone, opened("llama", deterministic=True) as among:
+@pytest.mark.parametrize("name", ["llama", "llama-int8"])
+def test_in_the_invariant_order_a_sequence_has_the_same_bits_alone(name: str) -> None:
+    with opened(name, deterministic=True) as alone, opened(name, deterministic=True) as among:
         of_one = [make_plan([(0, PROMPT, 0)]), make_plan([(0, [8], 9)])]
         of_all = [
             make_plan([(0, PROMPT, 0), (1, OTHER, 0), (3, PROMPT[:3], 0)]),
