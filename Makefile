@@ -107,7 +107,7 @@ gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 gpu-bench: $(READY)  ## kernels and models on an NVIDIA GPU, measured: make gpu-bench ROWS='bandwidth 8b-decode'
 	$(PY) benchmarks/gpu.py $(ROWS) $(ARGS)
 
-gpu-tune: $(READY)  ## measure tiles on an NVIDIA GPU, for codegen/triton/configs: make gpu-tune ARGS='llama-3.1-8b --int8'
+gpu-tune: $(READY)  ## measure tiles and cuBLASLt on an NVIDIA GPU, for codegen/triton/configs: make gpu-tune ARGS='llama-3.1-8b --int8'
 	$(PY) benchmarks/gpu_tune.py $(ARGS)
 
 clean:  ## remove what was built, and the virtual environments

@@ -186,7 +186,7 @@ def offline(bench: Bench, name: str, seqs: int, prompt: int, count: int) -> Row:
 
 
 def prefill(bench: Bench, name: str, seqs: int, prompt: int) -> Row:
-    """Prompts that come all at once, one token each."""
+    """Prompts that come all at once, one token each; "cublaslt": the version that computes products, if one does."""
     seqs, prompt = bench.of(seqs, 2), bench.of(prompt, 40)
     model = bench.model(name)
     engine = model.engine(bench.driver, seqs, bench.of(8192, 64), prompt + 2)
@@ -198,10 +198,12 @@ def prefill(bench: Bench, name: str, seqs: int, prompt: int) -> Row:
             engine.add_request(str(index), [5 + index % 7] * prompt, greedy(1))
         finish(engine)
         spent = time.perf_counter() - started
+        version = engine.runner.cublaslt_version  # type: ignore[attr-defined]
     finally:
         engine.close()
     flops = 2 * (model.read_bytes / 2) * seqs * prompt
-    return {"tokens_per_s": round(seqs * prompt / spent, 1), "tflop_per_s": round(flops / spent / 1e12, 1)}
+    rates = {"tokens_per_s": round(seqs * prompt / spent, 1), "tflop_per_s": round(flops / spent / 1e12, 1)}
+    return {**rates, "cublaslt": version}
 
 
 def bandwidth(bench: Bench) -> Row:

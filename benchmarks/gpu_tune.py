@@ -4,7 +4,8 @@
 
 Every product of the shape, for each number of rows that has a kernel of its own, with the tiles that the chip has room for; each launch finds
 its weights in no cache. What is faster than the compiler's own choice by more than noise goes into codegen/triton/configs/CHIP.json, which the
-next compile for that chip reads. Kernels are compiled by all cores while the GPU measures.
+next compile for that chip reads. Kernels are compiled by all cores while the GPU measures. The best kernel for many rows is then measured
+beside cuBLASLt, where this machine has that, and from how many rows on the library is faster goes there too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,10 +30,13 @@ from gpu import TINY, elapsed_ms
 from gpu_model import random_step
 
 from inferc.codegen.triton.build import Cubin, build
+from inferc.codegen.triton.launch import CUBLASLT, LibraryChoice
 from inferc.codegen.triton.occupancy import MULTIPROCESSORS, RESERVED_SHARED
 from inferc.codegen.triton.source import COUNTS, Source
 from inferc.codegen.triton.tuning import FOLDER, TILES, shape_of
-from inferc.errors import InfercError
+from inferc.errors import InfercError, UnsupportedError
+from inferc.runtime.cuda import cublaslt
+from inferc.runtime.cuda.cublaslt import CublasLt
 from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.memory import MAX_SAMPLE_ROWS
 
@@ -45,6 +49,8 @@ SIZES: dict[str, tuple[int, ...]] = {"BLOCK_N": (16, 32, 64, 128), "BLOCK_K": (6
 WARPS, STAGES = (4, 8), (3, 4, 5, 6)
 IN_FLIGHT = (8 << 10, 160 << 10)  # bytes of weights that are worth trying
 TOKENS_OF_PREFILL = 4096
+# Beside the library: between powers of two as well, since it is asked once for all rows up to one.
+MANY_ROWS = (192, 256, 512, 1000, 2048, 3000, TOKENS_OF_PREFILL)
 ARGUMENT_BYTES = 64 << 20  # of every argument but the weight
 
 
@@ -79,6 +85,7 @@ class Bed:
     cold_bytes: int
     argument_bytes: int
     pool: ProcessPoolExecutor | None = None
+    library: CublasLt | None = None
 
     def __post_init__(self) -> None:
         self.stream = self.driver.new_stream()
@@ -96,34 +103,55 @@ class Bed:
             self.places[name] = (num_bytes, at)
         return at
 
-    def microseconds(self, source: Source, cubin: Cubin) -> float:
-        """Median time of a launch over as many rows as the variant is for."""
-        rows, k, n = rows_of(source), int(source.constants["K"]), int(source.constants.get("N", 1 << 14))
-        widest = max(k, n, *(int(value) for name, value in source.constants.items() if name.endswith("STRIDE")))
-        values = {name: self.address(name, max(4 * rows * widest, self.argument_bytes)) for name in source.signature}
-        values["weight_ptr"] = self.address("weight_ptr", max(8 * k * n, self.argument_bytes))
+    def microseconds(self, source: Source, cubin: Cubin, rows: int) -> float:
+        """Median time of a launch over so many rows."""
+        values = self.values(source, rows)
         counts = (ctypes.c_int32 * 4)(rows, rows, rows, 0)
         self.driver.copy_in(self.counts, ctypes.addressof(counts), 16, self.stream)
         kernel = self.driver.load(cubin.data, cubin.record)
         bound = kernel.bind({**values, "counts_ptr": self.counts})
         grid = cubin.record.grid_for(num_tokens=rows, num_rows=rows, num_seqs=rows)
+        spent = self.median(lambda: bound.launch(self.stream, grid))
+        kernel.unload()
+        return spent
+
+    def library_microseconds(self, source: Source, rows: int) -> float | None:
+        """Of the library for the same product; None for one that it cannot compute."""
+        assert self.library is not None and source.product is not None
+        choice = LibraryChoice(CUBLASLT, rows, source.product)
+        bound = self.library.bind(choice, self.values(source, rows))
+        bound.prepare(self.stream, rows)
+        return self.median(lambda: bound.launch(self.stream, rows)) if bound.takes(rows) else None
+
+    def values(self, source: Source, rows: int) -> dict[str, int]:
+        """Memory for each argument."""
+        k, n = int(source.constants["K"]), int(source.constants.get("N", 1 << 14))
+        widest = max(k, n, *(int(value) for name, value in source.constants.items() if name.endswith("STRIDE")))
+        values = {name: self.address(name, max(4 * rows * widest, self.argument_bytes)) for name in source.signature}
+        return {**values, "weight_ptr": self.address("weight_ptr", max(8 * k * n, self.argument_bytes))}
+
+    def median(self, launch: Callable[[], None]) -> float:
+        """Microseconds of a launch that finds nothing in a cache."""
         times = []
         for _ in range(REPEATS):
             self.driver.fill(self.cold, 0, self.cold_bytes, self.stream)
-            times.append(1e3 * elapsed_ms(self.driver, self.stream, lambda: bound.launch(self.stream, grid)))
-        kernel.unload()
+            times.append(1e3 * elapsed_ms(self.driver, self.stream, launch))
         return statistics.median(times)
 
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown()
+        if self.library is not None:
+            self.driver.wait(self.stream)
+            self.library.close()
+            self.driver.free(self.library.workspace)
         for address in (self.cold, self.counts, *(at for _, at in self.places.values())):
             self.driver.free(address)
 
 
-def tune(bed: Bed, kernel: str, source: Source, until: float) -> dict[str, Any] | None:
-    """The entry of the best tile, if it is worth one."""
-    own, best, found = 0.0, 0.0, None
+def tune(bed: Bed, kernel: str, source: Source, until: float, *, beside_library: bool = False) -> dict[str, Any] | None:
+    """The entry of what is better than the compiler's own choice: the best tile, the library, or both."""
+    own, best, found, timed = 0.0, 0.0, source, None
     tried = list(candidates(source))
     packed = [(*_packed(each), kernel, bed.driver.arch) for each in tried]
     # Processes, as Triton's settings are a process's.
@@ -131,22 +159,31 @@ def tune(bed: Bed, kernel: str, source: Source, until: float) -> dict[str, Any] 
     for each, cubin in zip(tried, built, strict=True):
         if cubin is None or time.monotonic() > until:
             continue
-        spent = bed.microseconds(each, cubin)
+        spent = bed.microseconds(each, cubin, rows_of(each))
         if not own:
-            own = best = spent
+            own, best, timed = spent, spent, cubin
         elif spent < min(best, own * WORTH):
-            best, found = spent, each
-    if found is None:
-        return None
-    return {
-        "kernel": kernel,
-        "shape": shape_of(source),
-        "constants": {name: found.constants[name] for name in TILES},
-        "num_warps": found.num_warps,
-        "num_stages": found.num_stages,
-        "us": round(best, 2),
-        "own_us": round(own, 2),
-    }
+            best, found, timed = spent, each, cubin
+    entry: dict[str, Any] = {"kernel": kernel, "shape": shape_of(source)}
+    if found is not source:
+        entry["constants"] = {name: found.constants[name] for name in TILES}
+        entry |= {"num_warps": found.num_warps, "num_stages": found.num_stages}
+        entry |= {"us": round(best, 2), "own_us": round(own, 2)}
+    if beside_library and timed is not None and bed.library is not None and source.product is not None:
+        entry |= compared(bed, found, timed)
+    return entry if {"constants", "library"} & entry.keys() else None
+
+
+def compared(bed: Bed, source: Source, cubin: Cubin) -> dict[str, Any]:
+    """The "library" of an entry, if it is faster than the kernel for the most rows, and on from how many it is."""
+    measured: dict[str, list[float]] = {}
+    from_rows = None
+    for rows in sorted((each for each in MANY_ROWS if each <= rows_of(source)), reverse=True):
+        ours, theirs = bed.microseconds(source, cubin, rows), bed.library_microseconds(source, rows)
+        if theirs is None or theirs > ours * WORTH:
+            break
+        from_rows, measured[str(rows)] = rows, [round(ours, 2), round(theirs, 2)]
+    return {} if from_rows is None else {"library": {"name": CUBLASLT, "from_rows": from_rows, "us": measured}}
 
 
 def _packed(source: Source) -> tuple[str, str, dict[str, Any]]:
@@ -168,14 +205,13 @@ def _built(packed: tuple[str, str, dict[str, Any], str, str]) -> Cubin | None:
     return cubin if shared <= MULTIPROCESSORS[arch].shared_bytes else None
 
 
-def merge(entry: dict[str, Any], path: Path) -> None:
+def merge(kernel: str, source: Source, entry: dict[str, Any] | None, path: Path) -> None:
     """Put an entry in place of that of the same kernel and shape."""
     stored = json.loads(path.read_text()) if path.exists() else []
-    of = (entry["kernel"], entry["shape"])
-    kept = [each for each in stored if (each["kernel"], each["shape"]) != of]
+    kept = [each for each in stored if (each["kernel"], each["shape"]) != (kernel, shape_of(source))]
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps([*kept, entry], indent=1) + "\n")
+    partial.write_text(json.dumps([*kept, *([entry] if entry else [])], indent=1) + "\n")
     partial.replace(path)
 
 
@@ -195,6 +231,10 @@ def main() -> None:
     bed = Bed(driver, 1 << 16 if arguments.tiny else COLD_BYTES, 1 << 21 if arguments.tiny else ARGUMENT_BYTES)
     if not arguments.tiny:
         bed.pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn"))
+    try:
+        bed.library = CublasLt(cublaslt.open_library(driver.version[0]), driver.allocate)
+    except UnsupportedError as error:
+        print(f"gpu_tune.py: not beside cuBLASLt: {error}", file=sys.stderr)
     done: set[str] = set()
     for shape in arguments.shapes:
         step = random_step(TINY if arguments.tiny else shape, driver.arch, "int8" if arguments.int8 else None)
@@ -203,10 +243,10 @@ def main() -> None:
             key = json.dumps([kernel, shape_of(source)])
             if kernel in KERNELS and key not in done:
                 done.add(key)
-                entry = tune(bed, kernel, source, until)
+                entry = tune(bed, kernel, source, until, beside_library=name in step.for_many_rows)
                 print(json.dumps({name: entry}), flush=True)
-                if entry:
-                    merge(entry, arguments.out / f"{driver.arch}.json")
+                if entry or time.monotonic() < until:  # else not everything was tried
+                    merge(kernel, source, entry, arguments.out / f"{driver.arch}.json")
     bed.close()
 
 

@@ -68,7 +68,7 @@ def _modules(step: CudaStep) -> list[ModuleType]:
 
 
 def _row(name: str, arch: str, cubin: Cubin) -> dict[str, Any]:
-    record = cubin.record
+    record, library = cubin.record, cubin.record.library
     return {
         "name": name,
         "target": f"cuda:{arch}",
@@ -77,4 +77,5 @@ def _row(name: str, arch: str, cubin: Cubin) -> dict[str, Any]:
         "shared_bytes": record.shared_bytes,
         "num_warps": record.num_warps,
         "occupancy": round(occupancy(record), 3),
+        **({"library": f"{library.name} from {library.from_rows} rows on"} if library else {}),
     }

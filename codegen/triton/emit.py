@@ -17,12 +17,12 @@ from torch import fx
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.calls import Call, Choice
-from inferc.codegen.triton.launch import SHARED
+from inferc.codegen.triton.launch import FAST, SHARED
 from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.codegen.triton.sampling_calls import sampling_launches
 from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
 from inferc.codegen.triton.source import Source
-from inferc.codegen.triton.tuning import tuned
+from inferc.codegen.triton.tuning import library_choice, tuned
 from inferc.codegen.values import Operand, Place, Values, outputs
 from inferc.errors import UnsupportedError
 from inferc.program import Program, ancestors, dtype_name, name_of
@@ -61,13 +61,25 @@ class CudaStep:
             "kv_layout": {"order": KV_ORDER},
         }
 
+    @property
+    def for_many_rows(self) -> set[str]:
+        """The kernels of the fast order that are for any number of rows, in whose place a library may compute."""
+        launches = (launch for part in self.launches.values() for launch in part)
+        return {launch["choices"][-1]["kernel"] for launch in launches if launch.get("order") == FAST}
+
     def compile(self, arch: str, *, assemble: bool = True) -> Iterator[tuple[str, Cubin]]:
         """(name of the kernel, its cubin) for one chip, one after the other; `assemble`: not the PTX alone."""
+        for_many_rows = self.for_many_rows
         for name, source in self.sources.items():
-            own = tuned(name.rpartition("-")[0], source, arch)
+            kernel = name.rpartition("-")[0]
+            own = tuned(kernel, source, arch)
             if "NUM_PROGRAMS" in own.constants:
                 own = replace(own, constants={**own.constants, "NUM_PROGRAMS": PROGRAMS[arch]})
-            yield name, build(own, name, own.function.__name__, arch, assemble=assemble)
+            cubin = build(own, name, own.function.__name__, arch, assemble=assemble)
+            # PTX is for chips that nothing was measured on.
+            left = assemble and name in for_many_rows
+            library = library_choice(kernel, source, arch) if left else None
+            yield name, replace(cubin, record=replace(cubin.record, library=library))
 
 
 def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, ...] = KERNELS) -> CudaStep:

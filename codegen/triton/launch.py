@@ -22,6 +22,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 PTX, RECORDS = "ptx", "records.json"  # in place of a chip's name; the launch records of a folder of kernels
 FAST, INVARIANT = "fast", "invariant"  # orders of addition
 PREFILL = "prefill"  # a launch that a step of one new token a sequence does not need
+CUBLASLT = "cublaslt"  # NVIDIA's library of products
 SHARED = "shared"  # a launch that a step needs in which sequences share a prefix that is read for all of them
 
 EIATTR_REQNTID = 0x10
@@ -43,6 +44,33 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Product:
+    """out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n], plus residual [rows, n], each where there is one.
+
+    The kernel's arguments are x_ptr, weight_ptr, bias_ptr, residual_ptr and out_ptr. Strides are elements from row to row;
+    dtype is that of all but out.
+    """
+
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    x_stride: int
+    out_stride: int
+    has_bias: bool
+    residual_stride: int | None
+
+
+@dataclass(frozen=True)
+class LibraryChoice:
+    """A library that computes the kernel's product in its place from so many rows on: it was measured to be faster."""
+
+    name: str
+    from_rows: int
+    product: Product
+
+
+@dataclass(frozen=True)
 class LaunchRecord:
     """A cubin's entry point: how to call it, and what one block of it takes of a GPU."""
 
@@ -59,6 +87,7 @@ class LaunchRecord:
     resources: dict[str, int]
     compiler: str
     dependent: bool = False  # may be launched while the kernel before it runs: it waits for that one itself
+    library: LibraryChoice | None = None  # in the fast order, as the choice for any number of rows
 
     @property
     def threads(self) -> int:
@@ -75,7 +104,10 @@ class LaunchRecord:
 def record_from_json(data: Mapping[str, Any]) -> LaunchRecord:
     x, y, z = data["grid"]
     arguments = tuple(Argument(**argument) for argument in data["arguments"])
-    return LaunchRecord(**{**data, "grid": (x, y, z), "arguments": arguments})
+    library = data.get("library")
+    if library is not None:
+        library = LibraryChoice(**{**library, "product": Product(**library["product"])})
+    return LaunchRecord(**{**data, "grid": (x, y, z), "arguments": arguments, "library": library})
 
 
 @dataclass(frozen=True)

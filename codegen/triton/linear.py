@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from inferc.codegen.triton.gemm import product, tile, tile_of
+from inferc.codegen.triton.launch import Product
 from inferc.codegen.triton.source import COUNTS, POINTERS, Source
 
 
@@ -71,6 +72,10 @@ def linear(
     int8: the weight is, and its rows are times scale [n] float32.
     """
     cut = tile(n, k, dtype, int8, up_to)
+    x_stride, residual_stride, out_stride = strides
+    product = Product(n, k, dtype, out_dtype, x_stride, out_stride, has_bias, residual_stride if adds else None)
+    # Of another dtype than its operands the library's result has a bias, and what is added to it, of that one.
+    fits_library = not int8 and not unaligned and (dtype == out_dtype or not (has_bias or adds))
     return Source(
         function=linear_kernel,
         signature={
@@ -96,4 +101,5 @@ def linear(
         num_stages=cut.num_stages,
         stack_bytes=cut.stack_bytes,
         unaligned=unaligned,
+        product=product if fits_library else None,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from inferc.codegen.triton.launch import Product
+
 POINTERS = {
     "float32": "*fp32",
     "bfloat16": "*bf16",
@@ -27,6 +29,7 @@ class Source:
     `num_rows`, `num_seqs` and the constants, see `LaunchRecord.grid_for`. A constant `WIDE_DOT` is for the interpreter,
     whose products of bfloat16 are wrong.
     stack_bytes: of a thread's registers, how much may lie in memory, which is slow.
+    product: what it computes, if a library can as well.
     """
 
     function: Any
@@ -37,6 +40,7 @@ class Source:
     num_stages: int = 1
     stack_bytes: int = 0
     unaligned: tuple[str, ...] = ()
+    product: Product | None = None
 
     @property
     def aligned(self) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
-"""Tiles that were measured on a chip, in place of the ones that kernels choose by reasoning: data, in configs/<chip>.json.
+"""What was measured on a chip, in place of what kernels choose by reasoning: data, in configs/<chip>.json.
 
-Each entry is {"kernel", "shape", "constants", "num_warps", "num_stages", "us"}: for a kernel whose `shape_of` is that, the
-constants that are tiles, how it is compiled, and the microseconds that it took. `make gpu-tune` writes them.
+Each entry is of a "kernel" whose `shape_of` is its "shape", and has one of two things or both. A tile: "constants",
+"num_warps", "num_stages", and the microseconds that it took, "us". A library that is faster: "library", {"name",
+"from_rows", "us"}, where "us" has by number of rows what the kernel took and what the library did. `make gpu-tune` writes
+them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from inferc.codegen.triton.launch import LibraryChoice
 from inferc.codegen.triton.source import Source
 
 FOLDER = Path(__file__).parent / "configs"
@@ -32,14 +35,28 @@ def shape_of(source: Source) -> dict[str, Any]:
 
 def tuned(kernel: str, source: Source, arch: str) -> Source:
     """The source with the tile that was measured on this chip, if one was."""
+    entry = _entry(kernel, source, arch)
+    if "constants" not in entry:
+        return source
+    constants = {**source.constants, **entry["constants"]}
+    return dataclasses.replace(
+        source, constants=constants, num_warps=entry["num_warps"], num_stages=entry["num_stages"]
+    )
+
+
+def library_choice(kernel: str, source: Source, arch: str) -> LibraryChoice | None:
+    """From how many rows on which library is faster on this chip, if one was measured to be."""
+    measured = _entry(kernel, source, arch).get("library")
+    if measured is None or source.product is None:
+        return None
+    return LibraryChoice(measured["name"], measured["from_rows"], source.product)
+
+
+def _entry(kernel: str, source: Source, arch: str) -> dict[str, Any]:
+    """What was measured of a kernel."""
     shape = shape_of(source)
-    for entry in _entries(arch):
-        if entry["kernel"] == kernel and entry["shape"] == shape:
-            constants = {**source.constants, **entry["constants"]}
-            return dataclasses.replace(
-                source, constants=constants, num_warps=entry["num_warps"], num_stages=entry["num_stages"]
-            )
-    return source
+    of_kernel = (entry for entry in _entries(arch) if entry["kernel"] == kernel and entry["shape"] == shape)
+    return next(of_kernel, {})
 
 
 @lru_cache

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inferc.codegen.triton.launch import PREFILL, SHARED
+from inferc.runtime.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.cuda.driver import Bound, Kernel
 from inferc.runtime.cuda.inputs import InputLayout
 from inferc.runtime.cuda.memory import ArenaPlan
@@ -35,14 +36,24 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Step:
-    """A launch that is bound, in each of the ways that it may be done: (up to how many rows, kernel and arguments)."""
+    """A launch that is bound, in each of the ways that it may be done.
+
+    choices: (up to how many rows, kernel and arguments); product: what a library does instead for some rows.
+    """
 
     launch: Mapping[str, Any]
     choices: tuple[tuple[int | None, Bound], ...]
+    product: BoundProduct | None
 
     def run(self, stream: c_void_p, counts: Mapping[str, int], behind_kernel: bool, grids: Grids) -> bool:
-        """Launch it, if there are rows; whether it was. grids: of these counts, for the layers that share a kernel."""
+        """Launch it, if there are rows; whether by a kernel of ours.
+
+        grids: of these counts, for the layers that share a kernel.
+        """
         rows = counts[f"num_{self.launch['rows']}"]
+        if rows and self.product is not None and self.product.takes(rows):
+            self.product.launch(stream, rows)
+            return False
         if rows:
             bound = next(bound for up_to, bound in self.choices if up_to is None or rows <= up_to)
             record = bound.kernel.record
@@ -56,7 +67,7 @@ class Step:
 class Launches:
     """All launches of steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`.
 
-    order: of addition, FAST or INVARIANT.
+    order: of addition, FAST or INVARIANT. cublaslt: computes the products that records of kernels leave to it.
     """
 
     def __init__(
@@ -68,8 +79,9 @@ class Launches:
         inputs: int,
         outputs: Mapping[str, int],
         order: str,
+        cublaslt: CublasLt | None = None,
     ) -> None:
-        self._kernels, self._addresses = kernels, addresses
+        self._kernels, self._addresses, self._cublaslt = kernels, addresses, cublaslt
         self._layout, self._inputs, self._outputs = layout, inputs, outputs
         launches = {part: [each for each in of if each.get("order", order) == order] for part, of in launches.items()}
         self.step = [self._bind(launch, 0) for part in ("begin", "step") for launch in launches[part]]
@@ -116,10 +128,22 @@ class Launches:
             for launch in last:
                 behind = launch.run(stream, of_chunk, behind, of_chunk_grids)
 
+    def prepare(self, stream: c_void_p) -> None:
+        """Have the library choose how it computes its products, for all steps that fit."""
+        capacity = self._layout.capacity
+        most = {"tokens": capacity.tokens, "rows": capacity.rows}
+        most_of_chunk = {**most, "rows": min(capacity.rows, self._layout.sample_rows)}
+        for steps, limits in ((self.step, most), (self.head[0], most_of_chunk)):
+            for each in steps:
+                if each.product is not None:
+                    each.product.prepare(stream, limits[each.launch["rows"]])
+
     def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
         values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}
-        choices = ((choice["up_to"], self._kernels[choice["kernel"]].bind(values)) for choice in launch["choices"])
-        return Step(launch, tuple(choices))
+        choices = [(choice["up_to"], self._kernels[choice["kernel"]].bind(values)) for choice in launch["choices"]]
+        left = choices[-1][1].kernel.record.library
+        product = None if self._cublaslt is None or left is None else self._cublaslt.bind(left, values)
+        return Step(launch, tuple(choices), product)
 
     def _address(self, where: Mapping[str, Any], chunk: int) -> int:
         of = self._addresses

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from inferc.codegen.triton.launch import FAST, INVARIANT
+from inferc.codegen.triton.launch import FAST, INVARIANT, RECORDS
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup, CacheLimits, pools_bytes, pools_for_all
+from inferc.runtime.cuda.cublaslt import WORKSPACE_BYTES
 from inferc.runtime.cuda.inputs import Capacity, InputLayout
 from inferc.runtime.cuda.weights import placed_bytes
 
@@ -39,10 +41,12 @@ class Footprint:
     arena: int
     scratch: int
     inputs: int  # and results
+    workspace: int  # of the library of products
 
     @property
     def fixed(self) -> int:
-        return sum(align(each, PAGE) for each in (self.weights, self.arena, self.scratch, self.inputs)) + RESERVE_BYTES
+        parts = (self.weights, self.arena, self.scratch, self.inputs, self.workspace)
+        return sum(align(each, PAGE) for each in parts) + RESERVE_BYTES
 
 
 def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int) -> int:
@@ -105,7 +109,19 @@ def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, determinist
         scratch=sum(scratch_bytes(size, capacity, max_num_seqs) for size in sizes)
         + counts_bytes(artifact, max_num_seqs),
         inputs=layout.num_bytes + output_layout(capacity.rows)["end"],
+        workspace=workspace_bytes(artifact, deterministic),
     )
+
+
+def workspace_bytes(artifact: Any, deterministic: bool) -> int:
+    """Of the library of products, where the records of a chip leave some to it; the invariant order never does."""
+    records = (data for name, data in artifact.contents.items() if name.endswith(f"/{RECORDS}"))
+    return WORKSPACE_BYTES if not deterministic and any(map(_name_library, records)) else 0
+
+
+@lru_cache
+def _name_library(records: bytes) -> bool:
+    return any(record.get("library") for record in json.loads(records))
 
 
 @lru_cache
@@ -131,7 +147,8 @@ def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, 
     wanted = least if config.kv_memory_bytes == "auto" else config.kv_memory_bytes
     if left >= wanted:
         return left
-    parts = f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(held.scratch)}"
+    scratch = held.scratch + held.workspace
+    parts = f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(scratch)}"
     missing = held.fixed + wanted - free_bytes
     settings = [f"{setting} fits" for setting in _that_fit(artifact, config, groups, free_bytes, wanted)][:3]
     hint = "; ".join(settings) or "no setting makes it fit: quantize the weights, or use a GPU with more memory"

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from inferc.codegen.triton.launch import FAST, INVARIANT
 from inferc.config import ResolvedEngineConfig
-from inferc.errors import ConfigError, InfercError, RequestError
-from inferc.runtime.cuda import code, memory
+from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
+from inferc.runtime.cuda import code, cublaslt, memory
 from inferc.runtime.cuda.blocks import Blocks
+from inferc.runtime.cuda.cublaslt import CublasLt
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
@@ -106,7 +107,10 @@ class CudaRunner:
         self._kernels = code.load_kernels(Path(cubins[chosen]), artifact.contents, driver)
         self._addresses = self._allocate(poison, place_weights or _copied(artifact))
         self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
+        self._cublaslt = self._open_cublaslt()
         self._launches: dict[Capacity, Launches] = {}
+        if self._cublaslt is not None:
+            self._bound(self._most).prepare(self._stream)
         self._graphs: dict[tuple[Capacity, bool], c_void_p] = {}
         self._sharing = self._shared_settings()
         self._buckets = buckets(self.max_num_seqs)
@@ -155,6 +159,26 @@ class CudaRunner:
         self._inputs = self._device(self._layout(self._most).num_bytes)
         self._outputs = self._device(memory.output_layout(self._most.rows)["end"])
         return Addresses(place_weights(driver, weights), caches, state, arena, plan, most, scratch, self._device(256))
+
+    @property
+    def cublaslt_version(self) -> str | None:
+        """Of the library, if it computes products here."""
+        return None if self._cublaslt is None else self._cublaslt.version
+
+    def _open_cublaslt(self) -> CublasLt | None:
+        """The library of products, where kernels leave some to it in the order of addition, and this machine has it."""
+        left = [kernel.record.library for kernel in self._kernels.values() if kernel.record.library is not None]
+        if not left or self._order != FAST:
+            return None
+        try:
+            made = CublasLt(cublaslt.open_library(self._driver.version[0]), self._device)
+        except UnsupportedError as error:
+            log.warning(
+                "cuBLASLt was measured to be faster than %d kernels, which run all the same: %s", len(left), error
+            )
+            return None
+        log.info("cuBLASLt %s in place of %d kernels where there are many rows", made.version, len(left))
+        return made
 
     def _device(self, num_bytes: int, poison: bool = False) -> int:
         """New memory that lives as long as the runner."""
@@ -337,7 +361,8 @@ class CudaRunner:
             outputs = {name: self._outputs + at for name, at in places.items()}
             launches = self._artifact.program["launches"]
             self._launches[capacity] = Launches(
-                *(launches, self._kernels, self._addresses, self._layout(capacity), self._inputs, outputs, self._order)
+                *(launches, self._kernels, self._addresses, self._layout(capacity), self._inputs, outputs),
+                *(self._order, self._cublaslt),
             )
         return self._launches[capacity]
 
@@ -445,6 +470,8 @@ class CudaRunner:
             driver.call("cuGraphExecDestroy", graph)
         for kernel in self._kernels.values():
             kernel.unload()
+        if self._cublaslt is not None:
+            self._cublaslt.close()
         for address in self._owned:
             driver.free(address)
         for flight in self._flights:

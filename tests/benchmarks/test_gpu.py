@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import gpu
 import gpu_kernels
 import gpu_model
 import gpu_tune
+from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda
 
 from inferc.codegen.triton import build as build_module
 from inferc.codegen.triton import emit as emit_module
 from inferc.codegen.triton import tuning
-from inferc.runtime.cuda import driver
+from inferc.codegen.triton.launch import ARCHS
+from inferc.errors import UnsupportedError
+from inferc.runtime.cuda import cublaslt, driver
 
 WITHOUT_TORCH = [name for name in gpu.ROWS if "transformers" not in name]
 
@@ -37,6 +41,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for module in (build_module, emit_module, gpu, gpu_kernels, gpu_model, gpu_tune):
         monkeypatch.setattr(module, "build", known)
     monkeypatch.setattr(driver, "open_library", lambda: made)
+
+    def no_library(newest: int) -> Any:
+        raise UnsupportedError(f"no libcublasLt.so.{newest} on this machine")
+
+    monkeypatch.setattr(cublaslt, "open_library", no_library)
     return made
 
 
@@ -62,35 +71,87 @@ def test_every_row_is_measured_and_kept(fake: FakeCuda, monkeypatch: pytest.Monk
     assert again["8b-prefill"]["tokens_per_s"] == -1.0, "a row that is not measured stays"
 
 
-def test_tiles_are_tried_and_the_best_is_kept(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    times = (1e9 * 0.9**turn for turn in itertools.count())  # each faster than the one before
-    monkeypatch.setattr(gpu_tune.Bed, "microseconds", lambda *_: next(times))
+@pytest.fixture
+def few_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_tune, "SIZES", {"BLOCK_N": (32,), "BLOCK_K": (64, 128)})
     monkeypatch.setattr(gpu_tune, "WARPS", (4,))
     monkeypatch.setattr(gpu_tune, "STAGES", (3,))
-    monkeypatch.setattr(sys, "argv", ["gpu_tune.py", "--tiny", "--out", str(tmp_path), "tiny"])
-    gpu_tune.main()
-    entries = json.loads((tmp_path / "sm_90.json").read_text())
-    assert {entry["kernel"] for entry in entries} == set(gpu_tune.KERNELS)
-    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    yield
     tuning._entries.cache_clear()
+
+
+def tuned(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[dict[str, Any]]:
+    """What is in the data then, which the compiler reads from there on."""
+    monkeypatch.setattr(sys, "argv", ["gpu_tune.py", "--tiny", "--out", str(folder), "tiny"])
+    gpu_tune.main()
+    monkeypatch.setattr(tuning, "FOLDER", folder)
+    tuning._entries.cache_clear()
+    entries: list[dict[str, Any]] = json.loads((folder / "sm_90.json").read_text())
+    return entries
+
+
+@pytest.mark.usefixtures("few_tiles")
+def test_tiles_are_tried_and_the_best_is_kept(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = (1e9 * 0.9**turn for turn in itertools.count())  # each faster than the one before
+    monkeypatch.setattr(gpu_tune.Bed, "microseconds", lambda *_: next(times))
+    entries = tuned(monkeypatch, tmp_path)
+    assert {entry["kernel"] for entry in entries} == set(gpu_tune.KERNELS)
     step = gpu_model.random_step(gpu.TINY, "sm_90", None)
     used = [tuning.tuned(name.rpartition("-")[0], source, "sm_90") for name, source in step.sources.items()]
     changed = [each for each, source in zip(used, step.sources.values(), strict=True) if each is not source]
     assert len(changed) == len(entries) and all(each.constants["BLOCK_K"] == 128 for each in changed)
-    tuning._entries.cache_clear()
     assert not fake.device
+    assert capsys.readouterr().err == "gpu_tune.py: not beside cuBLASLt: no libcublasLt.so.13 on this machine\n"
 
 
-def test_a_tile_is_timed(fake: FakeCuda) -> None:
+def test_the_library_is_chosen_from_where_it_is_faster(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = FakeCublasLt(fake)
+    monkeypatch.setattr(cublaslt, "open_library", lambda _: library)
+    monkeypatch.setattr(gpu_tune, "candidates", lambda source: [source])
+    monkeypatch.setattr(gpu_tune.Bed, "microseconds", lambda *_: 100.0)
+
+    def theirs(slow: dict[int, float]) -> Any:
+        return lambda _bed, _source, rows: slow.get(rows, 50.0)
+
+    monkeypatch.setattr(gpu_tune.Bed, "library_microseconds", theirs({192: 99.0, 512: 98.0}))
+    entries = tuned(monkeypatch, tmp_path)
+    assert {entry["kernel"] for entry in entries} == {"linear"}
+    of_tokens, of_rows = ([e for e in entries if e["shape"]["COUNT"] == count] for count in (0, 1))
+    measured = {str(rows): [100.0, 50.0] for rows in (4096, 3000, 2048, 1000)}
+    assert [each["library"] for each in of_tokens] == [{"name": "cublaslt", "from_rows": 1000, "us": measured}] * 2
+    assert [each["library"]["from_rows"] for each in of_rows] == [256] * 3
     step = gpu_model.random_step(gpu.TINY, "sm_90", None)
-    source = next(source for name, source in step.sources.items() if name.startswith("linear-"))
+    chosen = {name: cubin.record.library for name, cubin in step.compile("sm_90") if cubin.record.library}
+    assert len(chosen) == 5 and chosen.keys() <= step.for_many_rows
+    assert {each.from_rows for each in chosen.values()} == {256, 1000}
+    measured_of = [tuning.library_choice("linear", step.sources[name], arch) for name in chosen for arch in ARCHS]
+    assert sum(each is not None for each in measured_of) == 5, "on one chip"
+
+    monkeypatch.setattr(gpu_tune.Bed, "library_microseconds", theirs({4096: 98.0, 256: 98.0}))
+    assert tuned(monkeypatch, tmp_path) == [], "measured again, the kernels are"
+    assert not fake.device and not library.objects
+    tuning._entries.cache_clear()
+
+
+def test_a_tile_and_the_library_are_timed(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    step = gpu_model.random_step(gpu.TINY, "sm_90", None)
+    source = next(source for name, source in step.sources.items() if name in step.for_many_rows and source.product)
     bed = gpu_tune.Bed(driver.Driver(), 1 << 16, 1 << 21)
     cubin = build_module.build(source, "linear", source.function.__name__, "sm_90")
     fake.know(cubin.data, cubin.record)
-    assert bed.microseconds(source, cubin) == pytest.approx(1000.0)
+    assert bed.microseconds(source, cubin, 200) == pytest.approx(1000.0)
+    library = FakeCublasLt(fake, knows=256)
+    bed.library = cublaslt.CublasLt(library, bed.driver.allocate)
+    assert bed.library_microseconds(source, 200) == pytest.approx(1000.0)
+    assert {rows for rows, *_ in library.computed} == {200}
+    assert bed.library_microseconds(source, 512) is None
+    assert "instead of cuBLASLt" in caplog.text
     bed.close()
-    assert not fake.device
+    assert not fake.device and not library.objects
 
 
 def test_an_unknown_row_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

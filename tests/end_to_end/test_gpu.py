@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from cuda_runs import logits, run
 from families import FAMILIES
 from gpu_families import REFUSED
+from library_data import library_preferred
 from lowered import as_torch, make_plan
 from random_models import make_random_model
 
@@ -37,6 +39,7 @@ pytestmark = pytest.mark.gpu
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 MODELS = [*(name for name in FAMILIES if name not in REFUSED), *(path.name for path in sorted(SHIPPED.glob("tiny-*")))]
 BF16 = ("llama", "qwen3", "tiny-llama")
+LIBRARY = "tiny-llama"  # of these, the one that is tried with products left to cuBLASLt as well
 NEW_TOKENS = 16
 LENGTHS = (1, 60, 17, 33, 5, 90)
 ENGINES: dict[str, dict[str, int]] = {
@@ -51,8 +54,11 @@ def prompts() -> list[list[int]]:
     return [source.integers(5, 300, length).tolist() for length in LENGTHS]
 
 
-def make(name: str, folder: Path, target: str, dtype: str) -> str:
-    """Compile one model; why it cannot be, or nothing. In a process of its own."""
+def make(name: str, folder: Path, target: str, dtype: str, library: bool = False) -> str:
+    """Compile one model; why it cannot be, or nothing. In a process of its own.
+
+    library: leave its products of two rows and more to cuBLASLt.
+    """
     try:
         model = SHIPPED / name
         if name in FAMILIES:
@@ -60,8 +66,10 @@ def make(name: str, folder: Path, target: str, dtype: str) -> str:
             model = folder / "models" / name
             if not model.exists():
                 make_random_model(family.model_type(name), model, **family.fields)
-        out = folder / f"{name}-{dtype}-{target.partition(':')[0]}"
-        compile(model, out, CompileConfig(target=target, dtype=dtype, certify="none"))  # type: ignore[arg-type]
+        device, _, arch = target.partition(":")
+        out = folder / f"{name}-{dtype}-{device}{'-library' if library else ''}"
+        with library_preferred(folder / "configs", arch, 2, model, dtype) if library else nullcontext():
+            compile(model, out, CompileConfig(target=target, dtype=dtype, certify="none"))  # type: ignore[arg-type]
     except Exception as error:  # noqa: BLE001  (reported by the model's own test)
         return f"{type(error).__name__}: {error}"
     return ""
@@ -83,6 +91,8 @@ def made(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     context = multiprocessing.get_context("spawn")  # a fork would inherit the GPU's context
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
         done = [(name, dtype, pool.submit(make, name, folder, target, dtype)) for name, target, dtype in wanted]
+        left = pool.submit(make, LIBRARY, folder, f"cuda:{driver.arch}", "bfloat16", library=True)
+        done.append((LIBRARY, "bfloat16", left))
         found: dict[tuple[str, str], str] = {}
         for name, dtype, each in done:
             found[name, dtype] = found.get((name, dtype)) or each.result()
@@ -113,22 +123,25 @@ def test_tokens_are_the_references(made: tuple[Path, dict[tuple[str, str], str]]
         assert found == expected, engine
 
 
-def runners(folder: Path, **changes: Any) -> tuple[CudaRunner, ReferenceRunner]:
-    """Of the artifacts `folder`-cuda and `folder`-reference."""
-    artifact, reference = (load_artifact(Path(f"{folder}-{target}")) for target in ("cuda", "reference"))
+def runners(folder: Path, how: str = "", **changes: Any) -> tuple[CudaRunner, ReferenceRunner]:
+    """Of the artifacts `folder`-cuda`how` and `folder`-reference."""
+    artifact, reference = (load_artifact(Path(f"{folder}-{target}")) for target in (f"cuda{how}", "reference"))
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20, **changes)
     groups = cache_groups(artifact.kv_groups)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, 64 << 20, "cuda")
     return CudaRunner(artifact, resolved, Driver(), owns_driver=True, poison=True), ReferenceRunner(reference, resolved)
 
 
-@pytest.mark.parametrize("name", BF16)
-def test_bfloat16_logits_are_near_the_references(made: tuple[Path, dict[tuple[str, str], str]], name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [*((name, "") for name in BF16), (LIBRARY, "-library")])
+def test_bfloat16_logits_are_near_the_references(
+    made: tuple[Path, dict[tuple[str, str], str]], name: str, how: str
+) -> None:
     """Prefill and decode, launch by launch and as graphs, which give the same ids."""
     folder, faults = made
     assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
-    artifact = load_artifact(folder / f"{name}-bfloat16-cuda")
-    runner, oracle = runners(folder / f"{name}-bfloat16")
+    artifact = load_artifact(folder / f"{name}-bfloat16-cuda{how}")
+    runner, oracle = runners(folder / f"{name}-bfloat16", how)
+    assert bool(runner._cublaslt) == bool(how), "pip install nvidia-cublas"
     for plan in (
         make_plan([(0, prompts()[1], 0), (1, prompts()[2], 0)], block_size=artifact.block_size),
         make_plan([(0, [7], 60), (1, [9], 17)], block_size=artifact.block_size),

@@ -4,11 +4,13 @@ The tests themselves are in on_fake_gpu/, in a process of its own: TRITON_INTERP
 and nothing can be compiled there.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from random_models import make_random_model
 
 pytest.importorskip("triton")
 
+from library_data import library_preferred
+
 from inferc.add_target import add_target
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.runtime.artifact import inspect_artifact, load_artifact
+from inferc.manifest import json_bytes, seal_manifest
+from inferc.runtime.artifact import inspect_artifact, load_artifact, read_manifest
 from inferc.runtime.load import load_engine
 
 FOLDER = Path(__file__).parent / "on_fake_gpu"
@@ -33,17 +38,35 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("qwen3", "bfloat16", {}),
     "experts-int8": ("qwen3_moe", "float32", {"quantize": "int8", "kv_dtype": "int8"}),
 }
+LEFT = ("llama", "qwen3")  # of which there is an artifact that leaves its products to cuBLASLt
 
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NAME for a GPU and NAME-reference, for each of the models."""
+    """NAME for a GPU and NAME-reference, for each of the models; NAME-library, which leaves products to cuBLASLt."""
     folder = tmp_path_factory.mktemp("cuda")
     for name, (family, dtype, how) in MODELS.items():
         model = make_random_model(family, folder / "models" / name, dtype)
-        for target, suffix in (("cuda:sm_90", ""), ("reference", "-reference")):
-            compile(model, folder / f"{name}{suffix}", CompileConfig(target=target, certify="none", **how))
+        of_gpu = f"{name}-library" if name in LEFT else name
+        data = library_preferred(folder / "configs", "sm_90", 2, model, dtype) if name in LEFT else nullcontext()
+        with data:
+            compile(model, folder / of_gpu, CompileConfig(target="cuda:sm_90", certify="none", **how))
+        compile(model, folder / f"{name}-reference", CompileConfig(target="reference", certify="none", **how))
+    for name in LEFT:
+        copy_without_library(folder / f"{name}-library", folder / name)
     return folder
+
+
+def copy_without_library(source: Path, target: Path) -> None:
+    """As it would be had nothing been measured."""
+    shutil.copytree(source, target)
+    manifest, file = read_manifest(target), "kernels/sm_90/records.json"
+    records = json_bytes([{**record, "library": None} for record in json.loads((target / file).read_bytes())])
+    (target / file).write_bytes(records)
+    manifest["files"][file] = {"bytes": len(records), "sha256": hashlib.sha256(records).hexdigest()}
+    manifest["kernels"] = [{key: row[key] for key in row if key != "library"} for row in manifest["kernels"]]
+    del manifest["sha256"]
+    (target / "engine.json").write_bytes(seal_manifest(manifest))
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("check_*.py")))
@@ -72,7 +95,18 @@ def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
     assert all("\n.target sm_80\n" in path.read_text() for path in ptx), "what is for one chip alone runs on no other"
 
 
+def test_what_an_artifact_leaves_to_a_library(artifacts: Path) -> None:
+    """Is a matter of the chip, so of its records."""
+    rows = inspect_artifact(artifacts / "llama-library")["kernels"]
+    left = {row["name"] for row in rows if "library" in row}
+    assert left and all(name.startswith("linear-") for name in left)
+    assert {row["library"] for row in rows if "library" in row} == {"cublaslt from 2 rows on"}
+    ptx = json.loads((artifacts / "llama-library" / "kernels" / "ptx" / "records.json").read_text())
+    assert not any(record["library"] for record in ptx), "on a chip that is not known yet nothing was measured"
+
+
 def test_an_artifact_for_a_gpu_has_the_same_bytes_again(artifacts: Path, tmp_path: Path) -> None:
+    """With what was measured of a library left out, those of one that was compiled without."""
     compile(artifacts / "models" / "llama", tmp_path / "again", CompileConfig(target="cuda:sm_90", certify="none"))
     assert (tmp_path / "again" / "engine.json").read_bytes() == (artifacts / "llama" / "engine.json").read_bytes()
 
@@ -115,8 +149,9 @@ def test_there_is_no_gpu_here(artifacts: Path) -> None:
         load_engine(artifacts / "llama")
 
 
-def test_a_prompt_on_the_command_line(artifacts: Path) -> None:
-    """As `inferc generate` does it, on a chip that the artifact has PTX for: the same ids as the reference target's."""
+@pytest.mark.parametrize(("model", "capability"), [("llama", [12, 0]), ("llama-library", [9, 0])])
+def test_a_prompt_on_the_command_line(artifacts: Path, model: str, capability: list[int]) -> None:
+    """As `inferc generate` does it, on a chip that there is only PTX for, and with cuBLASLt: the reference's ids."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(("src", str(SUPPORT)))}
     options = ["--prompt", "def add", "--prompt", "The quick", "--max-tokens", "4", "--temperature", "0", "--json"]
 
@@ -127,6 +162,6 @@ def test_a_prompt_on_the_command_line(artifacts: Path) -> None:
         assert done.returncode == 0, done.stderr
         return [output["token_ids"] for output in json.loads(done.stdout)["outputs"]]
 
-    name = artifacts / "llama"
-    found = generated(SUPPORT / "on_fake_gpu.py", name, '{"capability": [12, 0]}', "--", "generate", name)
+    name, of_fake = artifacts / model, json.dumps({"capability": capability})
+    found = generated(SUPPORT / "on_fake_gpu.py", name, of_fake, "--", "generate", name)
     assert found == generated("-m", "inferc", "generate", artifacts / "llama-reference")

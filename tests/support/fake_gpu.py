@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cuda_runs
+from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda
 
 from inferc.config import EngineConfig
+from inferc.errors import UnsupportedError
 from inferc.kv_pools import cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
+from inferc.runtime.cuda import cublaslt
 from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.runner import CudaRunner
 from inferc.runtime.reference_runner import ReferenceRunner
 from inferc.runtime.step import F32, StepPlan, StepResult
 
+LIBRARY = "-library"  # of an artifact that leaves all its products of two rows and more to cuBLASLt
 ARTIFACTS = Path(os.environ.get("INFERC_FAKE_GPU_ARTIFACTS", "."))
 # Of the largest logit: to bfloat16 the interpreter truncates, and a key near the middle of two integers may become either.
 TOLERANCE = {"llama": 2e-5, "llama-int8": 2e-5, "qwen3": 0.08, "experts-int8": 5e-3}
+TOLERANCE |= {f"{name}{LIBRARY}": TOLERANCE[name] for name in ("llama", "qwen3")}
 
 
 @dataclass
 class Pair:
-    """The two runners; `fake` is the GPU of the first."""
+    """The two runners; `fake` is the GPU of the first, `library` the cuBLASLt on it."""
 
     artifact: Artifact
     fake: FakeCuda
+    library: FakeCublasLt | None
     runner: CudaRunner
     oracle: ReferenceRunner
 
@@ -52,17 +59,32 @@ def config(artifact: Artifact, **changes: Any) -> EngineConfig:
 
 
 @contextmanager
-def opened(name: str, *, checked: bool = True, **changes: Any) -> Iterator[Pair]:
-    """An artifact of the session on a fake GPU; if `checked`, at the end, for its use as a GPU may be used."""
-    artifact, reference = load_artifact(ARTIFACTS / name), load_artifact(ARTIFACTS / f"{name}-reference")
+def opened(
+    name: str, *, checked: bool = True, with_library: Callable[[FakeCuda], FakeCublasLt] | None = None, **changes: Any
+) -> Iterator[Pair]:
+    """An artifact of the session on a fake GPU; if `checked`, at the end, for its use as a GPU may be used.
+
+    with_library: what cuBLASLt is on its machine, if any.
+    """
+    reference = load_artifact(ARTIFACTS / f"{name.removesuffix(LIBRARY)}-reference")
+    artifact = load_artifact(ARTIFACTS / name)
     fake = FakeCuda(artifact.path)
+    library = None if with_library is None else with_library(fake)
+
+    def open_library(newest: int) -> FakeCublasLt:
+        if library is None:
+            raise UnsupportedError(f"no libcublasLt.so.{newest} on this machine")
+        return library
+
     groups = cache_groups(artifact.kv_groups)
     resolved = config(artifact, **changes).resolve(artifact.max_model_len, artifact.block_size, groups, 1 << 30)
-    runner = CudaRunner(artifact, resolved, Driver(library=fake), owns_driver=True, poison=True)
+    with mock.patch.object(cublaslt, "open_library", open_library):
+        runner = CudaRunner(artifact, resolved, Driver(library=fake), owns_driver=True, poison=True)
     oracle = ReferenceRunner(reference, resolved)
-    yield Pair(artifact, fake, runner, oracle)
+    yield Pair(artifact, fake, library, runner, oracle)
     if not checked:
         return
     fake.check()
     runner.close()
     assert not fake.device and not fake.host
+    assert library is None or not library.objects

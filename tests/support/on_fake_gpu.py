@@ -1,16 +1,18 @@
 """The `inferc` command on a GPU that is not there: python on_fake_gpu.py ARTIFACT [FAKE_OPTIONS_AS_JSON] -- COMMAND …
 
-With TRITON_INTERPRET=1. Ends with code 3 and a line on standard error where the driver was used wrongly.
+With TRITON_INTERPRET=1. cuBLASLt is there too. Ends with code 3 and a line on standard error where the driver was used
+wrongly.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda, Misuse
 
 from inferc import cli
-from inferc.runtime.cuda import driver
+from inferc.runtime.cuda import cublaslt, driver
 
 
 def main() -> None:
@@ -18,6 +20,7 @@ def main() -> None:
     folder, *options = sys.argv[1:at]
     fake = FakeCuda(Path(folder), **(json.loads(options[0]) if options else {}))
     driver.open_library = lambda: fake
+    cublaslt.open_library = lambda newest: FakeCublasLt(fake)
     sys.argv = ["inferc", *sys.argv[at + 1 :]]
     try:
         cli.main()

@@ -1,0 +1,40 @@
+"""Tuning data by which a library is faster than every kernel whose product it can compute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from inferc.codegen.target import Target
+from inferc.codegen.triton import tuning
+from inferc.codegen.triton.emit import emit
+from inferc.codegen.triton.launch import CUBLASLT
+from inferc.frontend.export import capture
+from inferc.frontend.load import load
+from inferc.passes.pipeline import LowerConfig, lower
+from inferc.passes.plan_memory import memory_plan
+
+
+@contextmanager
+def library_preferred(folder: Path, arch: str, from_rows: int, model: Path, dtype: str) -> Iterator[None]:
+    """From so many rows on, for a model that is compiled for this chip meanwhile. folder: for the data."""
+    program = capture(load(model), dtype, 128)
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}")))
+    sources = emit(program, memory_plan(program).values).sources.items()
+    library = {"name": CUBLASLT, "from_rows": from_rows, "us": {}}
+    entries = [
+        {"kernel": name.rpartition("-")[0], "shape": tuning.shape_of(source), "library": library}
+        for name, source in sources
+        if source.product is not None
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / f"{arch}.json").write_text(json.dumps(entries))
+    tuning._entries.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "FOLDER", folder)
+        yield
+    tuning._entries.cache_clear()
