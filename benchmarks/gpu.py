@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [ROW …] [--out benchmarks/results/gpu.json]
     python benchmarks/gpu.py --list
 
-Each row is measured in this run and merged into the results by its name, with GPU, versions, commit and date. Weights are
-random, of real shapes, made on the GPU.
+Without names all rows are measured but those of peers, in what should be less than ten minutes on an H100. Each is merged into
+the results by its name, with GPU, versions, commit and date. Weights are random, of real shapes, made on the GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 from gpu_model import RandomModel, random_model
@@ -27,12 +28,15 @@ from measured import circumstances
 from inferc.codegen.triton.build import build
 from inferc.codegen.triton.source import POINTERS, Source
 from inferc.errors import InfercError
+from inferc.runtime.cuda import shared_prefixes
 from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.engine import Engine
 from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.step import SampleRows, StepPlan
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 READ_BLOCK = 4096
+IDLE_TARGET = 0.02
 Row = dict[str, Any]
 
 
@@ -52,17 +56,18 @@ class Bench:
 
     driver: Driver
     scale: str = "real"  # or "tiny", which is for trying the benchmark itself
-    models: dict[tuple[str, str | None], RandomModel] = field(default_factory=dict)
+    models: dict[tuple[str, str | None, str], RandomModel] = field(default_factory=dict)
     bytes_per_s: float = 0.0
 
-    def model(self, name: str, quantize: str | None = None) -> RandomModel:
-        if (name, quantize) not in self.models:
+    def model(self, name: str, quantize: str | None = None, kv_dtype: str = "auto") -> RandomModel:
+        key = name, quantize, kv_dtype
+        if key not in self.models:
             shape: Any = TINY if self.scale == "tiny" else name
             longest = 256 if self.scale == "tiny" else 8192
-            self.models[name, quantize] = random_model(
-                shape, self.driver.arch, quantize=quantize, max_model_len=longest
+            self.models[key] = random_model(
+                shape, self.driver.arch, quantize=quantize, kv_dtype=kv_dtype, max_model_len=longest
             )
-        return self.models[name, quantize]
+        return self.models[key]
 
     def of(self, real: int, tiny: int) -> int:
         return tiny if self.scale == "tiny" else real
@@ -132,11 +137,19 @@ def finish(engine: Engine) -> int:
     return tokens
 
 
-def latency(bench: Bench, name: str, quantize: str | None, prompt: int = 128, count: int = 512) -> Row:
+def latency(
+    bench: Bench,
+    name: str,
+    quantize: str | None = None,
+    *,
+    deterministic: bool = False,
+    prompt: int = 128,
+    count: int = 512,
+) -> Row:
     """Decode of one sequence: tokens a second, the limit that reading weights and cache sets, and how busy the device is."""
     prompt, count = bench.of(prompt, 8), bench.of(count, 8)
     model = bench.model(name, quantize)
-    engine = model.engine(bench.driver, 1, bench.of(8192, 64), prompt + 3 * count)
+    engine = model.engine(bench.driver, 1, bench.of(8192, 64), prompt + 3 * count, deterministic)
     try:
         engine.add_request("warm", [5] * prompt, greedy(count // 4))
         finish(engine)
@@ -153,18 +166,126 @@ def latency(bench: Bench, name: str, quantize: str | None, prompt: int = 128, co
     read = model.read_bytes + (prompt + count // 2) * model.kv_bytes_per_token
     rate = statistics.median(rates)
     return {
-        "tokens_per_s": round(rate, 1),
-        "limit": round(bench.read_bandwidth() / read, 1),
-        "of_limit": round(rate * read / bench.read_bandwidth(), 3),
+        **beside_limit(bench, rate, 1, read),
         "device_ms_a_step": round(step_ms, 4),
         "idle": round(1 - step_ms * rate / 1e3, 4),
     }
 
 
-def offline(bench: Bench, name: str, seqs: int, prompt: int, count: int) -> Row:
+def beside_limit(bench: Bench, tokens_per_s: float, seqs: int, read: float) -> Row:
+    """A rate of decode, and the one at which the bytes that a step of `seqs` sequences reads take all the bandwidth."""
+    limit = seqs * bench.read_bandwidth() / read
+    return {
+        "tokens_per_s": round(tokens_per_s, 1),
+        "limit": round(limit, 1),
+        "of_limit": round(tokens_per_s / limit, 3),
+    }
+
+
+def price(row: Row, fast: Row) -> Row:
+    """A row in the invariant order, and what it costs beside the fast one, which was measured in the same run."""
+    share = 1 - row["tokens_per_s"] / fast["tokens_per_s"]
+    return {**row, "fast_tokens_per_s": fast["tokens_per_s"], "price": round(share, 4)}
+
+
+def steady(bench: Bench, name: str, seqs: int, prompt: int, steps: int, *, deterministic: bool = False) -> Row:
+    """Decode of `seqs` sequences at once, once all of them do; idle: of that time, what the device has nothing to do."""
+    seqs, prompt, steps = bench.of(seqs, 4), bench.of(prompt, 8), bench.of(steps, 8)
+    model, budget = bench.model(name), bench.of(8192, 64)
+    count = 2 * steps + -(-seqs * prompt // budget)  # the first sequences decode while the last ones' prompts are read
+    engine = model.engine(bench.driver, seqs, budget, prompt + count, deterministic)
+    try:
+        for index in range(seqs):
+            engine.add_request(str(index), [5 + index % 7] * prompt, greedy(count))
+        begun: set[str] = set()
+        spent, tokens = 0.0, 0
+
+        def decode(num_steps: int) -> None:
+            nonlocal tokens
+            for _ in range(num_steps):
+                outputs = engine.step()
+                tokens += sum(len(output.token_ids) for output in outputs)
+                begun.update(output.request_id for output in outputs)
+
+        while len(begun) < seqs:
+            decode(1)
+        for half in range(2):
+            decode(2)  # on their way before the clock starts
+            started = time.perf_counter()
+            decode(steps // 2)
+            spent += time.perf_counter() - started
+            if half == 0:
+                step_ms, context = engine.runner.step_ms(seqs), prompt + tokens / seqs  # type: ignore[attr-defined]
+        assert engine.scheduler.num_running == seqs, "a sequence was finished before the end"
+    finally:
+        engine.close()
+    wall_ms = 1e3 * spent / (steps // 2 * 2)
+    read = model.read_bytes + seqs * context * model.kv_bytes_per_token
+    return {
+        **beside_limit(bench, 1e3 * seqs / wall_ms, seqs, read),
+        "context": round(context),
+        "ms_a_step": round(wall_ms, 4),
+        "device_ms_a_step": round(step_ms, 4),
+        "idle": round(1 - step_ms / wall_ms, 4),
+        "idle_target": IDLE_TARGET,
+    }
+
+
+def shared_plan(model: RandomModel, seqs: int, prefix: int, own: int) -> StepPlan:
+    """A decode step of sequences whose first `prefix` tokens, of whole blocks, lie in the same blocks, and `own` after them."""
+    size = model.block_size
+    num_shared, num_own = prefix // size, -(-own // size)
+    shared = np.tile(np.arange(1, 1 + num_shared, dtype=np.int32), (seqs, 1))
+    of_own = 1 + num_shared + np.arange(seqs * num_own, dtype=np.int32).reshape(seqs, num_own)
+    table, last = np.concatenate((shared, of_own), 1), prefix + own - 1
+    each = np.arange(seqs, dtype=np.int32)
+    return StepPlan(
+        token_ids=5 + each,
+        positions=np.full(seqs, last, np.int64),
+        query_start_loc=np.arange(seqs + 1, dtype=np.int32),
+        seq_lens=np.full(seqs, last + 1, np.int32),
+        seq_slots=each,
+        logits_rows=each,
+        slot_mapping=(table[:, last // size].astype(np.int64) * size + last % size,),
+        block_tables=(table,),
+        sample=SampleRows.greedy(each),
+    )
+
+
+def shared_prefix(bench: Bench, name: str, seqs: int, prefix: int, own: int) -> Row:
+    """Decode over a prefix that all sequences share, read once for several of them, and read for each."""
+    seqs, prefix, own, steps = bench.of(seqs, 4), bench.of(prefix, 128), bench.of(own, 8), bench.of(100, 4)
+    model = bench.model(name)
+    plan = shared_plan(model, seqs, prefix, own)
+    num_blocks = int(plan.block_tables[0].max())
+    runner, _ = model.runner(bench.driver, seqs, bench.of(1024, 64), num_blocks)
+    runner.fill_blocks(1 + num_blocks)
+    least, found = shared_prefixes.LEAST_SAVED_BYTES, {}
+    try:
+        for how, saved in (("", 1), ("apart_", sys.maxsize)):
+            shared_prefixes.LEAST_SAVED_BYTES = saved
+            for turn in range(2):  # the first captures the graph
+                started = time.perf_counter()
+                runner.submit(plan)
+                for _ in range(steps):
+                    runner.submit(plan)
+                    runner.wait()
+                runner.wait()
+                spent = time.perf_counter() - started
+            found[f"{how}tokens_per_s"] = round(seqs * (steps + 1) / spent, 1)
+            found[f"{how}device_ms_a_step"] = round(runner.step_ms(seqs), 4)
+    finally:
+        shared_prefixes.LEAST_SAVED_BYTES = least
+        runner.close()
+    read = model.read_bytes + (prefix + seqs * own) * model.kv_bytes_per_token
+    limit = beside_limit(bench, found["tokens_per_s"], seqs, read)
+    return {**limit, **found, "ratio": round(found["tokens_per_s"] / found["apart_tokens_per_s"], 2)}
+
+
+def offline(bench: Bench, name: str, seqs: int, prompt: int, count: int, kv_dtype: str = "auto") -> Row:
     """Requests that come all at once: output tokens a second from the first to the last."""
     seqs, prompt, count = bench.of(seqs, 3), bench.of(prompt, 4), bench.of(count, 6)
-    model = bench.model(name)
+    model = bench.model(name, kv_dtype=kv_dtype)
     engine = model.engine(bench.driver, seqs, bench.of(8192, 64), prompt + count)
     try:
         engine.add_request("warm", [5] * prompt, greedy(4))
@@ -177,12 +298,7 @@ def offline(bench: Bench, name: str, seqs: int, prompt: int, count: int) -> Row:
     finally:
         engine.close()
     read = model.read_bytes + seqs * (prompt + count // 2) * model.kv_bytes_per_token
-    limit = seqs * bench.read_bandwidth() / read
-    return {
-        "tokens_per_s": round(tokens / spent, 1),
-        "limit": round(limit, 1),
-        "of_limit": round(tokens / spent / limit, 3),
-    }
+    return beside_limit(bench, tokens / spent, seqs, read)
 
 
 def prefill(bench: Bench, name: str, seqs: int, prompt: int) -> Row:
@@ -210,6 +326,23 @@ def bandwidth(bench: Bench) -> Row:
     return {"read_gb_per_s": round(bench.read_bandwidth() / 1e9, 1)}
 
 
+def start(bench: Bench) -> Row:
+    """A fresh process from its start to its first token (benchmarks/gpu_start.py)."""
+    from gpu_start import row
+
+    options = ("--kv-memory", "1MiB", "--max-num-seqs", "1") if bench.scale == "tiny" else ()
+    return row(bench.driver, "llama-3.1-8b", *options)
+
+
+def deterministic_latency(bench: Bench) -> Row:
+    return price(latency(bench, "llama-3.1-8b", deterministic=True), latency(bench, "llama-3.1-8b"))
+
+
+def deterministic_steady(bench: Bench) -> Row:
+    of = ("llama-3.1-8b", 128, 512, 200)
+    return price(steady(bench, *of, deterministic=True), steady(bench, *of))
+
+
 def kernels(bench: Bench) -> Row:
     """Every kernel at a model's shapes, beside PyTorch's own (benchmarks/gpu_kernels.py)."""
     from gpu_kernels import rows
@@ -235,14 +368,22 @@ def transformers_batched(bench: Bench) -> Row:
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "bandwidth": bandwidth,
     "kernels": kernels,
-    "8b-decode": lambda bench: latency(bench, "llama-3.1-8b", None),
+    "8b-decode": lambda bench: latency(bench, "llama-3.1-8b"),
     "8b-int8-decode": lambda bench: latency(bench, "llama-3.1-8b", "int8"),
-    "1b-decode": lambda bench: latency(bench, "llama-3.2-1b", None),
+    "1b-decode": lambda bench: latency(bench, "llama-3.2-1b"),
     "8b-decode-128": lambda bench: offline(bench, "llama-3.1-8b", 128, 32, 2048),
+    "8b-int8kv-decode-128": lambda bench: offline(bench, "llama-3.1-8b", 128, 32, 2048, "int8"),
+    "8b-idle-128": lambda bench: steady(bench, "llama-3.1-8b", 128, 512, 400),
+    "8b-decode-deterministic": deterministic_latency,
+    "8b-decode-128-deterministic": deterministic_steady,
+    "8b-shared-prefix": lambda bench: shared_prefix(bench, "llama-3.1-8b", 64, 4096, 64),
     "8b-prefill": lambda bench: prefill(bench, "llama-3.1-8b", 32, 4096),
+    "8b-start": start,
     "8b-transformers-compiled": transformers_compiled,
     "8b-transformers-batched": transformers_batched,
 }
+PEERS = ("8b-transformers-compiled", "8b-transformers-batched")  # which take minutes: only by name
+DEFAULT = tuple(name for name in ROWS if name not in PEERS)
 
 
 def run(bench: Bench, names: list[str], out: Path) -> dict[str, Row]:
@@ -274,7 +415,7 @@ def merge(found: dict[str, Row], gpu: str, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="what to measure; all if none is named")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="what to measure; all but the peers' if none is named")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the results, which keep the rows of other runs")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument(
@@ -282,7 +423,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.list:
-        print("\n".join(ROWS))
+        print("\n".join(f"{name} (only by name)" if name in PEERS else name for name in ROWS))
         return
     if unknown := sorted(set(arguments.rows) - set(ROWS)):
         parser.error(f"unknown row {', '.join(unknown)}; known: {', '.join(ROWS)}")
@@ -291,7 +432,7 @@ def main() -> None:
     except InfercError as error:
         sys.exit(f"gpu.py: {error}")
     bench = Bench(driver, "tiny" if arguments.tiny else "real")
-    found = run(bench, arguments.rows or list(ROWS), arguments.out)
+    found = run(bench, arguments.rows or list(DEFAULT), arguments.out)
     if any("error" in row for row in found.values()):
         sys.exit(1)
 

@@ -6,6 +6,7 @@ benchmark itself is tried.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -234,8 +235,11 @@ class Placed:
         key = tensor.data_ptr()
         if key not in self._owned:
             self._owned[key] = self._driver.allocate(max(256, size(tensor)))
-            self._driver.copy_in(self._owned[key], key, size(tensor), self._stream)
+            staged = self._driver.allocate_host(size(tensor))
+            ctypes.memmove(staged.ctypes.data, key, size(tensor))
+            self._driver.copy_in(self._owned[key], staged.ctypes.data, size(tensor), self._stream)
             self._driver.wait(self._stream)
+            self._driver.free_host(staged)
         return self._owned[key]
 
     def free(self) -> None:

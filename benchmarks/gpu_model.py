@@ -116,21 +116,32 @@ class RandomModel:
             kernel.unload()
         return addresses
 
-    def engine(self, driver: Driver, seqs: int, tokens: int, max_tokens: int) -> Engine:
-        """An engine for `seqs` sequences of up to `max_tokens` tokens at once."""
+    def runner(
+        self, driver: Driver, seqs: int, tokens: int, num_blocks: int, deterministic: bool = False
+    ) -> tuple[CudaRunner, ResolvedEngineConfig]:
+        """A runner of `seqs` sequences and `tokens` tokens a step, with so many blocks besides the reserved one."""
         groups = cache_groups(self.kv_groups)
-        needed = (1 + seqs * -(-max_tokens // self.block_size)) * self.block_size * self.kv_bytes_per_token
-        config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, kv_memory_bytes=needed)
+        config = EngineConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            kv_memory_bytes=(1 + num_blocks) * self.block_size * self.kv_bytes_per_token,
+            deterministic=deterministic,
+        )
         available = kv_available(self, config, groups, driver.memory_info()[0], driver.name)
         resolved: ResolvedEngineConfig = config.resolve(self.max_model_len, self.block_size, groups, available, "cuda")
-        runner = CudaRunner(self, resolved, driver, place_weights=self.place_weights)
+        return CudaRunner(self, resolved, driver, place_weights=self.place_weights), resolved
+
+    def engine(self, driver: Driver, seqs: int, tokens: int, max_tokens: int, deterministic: bool = False) -> Engine:
+        """An engine for `seqs` sequences of up to `max_tokens` tokens at once."""
+        num_blocks = seqs * (1 + -(-max_tokens // self.block_size))  # a spare one each, or fewer are let in
+        runner, resolved = self.runner(driver, seqs, tokens, num_blocks, deterministic)
         sizes = SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             max_model_len=self.max_model_len,
             num_blocks=resolved.num_blocks,
             block_size=self.block_size,
-            groups=groups,
+            groups=cache_groups(self.kv_groups),
             chunked_prefill=True,
         )
         return Engine(runner, ModelLimits(int(self.model["vocab_size"]), self.max_model_len), sizes, True)
@@ -146,13 +157,18 @@ def _range_of(weight: StoredWeight) -> tuple[float, float]:
 
 
 def lowered(
-    shape: str | Mapping[str, Any], arch: str, quantize: str | None, max_model_len: int, dtype: str
+    shape: str | Mapping[str, Any],
+    arch: str,
+    quantize: str | None,
+    max_model_len: int,
+    dtype: str,
+    kv_dtype: str = "auto",
 ) -> tuple[Program, Any]:
     """The program of a shape of make_model.py, or of a Hugging Face config, for one chip; and the config."""
     fields = SHAPES[shape].config if isinstance(shape, str) else shape
     config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "architectures"})
     program = capture(from_config(config, None), dtype, max_model_len, check=False)
-    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize, kv_dtype=kv_dtype))
     return program, config
 
 
@@ -167,11 +183,12 @@ def random_model(
     arch: str,
     *,
     quantize: str | None = None,
+    kv_dtype: str = "auto",
     max_model_len: int = 8192,
     dtype: str = "bfloat16",
 ) -> RandomModel:
     """Compile a shape of make_model.py, or a Hugging Face config, for one chip."""
-    program, config = lowered(shape, arch, quantize, max_model_len, dtype)
+    program, config = lowered(shape, arch, quantize, max_model_len, dtype, kv_dtype)
     plan = memory_plan(program)
     step = emit(program, plan.values)
     contents: dict[str, bytes] = {}

@@ -11,7 +11,6 @@ beside cuBLASLt, where this machine has that, and from how many rows on the libr
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import importlib
 import itertools
@@ -26,12 +25,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gpu import TINY, elapsed_ms
 from gpu_model import random_step
 
 from inferc.codegen.triton.build import Cubin, build
 from inferc.codegen.triton.launch import CUBLASLT, LibraryChoice
-from inferc.codegen.triton.occupancy import MULTIPROCESSORS, RESERVED_SHARED
 from inferc.codegen.triton.source import COUNTS, Source
 from inferc.codegen.triton.tuning import FOLDER, TILES, shape_of
 from inferc.errors import InfercError, UnsupportedError
@@ -91,7 +90,7 @@ class Bed:
         self.stream = self.driver.new_stream()
         self.cold = self.driver.allocate(self.cold_bytes)
         self.places: dict[str, tuple[int, int]] = {}
-        self.counts = self.driver.allocate(256)
+        self.counts, self.counts_here = self.driver.allocate(256), self.driver.allocate_host(16)
 
     def address(self, name: str, num_bytes: int) -> int:
         held, at = self.places.get(name, (0, 0))
@@ -106,8 +105,9 @@ class Bed:
     def microseconds(self, source: Source, cubin: Cubin, rows: int) -> float:
         """Median time of a launch over so many rows."""
         values = self.values(source, rows)
-        counts = (ctypes.c_int32 * 4)(rows, rows, rows, 0)
-        self.driver.copy_in(self.counts, ctypes.addressof(counts), 16, self.stream)
+        self.driver.wait(self.stream)
+        self.counts_here.view(np.int32)[:] = (rows, rows, rows, 0)
+        self.driver.copy_in(self.counts, self.counts_here.ctypes.data, 16, self.stream)
         kernel = self.driver.load(cubin.data, cubin.record)
         bound = kernel.bind({**values, "counts_ptr": self.counts})
         grid = cubin.record.grid_for(num_tokens=rows, num_rows=rows, num_seqs=rows)
@@ -147,6 +147,7 @@ class Bed:
             self.driver.free(self.library.workspace)
         for address in (self.cold, self.counts, *(at for _, at in self.places.values())):
             self.driver.free(address)
+        self.driver.free_host(self.counts_here)
 
 
 def tune(bed: Bed, kernel: str, source: Source, until: float, *, beside_library: bool = False) -> dict[str, Any] | None:
@@ -197,12 +198,9 @@ def _built(packed: tuple[str, str, dict[str, Any], str, str]) -> Cubin | None:
     module, name, fields, kernel, arch = packed
     source = Source(function=getattr(importlib.import_module(module), name), **fields)
     try:
-        cubin = build(source, kernel, name, arch)
+        return build(source, kernel, name, arch)
     except Exception:  # noqa: BLE001  (Triton's own, of which there are many)
         return None
-    record = cubin.record
-    shared = record.shared_bytes + record.resources["static_shared_bytes"] + RESERVED_SHARED
-    return cubin if shared <= MULTIPROCESSORS[arch].shared_bytes else None
 
 
 def merge(kernel: str, source: Source, entry: dict[str, Any] | None, path: Path) -> None:

@@ -10,18 +10,20 @@ import importlib.util
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from inferc.codegen.triton.launch import Argument, LaunchRecord, check_launch_record
+from inferc.codegen.triton.occupancy import MULTIPROCESSORS, max_shared_bytes
 from inferc.codegen.triton.source import Source
 from inferc.errors import UnsupportedError, VerifyError
 
 DEPENDENT_SINCE = 90  # the first chip that has programmatic dependent launch
 WAITS = (b"griddepcontrol.launch_dependents", b"griddepcontrol.wait")
 FIRST_BLOCK = "// %bb.0:"  # of a kernel, in what LLVM prints
+CUT_STACK_BYTES = 4096  # of a kernel that a chip has not the shared memory for
 ARGUMENT_BYTES = {"i32": 4}  # a pointer, or 64 bits: 8
 # Triton's entry points end with these two; a kernel that needs no scratch memory takes null.
 SCRATCH = (Argument("global_scratch", "u64", 8), Argument("profile_scratch", "u64", 8))
@@ -41,10 +43,36 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+class TooMuchSharedMemory(VerifyError):
+    """A kernel that takes more than a block can have."""
+
+
+def build_fitting(source: Source, name: str, op: str, arch: str, *, assemble: bool = True) -> Cubin:
+    """`build` with the most stages, up to those of the source, for which a block has shared memory."""
+    try:
+        return build(source, name, op, arch, assemble=assemble)
+    except TooMuchSharedMemory:
+        fewer = _with_fewer_stages(source)
+        if fewer is None:
+            raise
+    return build_fitting(fewer, name, op, arch, assemble=assemble)
+
+
+def _with_fewer_stages(source: Source) -> Source | None:
+    """Of the whole kernel, or of the loop that a constant gives them to. What is not on its way to a product may spill."""
+    source = replace(source, stack_bytes=max(source.stack_bytes, CUT_STACK_BYTES))
+    if source.num_stages > 1:
+        return replace(source, num_stages=source.num_stages - 1)
+    if source.constants.get("STAGES", 1) > 1:
+        return replace(source, constants={**source.constants, "STAGES": source.constants["STAGES"] - 1})
+    return None
+
+
 def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = True) -> Cubin:
     """Compile `source` for `arch` ("sm_90"); without `assemble` to PTX alone.
 
-    Raises VerifyError for a cubin that its launch record does not fit, or that spills more than `source` allows.
+    Raises VerifyError for a cubin that its launch record does not fit, or that spills more than `source` allows,
+    TooMuchSharedMemory for what no block of `arch` can have, of PTX no block of any chip.
     """
     import triton
     from triton import knobs
@@ -104,6 +132,11 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
         compiler=f"triton {triton.__version__}, {_assembler(arch)}",
         dependent=dependent,
     )
+    # PTX is for other chips than the one that it was made for.
+    limit = max_shared_bytes(arch) if assemble else min(map(max_shared_bytes, MULTIPROCESSORS))
+    if record.block_shared_bytes > limit:
+        found = f"{record.block_shared_bytes} bytes of shared memory a block, {arch if assemble else 'PTX'} has {limit}"
+        raise TooMuchSharedMemory(f"{name}: {found}")
     if not assemble:
         return Cubin(data, record, ptx)
     check_launch_record(record, data)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
-from inferc.codegen.triton.build import Cubin, build
+from inferc.codegen.triton.build import Cubin, build_fitting
 from inferc.codegen.triton.calls import Call, Choice
 from inferc.codegen.triton.launch import FAST, SHARED
 from inferc.codegen.triton.occupancy import PROGRAMS
@@ -75,7 +75,7 @@ class CudaStep:
             own = tuned(kernel, source, arch)
             if "NUM_PROGRAMS" in own.constants:
                 own = replace(own, constants={**own.constants, "NUM_PROGRAMS": PROGRAMS[arch]})
-            cubin = build(own, name, own.function.__name__, arch, assemble=assemble)
+            cubin = build_fitting(own, name, own.function.__name__, arch, assemble=assemble)
             # PTX is for chips that nothing was measured on.
             left = assemble and name in for_many_rows
             library = library_choice(kernel, source, arch) if left else None

@@ -93,6 +93,11 @@ class LaunchRecord:
     def threads(self) -> int:
         return 32 * self.num_warps
 
+    @property
+    def block_shared_bytes(self) -> int:
+        """What a block takes of shared memory in all; the cubin itself declares the static part."""
+        return self.shared_bytes + self.resources.get("static_shared_bytes", 0)
+
     def grid_for(self, **counts: int) -> tuple[int, int, int]:
         """The grid of a launch: `grid` evaluated over `num_tokens`, `num_rows`, `num_seqs` and the constants."""
         return evaluate_grid(self.grid, {**self.constants, **counts})

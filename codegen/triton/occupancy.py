@@ -44,11 +44,16 @@ PROGRAMS = {
 }
 
 
+def max_shared_bytes(arch: str) -> int:
+    """Of a block."""
+    return MULTIPROCESSORS[arch].shared_bytes - RESERVED_SHARED
+
+
 def occupancy(record: LaunchRecord) -> float:
     """The share of a multiprocessor's warps that blocks of the kernel fill."""
     of = MULTIPROCESSORS[record.arch]
     registers_of_warp = -(-record.resources["registers"] * 32 // REGISTER_UNIT) * REGISTER_UNIT
-    shared = record.shared_bytes + record.resources["static_shared_bytes"] + RESERVED_SHARED
+    shared = record.block_shared_bytes + RESERVED_SHARED
     blocks = min(
         of.max_blocks,
         of.max_warps // record.num_warps,

@@ -6,7 +6,7 @@ the rows. The canonical form has the axes [layers, 2, block_size, num_kv_heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from inferc.kv_pools import SCALE_BYTES, num_parts
 from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.cuda.staging import Staging
 from inferc.runtime.model_runner import NUMPY_DTYPES
 from inferc.runtime.step import I32, I64
 
@@ -32,6 +33,7 @@ class Blocks:
     ) -> None:
         self._driver, self._stream = driver, stream
         self._groups, self._pools, self._block_size = groups, pools, block_size
+        self._staging = Staging(driver, stream, max(map(self._block_bytes, range(len(groups)))), count=2)
 
     def copy_slots(self, group: int, source: I64, target: I64) -> None:
         """Copy K and V of slots, in order, in every layer."""
@@ -47,9 +49,13 @@ class Blocks:
         """Read blocks in their canonical form."""
         of = self._groups[group]
         parts = (len(of["layers"]), int(of["num_kv_heads"]), num_parts(of["kind"]))
-        size = self._block_size * int(of["bytes_per_token"])
+        size, pool = self._block_bytes(group), self._pools[group]
         raw = np.zeros((len(blocks), size), np.uint8)
-        self._move(self._driver.copy_out, group, blocks, raw)
+        for index, block in enumerate(blocks.tolist()):
+            with self._staging.buffer() as staged:
+                self._driver.copy_out(staged.ctypes.data, pool + block * size, size, self._stream)
+                self._driver.wait(self._stream)
+                raw[index] = staged[:size]
         pieces = raw.reshape(len(blocks), *parts, -1)
         if of["dtype"] == "int8":
             values = pieces[..., : self._block_size * int(of["head_dim"])].reshape(
@@ -69,13 +75,15 @@ class Blocks:
             pieces = (rows[..., :dim], rows[..., dim:])
             rows = np.concatenate([each.reshape(*each.shape[:-2], -1) for each in pieces], -1)
         raw = np.ascontiguousarray(rows).reshape(len(blocks), -1)
-        self._move(lambda to, at, size, stream: self._driver.copy_in(at, to, size, stream), group, blocks, raw)
-
-    def _move(
-        self, copy: Callable[[int, int, int, c_void_p], None], group: int, blocks: I32, raw: NDArray[np.uint8]
-    ) -> None:
-        """Copy each block as the one piece that it is, and wait."""
-        size, pool, here = raw.shape[1], self._pools[group], raw.ctypes.data
+        size, pool = self._block_bytes(group), self._pools[group]
         for index, block in enumerate(blocks.tolist()):
-            copy(here + index * size, pool + block * size, size, self._stream)
-        self._driver.wait(self._stream)
+            with self._staging.buffer() as staged:
+                staged[:size] = raw[index]
+                self._driver.copy_in(pool + block * size, staged.ctypes.data, size, self._stream)
+
+    def close(self) -> None:
+        """Give the memory for copies back."""
+        self._staging.close()
+
+    def _block_bytes(self, group: int) -> int:
+        return self._block_size * int(self._groups[group]["bytes_per_token"])

@@ -52,14 +52,20 @@ def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
     raise UnsupportedError(f"the artifact has cubins for {have}; {needed}")
 
 
-def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver) -> dict[str, Kernel]:
-    """The kernels of `folder` by name. files: the contents of the artifact's files, by name, as they were checked."""
-    records: list[dict[str, Any]] = json.loads(files[f"{folder}/{RECORDS}"])
+def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver, command: str) -> dict[str, Kernel]:
+    """The kernels of `folder` by name.
+
+    files: the contents of the artifact's files, by name, as they were checked; command: as `choose` takes it. Raises
+    UnsupportedError, before any is loaded, where the GPU or its driver has not what one of them needs.
+    """
+    entries: list[dict[str, Any]] = json.loads(files[f"{folder}/{RECORDS}"])
+    records = [record_from_json(entry) for entry in entries]
+    for record in records:
+        _check_driver(record, driver)
+        _check_shared_memory(record, driver, command)
     suffix = PTX if folder.name == PTX else "cubin"
     kernels = {}
-    for entry in records:
-        record = record_from_json(entry)
-        _check_driver(record, driver)
+    for record in records:
         try:
             kernels[record.name] = driver.load(files[f"{folder}/{record.name}.{suffix}"], record)
         except InfercError as error:
@@ -68,6 +74,22 @@ def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver) -> di
                 f" {'.'.join(map(str, driver.version))}, the kernel is by {record.compiler}; update the driver"
             ) from None
     return kernels
+
+
+def _check_shared_memory(record: LaunchRecord, driver: Driver, command: str) -> None:
+    """Chips on which code for another one runs may have less."""
+    if record.block_shared_bytes <= driver.max_shared_bytes:
+        return
+    if driver.arch not in ARCHS:
+        hint = f"inferc has no kernels for {driver.arch}, use --target cpu"
+    elif driver.arch == record.arch:
+        hint = "use --target cpu"
+    else:
+        hint = f"compile kernels for this chip: {command.format(arch=driver.arch)}"
+    raise UnsupportedError(
+        f"{record.name} ({record.arch}) takes {record.block_shared_bytes} bytes of shared memory a block,"
+        f" {driver.name} has {driver.max_shared_bytes}; {hint}"
+    )
 
 
 def _check_driver(record: LaunchRecord, driver: Driver) -> None:

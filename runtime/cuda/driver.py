@@ -24,6 +24,7 @@ LIBRARY = "libcuda.so.1"
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 UNASKED_SHARED_BYTES = 48 << 10  # a block may use this much without asking
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR, MULTIPROCESSORS = 75, 76, 16
+MAX_SHARED_BYTES_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 CAPTURE_THREAD_LOCAL = 1  # calls of other threads do not end the capture of this one
 STREAM_NON_BLOCKING = 1
 EVENT_NO_TIMING = 2
@@ -50,6 +51,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "cuMemFreeHost": [c_void_p],
     "cuMemcpyHtoDAsync_v2": [Pointer, c_void_p, c_size_t, c_void_p],
     "cuMemcpyDtoHAsync_v2": [c_void_p, Pointer, c_size_t, c_void_p],
+    "cuMemcpyDtoH_v2": [c_void_p, Pointer, c_size_t],
     "cuMemsetD8Async": [Pointer, c_ubyte, c_size_t, c_void_p],
     "cuStreamCreate": [POINTER(c_void_p), c_uint],
     "cuStreamDestroy_v2": [c_void_p],
@@ -130,6 +132,7 @@ class Driver:
         self.capability = (self._attribute(COMPUTE_CAPABILITY_MAJOR), self._attribute(COMPUTE_CAPABILITY_MINOR))
         self.arch = "sm_{}{}".format(*self.capability)
         self.num_multiprocessors = self._attribute(MULTIPROCESSORS)
+        self.max_shared_bytes = self._attribute(MAX_SHARED_BYTES_OPTIN)  # of a block
         version = c_int()
         self.call("cuDriverGetVersion", byref(version))
         self.version = (version.value // 1000, version.value % 1000 // 10)  # the newest CUDA that it knows
@@ -170,12 +173,16 @@ class Driver:
         self.call("cuMemFreeHost", memory.ctypes.data)
 
     def copy_in(self, address: int, source: int, num_bytes: int, stream: c_void_p) -> None:
-        """To the device; the source, an address here, must stay as it is until the stream is there."""
+        """To the device, from memory of `allocate_host`, which must stay as it is until the stream is there."""
         self.call("cuMemcpyHtoDAsync_v2", address, source, num_bytes, stream)
 
     def copy_out(self, target: int, address: int, num_bytes: int, stream: c_void_p) -> None:
-        """From the device to an address here, once the stream is there."""
+        """From the device to memory of `allocate_host`, once the stream is there."""
         self.call("cuMemcpyDtoHAsync_v2", target, address, num_bytes, stream)
+
+    def read(self, target: int, address: int, num_bytes: int) -> None:
+        """From the device to any address here, and wait for that; what writes it there must be done."""
+        self.call("cuMemcpyDtoH_v2", target, address, num_bytes)
 
     def fill(self, address: int, value: int, num_bytes: int, stream: c_void_p) -> None:
         self.call("cuMemsetD8Async", address, value, num_bytes, stream)
@@ -225,20 +232,28 @@ class Driver:
 
     @contextmanager
     def capture(self, stream: c_void_p) -> Iterator[Capture]:
-        """What is given to the stream within the block is not run but becomes the yielded capture's `graph`."""
+        """What is given to the stream within the block is not run but becomes the yielded capture's `graph`.
+
+        Raises OutOfMemory where the device has no memory for the graph.
+        """
         captured, graph, run = Capture(), c_void_p(), c_void_p()
         self.call("cuStreamBeginCapture_v2", stream, CAPTURE_THREAD_LOCAL)
         try:
             yield captured
         except BaseException:
             self._library.cuStreamEndCapture(stream, byref(graph))  # the error that came first is the one to tell
+            if graph:
+                self._library.cuGraphDestroy(graph)
             raise
         self.call("cuStreamEndCapture", stream, byref(graph))
-        self.call("cuGraphInstantiateWithFlags", byref(run), graph, 0)
-        self.call("cuGraphDestroy", graph)
+        try:
+            self.call("cuGraphInstantiateWithFlags", byref(run), graph, 0)
+        finally:
+            self.call("cuGraphDestroy", graph)
         captured.graph = run
 
     def launch_graph(self, graph: c_void_p, stream: c_void_p) -> None:
+        """Raises OutOfMemory, and has given nothing to the stream then, where the device has no memory for the graph."""
         self.call("cuGraphLaunch", graph, stream)
 
     def _attribute(self, attribute: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from inferc.codegen.triton.launch import FAST, INVARIANT, RECORDS
+from inferc.codegen.triton.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup, CacheLimits, pools_bytes, pools_for_all
@@ -20,7 +20,10 @@ MAX_SAMPLE_ROWS = 256
 ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
 POOLS = ("T", "S", "B", "sample")
 PAGE = 2 << 20  # the driver gives memory in pieces of this size
-RESERVE_BYTES = 256 << 20  # of graphs, kernels' stacks and the driver itself
+RESERVE_BYTES = 256 << 20  # of the kernels' code and stacks, and of the driver itself
+GRAPH_LAUNCH_BYTES = (
+    16 << 10
+)  # of a graph, for each launch in it: an estimate; a step whose graph finds no memory runs without
 MIN_LEN = 16  # tokens: what a setting that fits must serve at least
 
 
@@ -42,10 +45,11 @@ class Footprint:
     scratch: int
     inputs: int  # and results
     workspace: int  # of the library of products
+    graphs: int
 
     @property
     def fixed(self) -> int:
-        parts = (self.weights, self.arena, self.scratch, self.inputs, self.workspace)
+        parts = (self.weights, self.arena, self.scratch, self.inputs, self.workspace, self.graphs)
         return sum(align(each, PAGE) for each in parts) + RESERVE_BYTES
 
 
@@ -85,6 +89,24 @@ def most_of_all(max_num_tokens: int, max_num_seqs: int) -> Capacity:
     return Capacity(max(tokens, seqs), seqs, max(tokens, seqs))
 
 
+def buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """The sizes for which steps have a graph: dense where padding would cost most of a step."""
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(192, 1025, 64)]
+    fitting = [size for size in sizes if size < max_num_seqs]
+    return (*fitting, next((size for size in sizes if size >= max_num_seqs), sizes[-1]))
+
+
+def graphs_bytes(artifact: Any, max_num_seqs: int, deterministic: bool) -> int:
+    """Of the graphs of all buckets, with and without prefixes that sequences share."""
+    order = INVARIANT if deterministic else FAST
+    parts = [artifact.program["launches"][part] for part in ("begin", "step", "head", "sample")]
+    launches = [each for part in parts for each in part if each.get("order", order) == order]
+    only = [each.get("only") for each in launches]
+    num_always, num_shared = only.count(None), only.count(SHARED)
+    num_launches = 2 * num_always + num_shared if num_shared else num_always
+    return GRAPH_LAUNCH_BYTES * len(buckets(max_num_seqs)) * num_launches
+
+
 def buffers(artifact: Any, deterministic: bool) -> dict[str, Mapping[str, Any]]:
     """The scratch that launches of one order of addition need."""
     order = INVARIANT if deterministic else FAST
@@ -110,6 +132,7 @@ def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, determinist
         + counts_bytes(artifact, max_num_seqs),
         inputs=layout.num_bytes + output_layout(capacity.rows)["end"],
         workspace=workspace_bytes(artifact, deterministic),
+        graphs=graphs_bytes(artifact, max_num_seqs, deterministic),
     )
 
 
@@ -147,8 +170,10 @@ def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, 
     wanted = least if config.kv_memory_bytes == "auto" else config.kv_memory_bytes
     if left >= wanted:
         return left
-    scratch = held.scratch + held.workspace
-    parts = f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(scratch)}"
+    parts = (
+        f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(held.scratch + held.workspace)},"
+        f" graphs {_gb(held.graphs)}"
+    )
     missing = held.fixed + wanted - free_bytes
     settings = [f"{setting} fits" for setting in _that_fit(artifact, config, groups, free_bytes, wanted)][:3]
     hint = "; ".join(settings) or "no setting makes it fit: quantize the weights, or use a GPU with more memory"

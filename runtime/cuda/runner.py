@@ -30,6 +30,7 @@ from inferc.runtime.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
 from inferc.runtime.cuda.shared_prefixes import shared_prefixes
+from inferc.runtime.cuda.staging import Staging
 from inferc.runtime.cuda.weights import copy_weights, placed_bytes
 from inferc.runtime.model_runner import NUMPY_DTYPES, Observer
 from inferc.runtime.step import F32, I32, I64, Logprobs, StepPlan, StepResult, TokenLists
@@ -39,14 +40,8 @@ log = logging.getLogger(__name__)
 
 IN_FLIGHT = 3  # steps whose inputs and results have memory of their own on the host
 LEAST_LISTS_BYTES = 1 << 16
+COUNT_BUFFERS = 4  # sequences with penalties that may join while the copy of the first one's counts is under way
 COUNT_OF_PROMPT = np.uint32(1 << 31)
-
-
-def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes for which steps have a graph: dense where padding would cost most of a step."""
-    sizes = [1, 2, 4, *range(8, 129, 8), *range(192, 1025, 64)]
-    fitting = [size for size in sizes if size < max_num_seqs]
-    return (*fitting, next((size for size in sizes if size >= max_num_seqs), sizes[-1]))
 
 
 @dataclass
@@ -57,6 +52,7 @@ class _Flight:
     outputs: NDArray[np.uint8]
     event: c_void_p
     views: dict[Capacity, dict[str, NDArray[Any]]] = field(default_factory=dict)
+    lists: NDArray[np.uint8] | None = None  # of the step's bias, banned and allowed ids
     num_rows: int = 0
     num_logprobs: list[int] | None = None
     places: Mapping[str, int] = field(default_factory=dict)
@@ -100,36 +96,38 @@ class CudaRunner:
         self._layouts: dict[Capacity, InputLayout] = {}
         self._stream = driver.new_stream()
         cubins = artifact.entry["cubins"]
-        chosen = code.choose(
-            cubins, driver, f"inferc compile MODEL -o {artifact.path} --add-target --target cuda:{{arch}}"
-        )
-        self.arch = chosen
-        self._kernels = code.load_kernels(Path(cubins[chosen]), artifact.contents, driver)
+        command = f"inferc compile MODEL -o {artifact.path} --add-target --target cuda:{{arch}}"
+        self.arch = code.choose(cubins, driver, command)
+        self._kernels = code.load_kernels(Path(cubins[self.arch]), artifact.contents, driver, command)
         self._addresses = self._allocate(poison, place_weights or _copied(artifact))
         self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
         self._cublaslt = self._open_cublaslt()
         self._launches: dict[Capacity, Launches] = {}
         if self._cublaslt is not None:
             self._bound(self._most).prepare(self._stream)
-        self._graphs: dict[tuple[Capacity, bool], c_void_p] = {}
+        self._graphs: dict[tuple[Capacity, bool], c_void_p | None] = {}  # None: there was no memory for it
         self._sharing = self._shared_settings()
-        self._buckets = buckets(self.max_num_seqs)
+        self._buckets = memory.buckets(self.max_num_seqs)
         self._flights = self._new_flights()
         self._free, self._pending = deque(self._flights), deque[_Flight]()
         self._lists, self._lists_bytes = self._device(LEAST_LISTS_BYTES), LEAST_LISTS_BYTES
         self._counts = self._device(memory.counts_bytes(artifact, self.max_num_seqs))  # of penalties, by slot
-        self._count_table = np.zeros(self.max_num_seqs, np.uint64)
+        self._counted: set[int] = set()  # slots that have penalty counts
+        self._staging = Staging(driver, self._stream, 8 + 4 * self.vocab_size, COUNT_BUFFERS)
         self._observer: Observer | None = None
         self._sent: tuple[Capacity, bool] | None = (
             None  # what the inputs on the device are for: layout, shared prefixes
         )
+        free, _ = driver.memory_info()
         for size in self._buckets:
             if size & (size - 1) == 0:  # the others when they are needed
                 self._graph(Capacity(size, size, size), shares=False)
         driver.wait(self._stream)
+        taken = (free - driver.memory_info()[0]) >> 20
         log.info(
-            "model runner: %s (%s code), %d graphs, %s KV blocks of %d tokens",
-            *(driver.name, self.arch, len(self._graphs), " + ".join(map(str, self.num_blocks)), self.block_size),
+            "model runner: %s (%s code), %d graphs (%d MiB), %s KV blocks of %d tokens",
+            *(driver.name, self.arch, sum(map(bool, self._graphs.values())), taken),
+            *(" + ".join(map(str, self.num_blocks)), self.block_size),
         )
 
     # ---------------------------------------------------------------------------------- memory
@@ -219,9 +217,7 @@ class CudaRunner:
     def _submit(self, plan: StepPlan, flight: _Flight) -> None:
         capacity, as_graph = self._capacity(plan)
         shares = self._send(plan, flight, capacity)
-        if as_graph:
-            self._driver.launch_graph(self._graph(capacity, shares), self._stream)
-        else:
+        if not (as_graph and self._run_graph(capacity, shares)):
             self._bound(capacity).run(self._stream, _counts(plan), shares=shares, observe=self._observe_launch())
         places = memory.output_layout(capacity.rows)
         flight.num_rows, flight.places = len(plan.logits_rows), places
@@ -265,25 +261,31 @@ class CudaRunner:
             self._driver.wait(self._stream)
             logprobs = flight.outputs[places["logprobs"] :].view(np.float32)[:rows].copy()
             return logprobs, flight.outputs[places["argmax"] :].view(np.int32)[:rows].copy()
+        except InfercError:
+            with suppress(InfercError):
+                self._driver.wait(self._stream)  # copies from the flight's memory may be under way
+            raise
         finally:
             self._free.append(flight)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
         self._enter()
-        if prompt_ids is None and not self._count_table[slot]:
+        if prompt_ids is None and slot not in self._counted:
             return
-        address = 0
-        if prompt_ids is not None:
-            counts = np.zeros(self.vocab_size, np.uint32)
-            if output_ids is not None:
-                np.add.at(counts, output_ids, 1)
-            counts[prompt_ids] |= COUNT_OF_PROMPT
-            address = self._counts + 4 * memory.align(self.vocab_size) * slot
-            self._driver.copy_in(address, counts.ctypes.data, counts.nbytes, self._stream)
-        self._count_table[slot] = address
-        entry = self._count_table[slot : slot + 1]
-        self._driver.copy_in(self._addresses.state["count_table"] + 8 * slot, entry.ctypes.data, 8, self._stream)
+        address = 0 if prompt_ids is None else self._counts + 4 * memory.align(self.vocab_size) * slot
+        (self._counted.discard if prompt_ids is None else self._counted.add)(slot)
+        with self._staging.buffer() as staged:
+            staged[:8].view(np.uint64)[0] = address
+            if prompt_ids is not None:
+                counts = staged[8:].view(np.uint32)
+                counts[:] = 0
+                if output_ids is not None:
+                    np.add.at(counts, output_ids, 1)
+                counts[prompt_ids] |= COUNT_OF_PROMPT
+                self._driver.copy_in(address, counts.ctypes.data, counts.nbytes, self._stream)
+            entry = self._addresses.state["count_table"] + 8 * slot
+            self._driver.copy_in(entry, staged.ctypes.data, 8, self._stream)
 
     def _capacity(self, plan: StepPlan, eager: bool = False) -> tuple[Capacity, bool]:
         """Of the smallest layout for the plan, and whether it is a bucket's."""
@@ -318,7 +320,7 @@ class CudaRunner:
             flight.views[capacity] = layout.views(flight.inputs)
         views = flight.views[capacity]
         copies = layout.write(plan, views, prefixes)
-        views["lists"][:] = self._send_lists(plan)
+        views["lists"][:] = self._send_lists(plan, flight)
         if target_ids is not None:
             views["target_ids"][: len(target_ids)] = target_ids
         start = flight.inputs.ctypes.data
@@ -327,7 +329,7 @@ class CudaRunner:
                 self._driver.copy_in(self._inputs + offset, start + offset, size, self._stream)
         return bool(prefixes)
 
-    def _send_lists(self, plan: StepPlan) -> list[int]:
+    def _send_lists(self, plan: StepPlan, flight: _Flight) -> list[int]:
         """Copy the ids of bias, banned and allowed tokens, and the values of bias; returns their addresses."""
         lists: list[TokenLists] = [getattr(plan.sample, name) for name in LISTS]
         bias, banned, allowed = lists
@@ -336,18 +338,23 @@ class CudaRunner:
             return [self._lists] * 4
         sizes = [memory.align(array.nbytes) for array in arrays]
         if sum(sizes) > self._lists_bytes:
+            num_bytes = _power_of_two(sum(sizes))
+            larger = self._device(num_bytes)
             self._driver.wait(self._stream)  # steps under way read the old ones
             self._owned.remove(self._lists)
             self._driver.free(self._lists)
-            self._lists_bytes = _power_of_two(sum(sizes))
-            self._lists = self._device(self._lists_bytes)
-        joined = np.zeros(sum(sizes), np.uint8)
-        addresses, at = [], 0
+            self._lists, self._lists_bytes = larger, num_bytes
+        if flight.lists is None or len(flight.lists) < sum(sizes):
+            larger_here = self._driver.allocate_host(self._lists_bytes)
+            if flight.lists is not None:
+                self._driver.free_host(flight.lists)
+            flight.lists = larger_here
+        joined, addresses, at = flight.lists, [], 0
         for array, size in zip(arrays, sizes, strict=True):
             joined[at : at + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
             addresses.append(self._lists + at)
             at += size
-        self._driver.copy_in(self._lists, joined.ctypes.data, len(joined), self._stream)
+        self._driver.copy_in(self._lists, joined.ctypes.data, at, self._stream)
         return addresses
 
     def _layout(self, capacity: Capacity) -> InputLayout:
@@ -366,17 +373,46 @@ class CudaRunner:
             )
         return self._launches[capacity]
 
-    def _graph(self, capacity: Capacity, shares: bool) -> c_void_p:
-        """The graph of a bucket: the launches of its largest step. shares: sequences share a prefix."""
+    def _graph(self, capacity: Capacity, shares: bool) -> c_void_p | None:
+        """The graph of a bucket, the launches of its largest step; None if the device has no memory for it.
+
+        shares: sequences share a prefix.
+        """
         key = capacity, shares
         if key not in self._graphs:
             counts = {"num_tokens": capacity.tokens, "num_rows": capacity.rows, "num_seqs": capacity.seqs}
             launches = self._bound(capacity)
-            with self._driver.capture(self._stream) as captured:
-                launches.run(self._stream, counts, shares=shares)
-            assert captured.graph is not None
-            self._graphs[key] = captured.graph
+            try:
+                with self._driver.capture(self._stream) as captured:
+                    launches.run(self._stream, counts, shares=shares)
+                self._graphs[key] = captured.graph
+            except OutOfMemory:
+                self._do_without(key)
         return self._graphs[key]
+
+    def _run_graph(self, capacity: Capacity, shares: bool) -> bool:
+        """Launch the graph of a bucket; False if there is none."""
+        graph = self._graph(capacity, shares)
+        if graph is None:
+            return False
+        try:
+            self._driver.launch_graph(graph, self._stream)
+        except OutOfMemory:
+            self._driver.wait(self._stream)
+            self._driver.call("cuGraphExecDestroy", graph)
+            self._do_without((capacity, shares))
+            return False
+        return True
+
+    def _do_without(self, key: tuple[Capacity, bool]) -> None:
+        """Have the steps of a graph run kernel by kernel from now on."""
+        if None not in self._graphs.values():
+            log.warning(
+                "the device has no memory for a CUDA graph: steps of %d sequences, and of other numbers whose graphs find none,"
+                " run kernel by kernel, which is slower; a lower --kv-memory leaves them more",
+                key[0].seqs,
+            )
+        self._graphs[key] = None
 
     # --------------------------------------------------------------------------------- K and V
 
@@ -420,8 +456,8 @@ class CudaRunner:
                 if rows:
                     width = int(np.prod(entry["shape"], dtype=np.int64))
                     size = ((rows - 1) * written["stride"] + width) * dtype.itemsize
-                    self._driver.copy_out(held.ctypes.data, at, size, self._stream)
                     self._driver.wait(self._stream)
+                    self._driver.read(held.ctypes.data, at, size)
                     value = held[:, :width].reshape(rows, *entry["shape"])
                     observer(entry, launch["layer"], value.copy())
 
@@ -441,6 +477,8 @@ class CudaRunner:
         if self._sent is None or self._sent[0] != Capacity(size, size, size):
             raise ValueError(f"the last step was of {self._sent}, not of a bucket of {size}")
         graph = self._graph(*self._sent)
+        if graph is None:
+            raise ValueError(f"there is no graph for a bucket of {size}: the device has no memory for it")
         start, end = (self._driver.new_event(timed=True) for _ in range(2))
         self._driver.record(start, self._stream)
         for _ in range(repeats):
@@ -466,7 +504,7 @@ class CudaRunner:
             log.warning("%s", error)
             self._owned = []
             return
-        for graph in self._graphs.values():
+        for graph in filter(None, self._graphs.values()):
             driver.call("cuGraphExecDestroy", graph)
         for kernel in self._kernels.values():
             kernel.unload()
@@ -474,9 +512,13 @@ class CudaRunner:
             self._cublaslt.close()
         for address in self._owned:
             driver.free(address)
+        self._blocks.close()
+        self._staging.close()
         for flight in self._flights:
             driver.free_host(flight.inputs)
             driver.free_host(flight.outputs)
+            if flight.lists is not None:
+                driver.free_host(flight.lists)
             driver.call("cuEventDestroy_v2", flight.event)
         driver.call("cuStreamDestroy_v2", self._stream)
         self._owned, self._flights = [], []

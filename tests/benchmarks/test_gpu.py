@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +15,19 @@ pytest.importorskip("triton")
 import gpu
 import gpu_kernels
 import gpu_model
+import gpu_start
 import gpu_tune
 from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda
+from random_models import make_random_model
 
 from inferc.codegen.triton import build as build_module
-from inferc.codegen.triton import emit as emit_module
 from inferc.codegen.triton import tuning
 from inferc.codegen.triton.launch import ARCHS
 from inferc.errors import UnsupportedError
-from inferc.runtime.cuda import cublaslt, driver
+from inferc.runtime.cuda import cublaslt, driver, shared_prefixes
 
-WITHOUT_TORCH = [name for name in gpu.ROWS if "transformers" not in name]
+ON_FAKE_GPU = Path(__file__).parents[1] / "support" / "on_fake_gpu.py"
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         made.know(cubin.data, cubin.record)
         return cubin
 
-    for module in (build_module, emit_module, gpu, gpu_kernels, gpu_model, gpu_tune):
+    for module in (build_module, gpu, gpu_kernels, gpu_model, gpu_tune):
         monkeypatch.setattr(module, "build", known)
     monkeypatch.setattr(driver, "open_library", lambda: made)
 
@@ -46,6 +48,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         raise UnsupportedError(f"no libcublasLt.so.{newest} on this machine")
 
     monkeypatch.setattr(cublaslt, "open_library", no_library)
+    options = json.dumps({"execute": False})
+    monkeypatch.setattr(gpu_start, "inferc", lambda artifact: [sys.executable, ON_FAKE_GPU, artifact, options, "--"])
+    monkeypatch.setattr(gpu_start, "write_model", lambda _, folder: make_random_model("llama", folder, "float32"))
+    monkeypatch.setattr(gpu_start, "REPEATS", 1)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("src", str(ON_FAKE_GPU.parent))))
     return made
 
 
@@ -58,11 +65,20 @@ def measured(monkeypatch: pytest.MonkeyPatch, out: Path, *names: str) -> dict[st
 
 def test_every_row_is_measured_and_kept(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    names = WITHOUT_TORCH
-    rows = measured(monkeypatch, out, *names)
-    assert list(rows) == names
-    assert all("error" not in row and row["gpu"] == "Fake GPU" and row["commit"] for row in rows.values())
+    rows = measured(monkeypatch, out)
+    assert list(rows) == list(gpu.DEFAULT)
+    assert {row: found["error"] for row, found in rows.items() if "error" in found} == {}
+    assert all(row["gpu"] == "Fake GPU" and row["commit"] for row in rows.values())
     assert rows["8b-decode"]["tokens_per_s"] > 0 and rows["8b-decode"]["device_ms_a_step"] == pytest.approx(0.05)
+    for name in ("8b-decode", "8b-int8kv-decode-128", "8b-idle-128", "8b-decode-128-deterministic", "8b-shared-prefix"):
+        of_limit = rows[name]["tokens_per_s"] / rows[name]["limit"]
+        assert of_limit == pytest.approx(rows[name]["of_limit"], abs=1e-3), name
+    found = rows["8b-decode-deterministic"]
+    assert found["price"] == pytest.approx(1 - found["tokens_per_s"] / found["fast_tokens_per_s"], abs=1e-3)
+    assert rows["8b-idle-128"]["idle"] == pytest.approx(1 - 0.05 / rows["8b-idle-128"]["ms_a_step"], abs=1e-3)
+    assert rows["8b-start"]["first_token_s"] > 0 and rows["8b-start"]["target_s"] == 2.0
+    assert any(name.startswith("prefix_attention") for name in fake.launched)
+    assert shared_prefixes.LEAST_SAVED_BYTES > 1, "it is put back"
     assert fake.calls["cuGraphLaunch"] > 50
     assert not fake.device and not fake.host, "everything was given back"
     rows["8b-prefill"]["tokens_per_s"] = -1.0
@@ -102,7 +118,8 @@ def test_tiles_are_tried_and_the_best_is_kept(
     used = [tuning.tuned(name.rpartition("-")[0], source, "sm_90") for name, source in step.sources.items()]
     changed = [each for each, source in zip(used, step.sources.values(), strict=True) if each is not source]
     assert len(changed) == len(entries) and all(each.constants["BLOCK_K"] == 128 for each in changed)
-    assert not fake.device
+    tuning._entries.cache_clear()
+    assert not fake.device and not fake.host
     assert capsys.readouterr().err == "gpu_tune.py: not beside cuBLASLt: no libcublasLt.so.13 on this machine\n"
 
 
@@ -151,7 +168,7 @@ def test_a_tile_and_the_library_are_timed(fake: FakeCuda, caplog: pytest.LogCapt
     assert bed.library_microseconds(source, 512) is None
     assert "instead of cuBLASLt" in caplog.text
     bed.close()
-    assert not fake.device and not library.objects
+    assert not fake.device and not fake.host and not library.objects
 
 
 def test_an_unknown_row_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

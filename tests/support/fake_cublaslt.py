@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_cuda import FakeCuda, Misuse, Stream
+from fake_cuda import FakeCuda, Misuse
 from torch import Tensor
 
 from inferc.runtime.cuda.cublaslt import FUNCTIONS, Algorithm, Heuristic
@@ -230,12 +230,11 @@ class FakeCublasLt:
         times = (alpha._obj.value, beta._obj.value)
         if times not in ((1.0, 0.0), (1.0, 1.0)) or (c_at == d_at and layouts[2].stride != layouts[3].stride):
             raise Misuse(f"{times} times what lies at {c_at:#x} and {d_at:#x}")
-        way, on = tuple(algorithm._obj.data), self._gpu._of(stream, Stream)
+        way, on = tuple(algorithm._obj.data), self._gpu._given(stream, "library")
         if on.captured is None:
             self._ran.add(way)
         elif way not in self._ran:
             raise Misuse("a captured launch would load its kernel")
-        self._gpu._last = "library"
         sizes = [Layout(each.kind, each.rows, each.columns, each.stride) for each in layouts]
         on.add(lambda: self._compute(sizes, addresses, times[1], bias))
         return None

@@ -40,8 +40,8 @@ GUARD_BYTES = 64
 ALIGNMENT = 256
 INVALID_VALUE, OUT_OF_MEMORY, NO_BINARY, NOT_IN_CAPTURE = 1, 2, 209, 900
 UNASKED_SHARED_BYTES = 48 << 10
-MOST_SHARED_BYTES = 227 << 10
-Work = Callable[[], None]
+MAX_SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10}  # others: 227 KB
+Work = Callable[[], object]
 
 
 class Misuse(AssertionError):
@@ -66,6 +66,7 @@ class Memory:
 class Stream:
     queue: list[Work] = field(default_factory=list)
     captured: list[Work] | None = None
+    last: str = "nothing"  # that it was given
 
     def add(self, work: Work) -> None:
         (self.queue if self.captured is None else self.captured).append(work)
@@ -75,6 +76,14 @@ class Stream:
         ready, self.queue = self.queue[:count], self.queue[count:]
         for work in ready:
             work()
+
+
+class Graph(list[Work]):
+    pass
+
+
+class Executable(list[Work]):
+    """A graph as it is launched."""
 
 
 @dataclass
@@ -98,7 +107,8 @@ def _modules() -> list[ModuleType]:
 class FakeCuda:
     """The functions of `inferc.runtime.cuda.driver.FUNCTIONS`. folder: an artifact whose kernels it knows.
 
-    execute: whether kernels run; otherwise launches are checked, memory is zero and every id is 0.
+    execute: whether kernels run; otherwise launches are checked, memory is zero and every id is 0. max_graphs: for how many
+    there is memory. max_shared_bytes: of a block, in place of what the chip has.
     """
 
     def __init__(
@@ -109,11 +119,14 @@ class FakeCuda:
         capability: tuple[int, int] = (9, 0),
         version: int = 13000,
         execute: bool = True,
+        max_graphs: int | None = None,
+        max_shared_bytes: int | None = None,
     ) -> None:
         self.total_bytes, self.capability, self.version, self.execute = total_bytes, capability, version, execute
+        self.max_graphs = max_graphs
+        self.max_shared_bytes = max_shared_bytes or MAX_SHARED_BYTES.get((capability[0], capability[1]), 227 << 10)
         self.calls: Counter[str] = Counter()
         self.dependent_launches = 0
-        self._last = "nothing"  # that a stream was given
         self.launched: Counter[str] = Counter()
         self.device: dict[int, Memory] = {}
         self.host: dict[int, Memory] = {}
@@ -177,7 +190,8 @@ class FakeCuda:
         buffer.value = b"Fake GPU"
 
     def _cuDeviceGetAttribute(self, out: Any, attribute: int, device: int) -> None:
-        out._obj.value = {75: self.capability[0], 76: self.capability[1], 16: 132}[attribute]
+        values = {75: self.capability[0], 76: self.capability[1], 16: 132, 97: self.max_shared_bytes}
+        out._obj.value = values[attribute]
 
     def _cuDevicePrimaryCtxRetain(self, out: Any, device: int) -> None:
         out._obj.value = 0x77
@@ -185,6 +199,8 @@ class FakeCuda:
     def _cuDevicePrimaryCtxRelease(self, device: int) -> None:
         if self.device or self.host:
             raise Misuse(f"{len(self.device)} allocations are left, {len(self.host)} on the host")
+        if left := sum(isinstance(each, Graph | Executable) for each in self._objects.values()):
+            raise Misuse(f"{left} graphs are left")
 
     def _cuCtxSetCurrent(self, context: Any) -> None:
         assert context.value == 0x77
@@ -235,32 +251,50 @@ class FakeCuda:
         return [each for each in self._objects.values() if isinstance(each, Stream)]
 
     def _inside(self, address: int, size: int, where: dict[int, Memory]) -> Memory | None:
-        return next((m for m in where.values() if m.start <= address and address + size <= m.start + m.size), None)
+        return next((m for m in [*where.values()] if m.start <= address and address + size <= m.start + m.size), None)
 
     def _on_device(self, address: int, size: int, what: str) -> None:
         if self._inside(address, size, self.device) is None:
             raise Misuse(f"{what}: {size} bytes at {address:#x} are not in one allocation")
 
+    def _on_host(self, address: int, size: int, what: str) -> None:
+        if self._inside(address, size, self.host) is None:
+            raise Misuse(
+                f"{what}: {size} bytes at {address:#x} are not in pinned memory, which a GPU does not copy by itself"
+            )
+
+    def _given(self, stream: Any, what: str) -> Stream:
+        """The stream, which is given something that is no kernel."""
+        found: Stream = self._of(stream, Stream)
+        found.last = what
+        return found
+
     def _cuMemcpyHtoDAsync(self, to: int, source: int, size: int, stream: Any) -> None:
-        self._last = "copy"
         self._on_device(to, size, "copy to the device")
-        if self._inside(source, size, self.host):
-            self._of(stream, Stream).add(lambda: ctypes.memmove(to, source, size) and None)
-            return
-        data = ctypes.string_at(source, size)  # staged at once
-        self._of(stream, Stream).add(lambda: ctypes.memmove(to, data, size) and None)
+        self._on_host(source, size, "copy to the device")
+        given = ctypes.string_at(source, size)
+
+        def copy() -> None:
+            if ctypes.string_at(source, size) != given:
+                raise Misuse(f"{size} bytes of the host were written before their copy to the device was done")
+            ctypes.memmove(to, source, size)
+
+        self._given(stream, "copy").add(copy)
 
     def _cuMemcpyDtoHAsync(self, to: int, source: int, size: int, stream: Any) -> None:
-        self._last = "copy"
         self._on_device(source, size, "copy from the device")
-        self._of(stream, Stream).add(lambda: ctypes.memmove(to, source, size) and None)
-        if not self._inside(to, size, self.host):
-            self._of(stream, Stream).run()  # waits
+        self._on_host(to, size, "copy from the device")
+        self._given(stream, "copy").add(lambda: ctypes.memmove(to, source, size))
+
+    def _cuMemcpyDtoH(self, to: Any, source: int, size: int) -> None:
+        """Waits for itself, and for no stream."""
+        self._on_device(source, size, "copy from the device")
+        ctypes.memmove(to, source, size)
 
     def _cuMemsetD8Async(self, address: int, value: int, size: int, stream: Any) -> None:
         if size:
             self._on_device(address, size, "fill")
-        self._of(stream, Stream).add(lambda: ctypes.memset(address, value, size) and None)
+        self._given(stream, "fill").add(lambda: ctypes.memset(address, value, size))
 
     # ---------------------------------------------------------------------- streams and events
 
@@ -287,7 +321,7 @@ class FakeCuda:
         of, found = self._of(stream, Stream), self._of(event, Event)
         done: dict[str, bool] = {}
         found.stream, found.done = of, done
-        of.add(lambda: done.setdefault("over", True) and None)
+        of.add(lambda: done.setdefault("over", True))
 
     def _cuEventSynchronize(self, event: Any) -> None:
         found = self._of(event, Event)
@@ -321,7 +355,7 @@ class FakeCuda:
 
     def _cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
         assert attribute == 8
-        if value > MOST_SHARED_BYTES:
+        if value > self.max_shared_bytes:
             return INVALID_VALUE
         self._of(function, Function).shared_limit = value
         return 0
@@ -332,6 +366,7 @@ class FakeCuda:
         record, grid, shared = found.record, (of.grid_x, of.grid_y, of.grid_z), of.shared_bytes
         if min(grid) < 1 or max(grid[1:]) > 65535 or shared > found.shared_limit:
             return INVALID_VALUE
+        stream: Stream = self._of(of.stream, Stream)
         block = (of.block_x, of.block_y, of.block_z)
         if block != (record.threads, 1, 1) or shared != record.shared_bytes or extra is not None:
             raise Misuse(f"{record.name}: launched with {block} threads and {shared} bytes of shared memory")
@@ -340,11 +375,10 @@ class FakeCuda:
             assert (of.num_attributes, attribute.id, attribute.value[0]) == (1, 6, 1), record.name
             if not record.dependent:
                 raise Misuse(f"{record.name} does not wait for the kernel before it")
-            if self._last != "kernel":
-                raise Misuse(f"{record.name} is launched behind a {self._last}, for which it does not wait")
+            if stream.last != "kernel":
+                raise Misuse(f"{record.name} is launched behind a {stream.last}, for which it does not wait")
             self.dependent_launches += 1
-        stream = of.stream
-        self._last = "kernel"
+        stream.last = "kernel"
         values = [ctypes.c_uint64.from_address(pointers[i]).value for i in range(len(record.arguments))]
         for argument, value in zip(record.arguments, values, strict=True):
             if argument.name.endswith("_scratch"):
@@ -353,7 +387,7 @@ class FakeCuda:
             self._on_device(value, 1, f"{record.name}: {argument.name}")
             if value % argument.divisible_by:
                 raise Misuse(f"{record.name}: {argument.name} is {value:#x}")
-        self._of(stream, Stream).add(lambda: self._interpret(found, grid, values))
+        stream.add(lambda: self._interpret(found, grid, values))
         return 0
 
     def _interpret(self, function: Function, grid: tuple[int, ...], values: list[int]) -> None:
@@ -376,27 +410,36 @@ class FakeCuda:
     def _cuStreamBeginCapture(self, stream: Any, mode: int) -> None:
         found = self._of(stream, Stream)
         assert found.captured is None and mode == 1
-        found.captured, self._last = [], "begin of a graph"
+        found.captured, found.last = [], "begin of a graph"
 
     def _cuStreamEndCapture(self, stream: Any, out: Any) -> None:
         found = self._of(stream, Stream)
         assert found.captured is not None
-        self._new(out, list(found.captured))
-        found.captured = None
+        self._new(out, Graph(found.captured))
+        found.captured, found.last = None, "end of a graph"
 
-    def _cuGraphInstantiateWithFlags(self, out: Any, graph: Any, flags: int) -> None:
-        self._new(out, list(self._of(graph, list)))
+    def _cuGraphInstantiateWithFlags(self, out: Any, graph: Any, flags: int) -> int:
+        given = self._of(graph, Graph)
+        if self.max_graphs == len(self.graphs()):
+            return OUT_OF_MEMORY
+        self._new(out, Executable(given))
+        return 0
 
     def _cuGraphLaunch(self, graph: Any, stream: Any) -> None:
-        of = self._of(stream, Stream)
-        for work in self._of(graph, list):
+        of = self._given(stream, "graph")
+        for work in self._of(graph, Executable):
             of.add(work)
 
     def _cuGraphExecDestroy(self, graph: Any) -> None:
-        self._of(graph, list)
+        self._of(graph, Executable)
+        del self._objects[graph.value]
 
     def _cuGraphDestroy(self, graph: Any) -> None:
-        self._of(graph, list)
+        self._of(graph, Graph)
+        del self._objects[graph.value]
+
+    def graphs(self) -> list[Executable]:
+        return [each for each in self._objects.values() if isinstance(each, Executable)]
 
     def check(self) -> None:
         """That no kernel wrote where nothing was allocated."""

@@ -60,15 +60,20 @@ def config(artifact: Artifact, **changes: Any) -> EngineConfig:
 
 @contextmanager
 def opened(
-    name: str, *, checked: bool = True, with_library: Callable[[FakeCuda], FakeCublasLt] | None = None, **changes: Any
+    name: str,
+    *,
+    checked: bool = True,
+    with_library: Callable[[FakeCuda], FakeCublasLt] | None = None,
+    max_graphs: int | None = None,
+    **changes: Any,
 ) -> Iterator[Pair]:
     """An artifact of the session on a fake GPU; if `checked`, at the end, for its use as a GPU may be used.
 
-    with_library: what cuBLASLt is on its machine, if any.
+    with_library: what cuBLASLt is on its machine, if any; max_graphs: for how many the GPU has memory.
     """
     reference = load_artifact(ARTIFACTS / f"{name.removesuffix(LIBRARY)}-reference")
     artifact = load_artifact(ARTIFACTS / name)
-    fake = FakeCuda(artifact.path)
+    fake = FakeCuda(artifact.path, max_graphs=max_graphs)
     library = None if with_library is None else with_library(fake)
 
     def open_library(newest: int) -> FakeCublasLt:

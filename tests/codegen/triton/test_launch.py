@@ -12,8 +12,11 @@ pytest.importorskip("triton")
 
 from triton_cases import KERNELS
 
-from inferc.codegen.triton.build import Cubin, build
+from inferc.codegen.triton.attention_decode import decode_attention
+from inferc.codegen.triton.attention_plan import TILES, invariant_cells
+from inferc.codegen.triton.build import Cubin, TooMuchSharedMemory, build, build_fitting
 from inferc.codegen.triton.launch import check_launch_record, read_entry, record_from_json
+from inferc.codegen.triton.linear import linear
 from inferc.codegen.triton.silu_mul import silu_mul
 
 
@@ -83,6 +86,26 @@ def test_what_spills_more_than_its_budget_is_refused() -> None:
         VerifyError, match=r"rope_table for sm_90: 32 bytes of a thread's registers spilled, its budget is 0"
     ):
         build(dataclasses.replace(source, stack_bytes=0), "rope_table", "", "sm_90")
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_decode_attention_of_eight_heads_a_kv_head_keeps_to_its_registers(has_shared: bool) -> None:
+    cells = TILES if has_shared else invariant_cells("causal", 0, 8192)
+    shape = ("bfloat16", 32, 4, 128, (5120, 4096), 48, 32, 128**-0.5, 0.0, "causal", 0, False, 216)
+    source = decode_attention(*shape, cells=cells, has_shared=has_shared)
+    assert build(source, "decode_attention", "", "sm_80").record.resources["local_bytes"] == 0
+
+
+def test_a_kernel_has_as_many_stages_as_the_chip_has_shared_memory_for() -> None:
+    source = linear("bfloat16", "bfloat16", "tokens", 256, 1024, (1024, 256, 256), False, False, None, False)
+    deep = dataclasses.replace(source, num_stages=5)
+    assert build(deep, "linear", "", "sm_80").record.shared_bytes == 128 << 10
+    message = "linear: 131072 bytes of shared memory a block, {} has 101376$"
+    with pytest.raises(TooMuchSharedMemory, match=message.format("sm_86")):
+        build(deep, "linear", "", "sm_86")
+    with pytest.raises(TooMuchSharedMemory, match=message.format("PTX")):  # which those may have to run, too
+        build(deep, "linear", "", "sm_80", assemble=False)
+    assert build_fitting(deep, "linear", "", "sm_86").record.shared_bytes == 96 << 10
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])

@@ -72,6 +72,28 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"driver is too old: it knows CUDA 11\.8, the artifact's kernels need CUDA 12\.0; update", message)
 
 
+@pytest.mark.parametrize(
+    ("capability", "by", "what_to_do"),
+    [
+        ((12, 0), "sm_80", f"inferc compile MODEL -o {LLAMA} --add-target --target cuda:sm_120"),
+        ((12, 1), "sm_80", "inferc has no kernels for sm_121, use --target cpu"),
+        ((9, 0), "sm_90", "use --target cpu"),
+    ],
+)
+def test_kernels_that_need_more_shared_memory_than_there_is(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], by: str, what_to_do: str
+) -> None:
+    options = {"capability": capability, "max_shared_bytes": 8192}
+    message, fake = refused(monkeypatch, UnsupportedError, options)
+    found = re.fullmatch(
+        r"(\S+) \((sm_\d+)\) takes (\d+) bytes of shared memory a block, Fake GPU has 8192; (.*)", message
+    )
+    assert found, message
+    assert found[2] == by and int(found[3]) > 8192 and found[4].endswith(what_to_do)
+    assert UnsupportedError.exit_code == 2
+    assert not fake.device and not fake.calls["cuModuleLoadData"], "nothing was loaded"
+
+
 def test_too_little_memory_says_how_much_and_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: dict[str, Any] = {"kv_memory_bytes": 64 << 20, "max_num_seqs": 2048}
     far = 300 << 20

@@ -73,6 +73,41 @@ def test_lists(llama: Pair) -> None:
     )
 
 
+def test_many_sequences_with_penalties_start_at_once(llama: Pair) -> None:
+    """More than there is pinned memory for their counts, while a step is under way."""
+    prompts = [[5 + slot, 7, 5 + slot, 9 + slot] for slot in range(4)]
+    first = make_plan([(slot, prompt, 0) for slot, prompt in enumerate(prompts)])
+    expected = [llama.expected(first).token_ids.tolist()]
+    llama.runner.submit(first)
+    for turn in range(2):
+        for slot, prompt in enumerate(prompts):
+            ids = np.array(prompt if turn else prompt[:1], np.int32)
+            for runner in (llama.runner, llama.oracle):
+                runner.reset_slot(slot, ids, ids[2:])
+    plan = sampled(
+        make_plan([(slot, [7], 4) for slot in range(4)]), counters=1, repetition_penalty=3.0, frequency_penalty=2.0
+    )
+    llama.runner.submit(plan)
+    expected.append(llama.expected(plan).token_ids.tolist())
+    assert [llama.runner.wait().token_ids.tolist() for _ in range(2)] == expected
+    llama.runner.reset_slot(0, None)
+
+
+def test_lists_of_steps_that_are_under_way_at_once(llama: Pair) -> None:
+    """Each longer than the one before, up to more than there was memory for at first."""
+    plans = []
+    for count in (2, 100, 20000):
+        allowed = np.resize(np.arange(count % 97, count % 97 + 40, dtype=np.int32), count)
+        bias = TokenLists.of([allowed[:30]], [np.linspace(4, 8, len(allowed[:30]), dtype=np.float32)])
+        plans.append(sampled(make_plan([(0, PROMPT, 0)]), logit_bias=bias, allowed=TokenLists.of([allowed])))
+    for plan in plans[:2]:
+        llama.runner.submit(plan)
+    found = [llama.runner.wait()]
+    llama.runner.submit(plans[2])
+    found += [llama.runner.wait(), llama.runner.wait()]
+    assert [each.token_ids.tolist() for each in found] == [llama.expected(plan).token_ids.tolist() for plan in plans]
+
+
 def test_log_probabilities(llama: Pair) -> None:
     plan = sampled(make_plan([(0, PROMPT, 0), (1, PROMPT[:3], 0)]), num_logprobs=[3, 0])
     found, expected = llama.run(plan).logprobs, llama.expected(plan).logprobs

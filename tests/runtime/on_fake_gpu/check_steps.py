@@ -9,7 +9,8 @@ from fake_gpu import TOLERANCE, Pair, opened
 from lowered import make_plan
 
 from inferc.errors import RequestError
-from inferc.runtime.cuda import shared_prefixes
+from inferc.runtime.cuda import memory, shared_prefixes
+from inferc.runtime.cuda.inputs import Capacity
 from inferc.runtime.step import StepPlan
 
 PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))
@@ -140,6 +141,44 @@ def test_decode_gives_the_driver_little_to_do(llama: Pair) -> None:
     calls = llama.fake.calls - before
     once = ("cuMemcpyHtoDAsync", "cuGraphLaunch", "cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize")
     assert dict(calls) == dict.fromkeys(once, 1)
+
+
+def without_graphs(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "no memory for a CUDA graph" in record.message]
+
+
+def test_a_step_whose_graph_finds_no_memory_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    with opened("llama", max_graphs=2) as made:
+        assert made.fake.calls["cuGraphInstantiateWithFlags"] == 3
+        for plan in (*plans(), make_plan([(2, [5], 36), (0, [6], 11), (1, [4], 3)])):
+            assert made.run(plan).token_ids.tolist() == made.expected(plan).token_ids.tolist()
+        assert made.fake.calls["cuGraphLaunch"] == 0, "the steps are of three sequences"
+        assert made.fake.calls["cuGraphInstantiateWithFlags"] == 3, "it is tried once"
+    (message,) = without_graphs(caplog)
+    assert "steps of 4 sequences" in message
+    assert message.endswith("run kernel by kernel, which is slower; a lower --kv-memory leaves them more")
+
+
+def test_a_graph_that_finds_no_memory_at_its_launch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened("llama") as made:
+        monkeypatch.setattr(made.fake, "cuGraphLaunch", lambda *_: 2, raising=False)
+        for plan in plans():
+            assert made.run(plan).token_ids.tolist() == made.expected(plan).token_ids.tolist()
+        with pytest.raises(ValueError, match="no graph for a bucket of 4"):
+            made.runner.step_ms(4)
+    assert len(without_graphs(caplog)) == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_memory_is_planned_for_every_graph(deterministic: bool) -> None:
+    with opened("llama", deterministic=deterministic) as made:
+        for size in memory.buckets(4):
+            for shares in (False, True) if made.runner._sharing else (False,):
+                assert made.runner._graph(Capacity(size, size, size), shares) is not None
+        planned = memory.footprint(made.artifact, 96, 4, deterministic).graphs
+        assert sum(map(len, made.fake.graphs())) * memory.GRAPH_LAUNCH_BYTES == planned
 
 
 def test_blocks_pass_through_their_canonical_form(llama: Pair) -> None:
