@@ -30,6 +30,7 @@ from inferc.codegen.triton.source import Source
 
 PREFIX_ROWS = 64  # of `prefix_attention`, with half as many of more than 128 numbers
 DECODE_STAGES = 3
+CELLS_STACK_BYTES = 96  # what ptxas may keep in memory in the invariant order: 72 of eight heads a kv head, on sm_80
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -312,7 +313,7 @@ def _source(
         },
         grid=("NUM_PROGRAMS", "1", "1"),
         num_warps=decode_warps(rows, dim),
-        stack_bytes=stack_bytes(dtype, dim, int8_kv),
+        stack_bytes=max(stack_bytes(dtype, dim, int8_kv), CELLS_STACK_BYTES if cells != TILES and dim > 64 else 0),
     )
 
 

@@ -241,4 +241,4 @@ def query_limit(group: int) -> int:
 
 def stack_bytes(dtype: str, dim: int, int8_kv: bool) -> int:
     """What ptxas may keep in memory: a few values outside of the loops, or, of float32, which is for tests, any."""
-    return 4096 if dtype == "float32" and int8_kv and dim > 64 else 96
+    return 4096 if dtype == "float32" and int8_kv and dim > 64 else 32

@@ -47,7 +47,7 @@ class Argument:
 class Product:
     """out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n], plus residual [rows, n], each where there is one.
 
-    The kernel's arguments are x_ptr, weight_ptr, bias_ptr, residual_ptr and out_ptr. Strides are elements from row to row;
+    The kernel's arguments are x_ptr, weight_ptr, bias_ptr, residual_ptr and out_ptr. Strides: elements from row to row;
     dtype is that of all but out.
     """
 

@@ -2,8 +2,8 @@
 
 Each entry is of a "kernel" whose `shape_of` is its "shape", and has one of two things or both. A tile: "constants",
 "num_warps", "num_stages", and the microseconds that it took, "us". A library that is faster: "library", {"name",
-"from_rows", "us"}, where "us" has by number of rows what the kernel took and what the library did. `make gpu-tune` writes
-them.
+"from_rows", "us"}, where "us" has what the kernel took and what the library did, by number of rows. `make gpu-tune`
+writes them.
 """
 
 from __future__ import annotations
