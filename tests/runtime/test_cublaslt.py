@@ -48,16 +48,18 @@ class Bed:
         return self.held[-1]
 
     def place(self, tensor: Tensor, at: int | None = None) -> int:
-        size = tensor.numel() * tensor.itemsize
-        address = self.allocate(size) if at is None else at
-        self.driver.copy_in(address, tensor.data_ptr(), size, self.stream)
+        staged = self.driver.allocate_host(tensor.numel() * tensor.itemsize)
+        staged[:] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        address = self.allocate(staged.size) if at is None else at
+        self.driver.copy_in(address, staged.ctypes.data, staged.size, self.stream)
         self.driver.wait(self.stream)
+        self.driver.free_host(staged)
         return address
 
     def read(self, address: int, like: Tensor) -> Tensor:
         out = torch.empty_like(like)
-        self.driver.copy_out(out.data_ptr(), address, out.numel() * out.itemsize, self.stream)
         self.driver.wait(self.stream)
+        self.driver.read(out.data_ptr(), address, out.numel() * out.itemsize)
         return out
 
     def close(self) -> None:
