@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import json
 import os
@@ -20,8 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,8 @@ import numpy as np
 from gpu import TINY, elapsed_ms
 from gpu_model import random_step
 
-from inferc.codegen.triton.build import Cubin, build
+from inferc.codegen.triton.build import Cubin
+from inferc.codegen.triton.builders import Builders, Job
 from inferc.codegen.triton.launch import CUBLASLT, LibraryChoice
 from inferc.codegen.triton.source import COUNTS, Source
 from inferc.codegen.triton.tuning import FOLDER, TILES, shape_of
@@ -83,7 +81,6 @@ class Bed:
     driver: Driver
     cold_bytes: int
     argument_bytes: int
-    pool: ProcessPoolExecutor | None = None
     library: CublasLt | None = None
 
     def __post_init__(self) -> None:
@@ -139,8 +136,6 @@ class Bed:
         return statistics.median(times)
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
         if self.library is not None:
             self.driver.wait(self.stream)
             self.library.close()
@@ -150,16 +145,18 @@ class Bed:
         self.driver.free_host(self.counts_here)
 
 
-def tune(bed: Bed, kernel: str, source: Source, until: float, *, beside_library: bool = False) -> dict[str, Any] | None:
+def tune(
+    bed: Bed, builders: Builders, kernel: str, source: Source, until: float, *, beside_library: bool = False
+) -> dict[str, Any] | None:
     """The entry of what is better than the compiler's own choice: the best tile, the library, or both."""
     own, best, found, timed = 0.0, 0.0, source, None
     tried = list(candidates(source))
-    packed = [(*_packed(each), kernel, bed.driver.arch) for each in tried]
-    # Processes, as Triton's settings are a process's.
-    built = map(_built, packed) if bed.pool is None else bed.pool.map(_built, packed)
-    for each, cubin in zip(tried, built, strict=True):
-        if cubin is None or time.monotonic() > until:
-            continue
+    jobs = [Job(each, kernel, each.function.__name__, bed.driver.arch, fit=False) for each in tried]
+    for each, cubin in zip(tried, builders.tried(jobs), strict=True):
+        if time.monotonic() > until:
+            break
+        if isinstance(cubin, Exception):
+            continue  # it spills, or the chip has no room for it
         spent = bed.microseconds(each, cubin, rows_of(each))
         if not own:
             own, best, timed = spent, spent, cubin
@@ -187,22 +184,6 @@ def compared(bed: Bed, source: Source, cubin: Cubin) -> dict[str, Any]:
     return {} if from_rows is None else {"library": {"name": CUBLASLT, "from_rows": from_rows, "us": measured}}
 
 
-def _packed(source: Source) -> tuple[str, str, dict[str, Any]]:
-    """A source as another process can read it: the kernel by its module and name, and the other fields."""
-    fields = {each.name: getattr(source, each.name) for each in dataclasses.fields(source) if each.name != "function"}
-    return source.function.fn.__module__, source.function.__name__, fields
-
-
-def _built(packed: tuple[str, str, dict[str, Any], str, str]) -> Cubin | None:
-    """None for a tile that spills, or that the chip has no room for."""
-    module, name, fields, kernel, arch = packed
-    source = Source(function=getattr(importlib.import_module(module), name), **fields)
-    try:
-        return build(source, kernel, name, arch)
-    except Exception:  # noqa: BLE001  (Triton's own, of which there are many)
-        return None
-
-
 def merge(kernel: str, source: Source, entry: dict[str, Any] | None, path: Path) -> None:
     """Put an entry in place of that of the same kernel and shape."""
     stored = json.loads(path.read_text()) if path.exists() else []
@@ -227,24 +208,24 @@ def main() -> None:
         sys.exit(f"gpu_tune.py: {error}")
     until = time.monotonic() + 60 * arguments.minutes
     bed = Bed(driver, 1 << 16 if arguments.tiny else COLD_BYTES, 1 << 21 if arguments.tiny else ARGUMENT_BYTES)
-    if not arguments.tiny:
-        bed.pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn"))
     try:
         bed.library = CublasLt(cublaslt.open_library(driver.version[0]), driver.allocate)
     except UnsupportedError as error:
         print(f"gpu_tune.py: not beside cuBLASLt: {error}", file=sys.stderr)
     done: set[str] = set()
-    for shape in arguments.shapes:
-        step = random_step(TINY if arguments.tiny else shape, driver.arch, "int8" if arguments.int8 else None)
-        for name, source in step.sources.items():
-            kernel = name.rpartition("-")[0]
-            key = json.dumps([kernel, shape_of(source)])
-            if kernel in KERNELS and key not in done:
-                done.add(key)
-                entry = tune(bed, kernel, source, until, beside_library=name in step.for_many_rows)
-                print(json.dumps({name: entry}), flush=True)
-                if entry or time.monotonic() < until:  # else not everything was tried
-                    merge(kernel, source, entry, arguments.out / f"{driver.arch}.json")
+    # While the GPU measures on one processor, the others compile.
+    with Builders(1 if arguments.tiny else max(1, (os.cpu_count() or 2) - 1)) as builders:
+        for shape in arguments.shapes:
+            step = random_step(TINY if arguments.tiny else shape, driver.arch, "int8" if arguments.int8 else None)
+            for name, source in step.sources.items():
+                kernel = name.rpartition("-")[0]
+                key = json.dumps([kernel, shape_of(source)])
+                if kernel in KERNELS and key not in done:
+                    done.add(key)
+                    entry = tune(bed, builders, kernel, source, until, beside_library=name in step.for_many_rows)
+                    print(json.dumps({name: entry}), flush=True)
+                    if entry or time.monotonic() < until:  # else not everything was tried
+                        merge(kernel, source, entry, arguments.out / f"{driver.arch}.json")
     bed.close()
 
 

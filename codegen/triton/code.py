@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from inferc.codegen.triton.build import Cubin
+from inferc.codegen.triton.builders import Builders, worth
 from inferc.codegen.triton.emit import CudaStep
 from inferc.codegen.triton.launch import PTX, RECORDS
 from inferc.codegen.triton.occupancy import occupancy
@@ -33,17 +34,18 @@ def write_code(
     folders, rows = {}, []
     todo = [*archs, *((PTX,) if with_ptx else ())]
     total, done = len(todo) * len(step.sources), 0
-    for arch in todo:
-        folder = folders[arch] = f"{FOLDER}/{arch}"
-        records = []
-        for name, cubin in step.compile(PTX_ARCH if arch == PTX else arch, assemble=arch != PTX):
-            progress(done, total)
-            done += 1
-            add(f"{folder}/{name}.{'ptx' if arch == 'ptx' else 'cubin'}", cubin.ptx if arch == PTX else cubin.data)
-            records.append(cubin.record.to_json())
-            if arch != PTX:
-                rows.append(_row(name, arch, cubin))
-        add(f"{folder}/{RECORDS}", json_bytes(records))
+    with Builders(worth(total)) as builders:
+        for arch in todo:
+            folder = folders[arch] = f"{FOLDER}/{arch}"
+            records = []
+            for name, cubin in step.compile(PTX_ARCH if arch == PTX else arch, builders, assemble=arch != PTX):
+                progress(done, total)
+                done += 1
+                add(f"{folder}/{name}.{'ptx' if arch == 'ptx' else 'cubin'}", cubin.ptx if arch == PTX else cubin.data)
+                records.append(cubin.record.to_json())
+                if arch != PTX:
+                    rows.append(_row(name, arch, cubin))
+            add(f"{folder}/{RECORDS}", json_bytes(records))
     return folders, rows
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from torch import fx
 
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
-from inferc.codegen.triton.build import Cubin, build_fitting
+from inferc.codegen.triton.build import Cubin
+from inferc.codegen.triton.builders import Builders, Job
 from inferc.codegen.triton.calls import Call, Choice
 from inferc.codegen.triton.launch import FAST, SHARED
 from inferc.codegen.triton.occupancy import PROGRAMS
@@ -67,19 +68,32 @@ class CudaStep:
         launches = (launch for part in self.launches.values() for launch in part)
         return {launch["choices"][-1]["kernel"] for launch in launches if launch.get("order") == FAST}
 
-    def compile(self, arch: str, *, assemble: bool = True) -> Iterator[tuple[str, Cubin]]:
+    def compile(self, arch: str, builders: Builders, *, assemble: bool = True) -> Iterator[tuple[str, Cubin]]:
         """(name of the kernel, its cubin) for one chip, one after the other; `assemble`: not the PTX alone."""
         for_many_rows = self.for_many_rows
-        for name, source in self.sources.items():
-            kernel = name.rpartition("-")[0]
-            own = tuned(kernel, source, arch)
-            if "NUM_PROGRAMS" in own.constants:
-                own = replace(own, constants={**own.constants, "NUM_PROGRAMS": PROGRAMS[arch]})
-            cubin = build_fitting(own, name, own.function.__name__, arch, assemble=assemble)
+        own = [_for_chip(name, source, arch) for name, source in self.sources.items()]
+        jobs = [
+            Job(source, name, source.function.__name__, arch, assemble)
+            for name, source in zip(self.sources, own, strict=True)
+        ]
+        for (name, source), cubin in zip(self.sources.items(), builders.build(jobs), strict=True):
             # PTX is for chips that nothing was measured on.
             left = assemble and name in for_many_rows
-            library = library_choice(kernel, source, arch) if left else None
+            library = library_choice(_kernel(name), source, arch) if left else None
             yield name, replace(cubin, record=replace(cubin.record, library=library))
+
+
+def _kernel(name: str) -> str:
+    """Without what tells its specialisations apart."""
+    return name.rpartition("-")[0]
+
+
+def _for_chip(name: str, source: Source, arch: str) -> Source:
+    """With what was measured on it, and as many programs of decode attention as it has room for."""
+    own = tuned(_kernel(name), source, arch)
+    if "NUM_PROGRAMS" not in own.constants:
+        return own
+    return replace(own, constants={**own.constants, "NUM_PROGRAMS": PROGRAMS[arch]})
 
 
 def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, ...] = KERNELS) -> CudaStep:

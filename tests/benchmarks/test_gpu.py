@@ -22,7 +22,8 @@ from fake_cuda import FakeCuda
 from random_models import make_random_model
 
 from inferc.codegen.triton import build as build_module
-from inferc.codegen.triton import tuning
+from inferc.codegen.triton import product_calls, tuning
+from inferc.codegen.triton.builders import Builders
 from inferc.codegen.triton.launch import ARCHS
 from inferc.errors import UnsupportedError
 from inferc.runtime.cuda import cublaslt, driver, shared_prefixes
@@ -42,6 +43,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
     for module in (build_module, gpu, gpu_kernels, gpu_model, gpu_tune):
         monkeypatch.setattr(module, "build", known)
+    monkeypatch.setattr(product_calls, "ROW_BOUNDS", (16, None))  # fewer kernels to compile
     monkeypatch.setattr(driver, "open_library", lambda: made)
 
     def no_library(newest: int) -> Any:
@@ -142,7 +144,9 @@ def test_the_library_is_chosen_from_where_it_is_faster(
     assert [each["library"] for each in of_tokens] == [{"name": "cublaslt", "from_rows": 1000, "us": measured}] * 2
     assert [each["library"]["from_rows"] for each in of_rows] == [256] * 3
     step = gpu_model.random_step(gpu.TINY, "sm_90", None)
-    chosen = {name: cubin.record.library for name, cubin in step.compile("sm_90") if cubin.record.library}
+    with Builders(1) as builders:
+        cubins = dict(step.compile("sm_90", builders))
+    chosen = {name: cubin.record.library for name, cubin in cubins.items() if cubin.record.library}
     assert len(chosen) == 5 and chosen.keys() <= step.for_many_rows
     assert {each.from_rows for each in chosen.values()} == {256, 1000}
     measured_of = [tuning.library_choice("linear", step.sources[name], arch) for name in chosen for arch in ARCHS]

@@ -10,9 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from random_models import make_random_model
@@ -21,10 +24,14 @@ pytest.importorskip("triton")
 
 from library_data import library_preferred
 
+from inferc import compiler
 from inferc.add_target import add_target
+from inferc.codegen.triton import product_calls
+from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.frontend import export
 from inferc.manifest import json_bytes, seal_manifest
 from inferc.runtime.artifact import inspect_artifact, load_artifact, read_manifest
 from inferc.runtime.load import load_engine
@@ -34,26 +41,44 @@ SUPPORT = Path(__file__).parents[1] / "support"
 # Family, dtype, and how it is quantized; experts among them.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "float32", {}),
+    "experts-int8": ("qwen3_moe", "float32", {"quantize": "int8", "kv_dtype": "int8"}),
     "llama-int8": ("llama", "float32", {"quantize": "int8"}),
     "qwen3": ("qwen3", "bfloat16", {}),
-    "experts-int8": ("qwen3_moe", "float32", {"quantize": "int8", "kv_dtype": "int8"}),
 }
+OFTEN, SELDOM = ("llama", "experts-int8"), ("llama-int8", "qwen3")
 LEFT = ("llama", "qwen3")  # of which there is an artifact that leaves its products to cuBLASLt
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Those of the models of OFTEN; what a test compiles beside them is compiled as they are."""
+    with compiled_quickly():
+        yield compiled(tmp_path_factory.mktemp("cuda"), OFTEN)
+
+
+@contextmanager
+def compiled_quickly() -> Iterator[None]:
+    """Fewer kernels, of fewer programs; no check of the captured graph, which is not what is tried here."""
+    with (
+        mock.patch.object(product_calls, "ROW_BOUNDS", (16, None)),
+        mock.patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, 20)),
+        mock.patch.object(compiler, "capture", partial(export.capture, check=False)),
+    ):
+        yield
+
+
+def compiled(folder: Path, names: Sequence[str]) -> Path:
     """NAME for a GPU and NAME-reference, for each of the models; NAME-library, which leaves products to cuBLASLt."""
-    folder = tmp_path_factory.mktemp("cuda")
-    for name, (family, dtype, how) in MODELS.items():
+    for name in names:
+        family, dtype, how = MODELS[name]
         model = make_random_model(family, folder / "models" / name, dtype)
         of_gpu = f"{name}-library" if name in LEFT else name
         data = library_preferred(folder / "configs", "sm_90", 2, model, dtype) if name in LEFT else nullcontext()
         with data:
             compile(model, folder / of_gpu, CompileConfig(target="cuda:sm_90", certify="none", **how))
         compile(model, folder / f"{name}-reference", CompileConfig(target="reference", certify="none", **how))
-    for name in LEFT:
-        copy_without_library(folder / f"{name}-library", folder / name)
+        if name in LEFT:
+            copy_without_library(folder / of_gpu, folder / name)
     return folder
 
 
@@ -69,9 +94,10 @@ def copy_without_library(source: Path, target: Path) -> None:
     (target / "engine.json").write_bytes(seal_manifest(manifest))
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("check_*.py")))
-def test_on_a_fake_gpu(artifacts: Path, file: str) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "INFERC_FAKE_GPU_ARTIFACTS": str(artifacts)}
+def assert_passes(file: str, artifacts: Path, names: Sequence[str]) -> None:
+    """The tests of a file of on_fake_gpu/, those of all models for these."""
+    of_files = {"INFERC_FAKE_GPU_ARTIFACTS": str(artifacts), "INFERC_FAKE_GPU_MODELS": " ".join(names)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", **of_files}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
     arguments = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", str(FOLDER / file)]
     done = subprocess.run(
@@ -80,8 +106,20 @@ def test_on_a_fake_gpu(artifacts: Path, file: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("check_*.py")))
+def test_on_a_fake_gpu(artifacts: Path, file: str) -> None:
+    assert_passes(file, artifacts, (*OFTEN, "llama-library"))
+
+
+@pytest.mark.slow
+def test_other_models_on_a_fake_gpu(tmp_path: Path) -> None:
+    """With the kernels that they are served with, for every number of rows."""
+    names = (*SELDOM, "qwen3-library")
+    assert_passes("check_models.py", compiled(tmp_path, SELDOM), names)
+
+
 def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
-    facts = inspect_artifact(artifacts / "qwen3")
+    facts = inspect_artifact(artifacts / "llama")
     assert facts["targets"] == ["cuda:sm_90"]
     assert facts["cubins"] == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
     rows = {row["name"]: row for row in facts["kernels"] if "registers" in row}
@@ -89,9 +127,9 @@ def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
     for row in rows.values():
         assert row["target"] == "cuda:sm_90" and 0 < row["occupancy"] <= 1 and row["registers"] <= 255, row
         assert row["local_bytes"] == 0, row
-    names = {path.name for path in (artifacts / "qwen3" / "kernels" / "sm_90").glob("*.cubin")}
+    names = {path.name for path in (artifacts / "llama" / "kernels" / "sm_90").glob("*.cubin")}
     assert names == {f"{name}.cubin" for name in rows}
-    ptx = (artifacts / "qwen3" / "kernels" / "ptx").glob("*.ptx")
+    ptx = (artifacts / "llama" / "kernels" / "ptx").glob("*.ptx")
     assert all("\n.target sm_80\n" in path.read_text() for path in ptx), "what is for one chip alone runs on no other"
 
 
@@ -130,7 +168,7 @@ def test_another_chip_leaves_the_weights_alone(artifacts: Path, tmp_path: Path) 
     ("model", "config", "message"),
     [
         ("llama", {"target": "cuda:sm_90"}, r"has cuda:sm_90 already; it has: cuda:sm_90$"),
-        ("qwen3", {"target": "cuda:sm_80"}, r"is not the model of .*: their configs differ in architectures"),
+        ("experts-int8", {"target": "cuda:sm_80"}, r"is not the model of .*: their configs differ in architectures"),
         ("llama", {"target": "cpu"}, r"is compiled for cuda:sm_90, whose weights do not lie as cpu reads them"),
         ("llama", {"target": "cuda:sm_80", "dtype": "bfloat16"}, r"was compiled with dtype float32, not bfloat16"),
     ],

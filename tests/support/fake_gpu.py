@@ -13,6 +13,7 @@ from unittest import mock
 import cuda_runs
 from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda
+from lowered import make_plan
 
 from inferc.config import EngineConfig
 from inferc.errors import UnsupportedError
@@ -26,9 +27,20 @@ from inferc.runtime.step import F32, StepPlan, StepResult
 
 LIBRARY = "-library"  # of an artifact that leaves all its products of two rows and more to cuBLASLt
 ARTIFACTS = Path(os.environ.get("INFERC_FAKE_GPU_ARTIFACTS", "."))
+MODELS = os.environ.get("INFERC_FAKE_GPU_MODELS", "").split()
 # Of the largest logit: to bfloat16 the interpreter truncates, and a key near the middle of two integers may become either.
 TOLERANCE = {"llama": 2e-5, "llama-int8": 2e-5, "qwen3": 0.08, "experts-int8": 5e-3}
 TOLERANCE |= {f"{name}{LIBRARY}": TOLERANCE[name] for name in ("llama", "qwen3")}
+PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))
+
+
+def plans() -> list[StepPlan]:
+    """Two prompts; decode beside the rest of one and another; three that decode."""
+    return [
+        make_plan([(0, PROMPT, 0), (2, OTHER[:20], 0)]),
+        make_plan([(0, [8], 9), (2, OTHER[20:], 20), (1, [9, 10], 0)]),
+        make_plan([(2, [3], 35), (0, [4], 10), (1, [6], 2)]),
+    ]
 
 
 @dataclass

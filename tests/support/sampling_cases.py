@@ -168,7 +168,7 @@ def large() -> SampledStep:
 
 
 def sampled_steps() -> Iterator[SampledStep]:
-    yield combined(100, SMALL, 0, 56)
+    yield combined(100, SMALL, 0, 40)
     yield combined(5, Sizes(), 1, 24)
     yield combined(1000, Sizes(128, 256, 256, 64), 2, 24)
     yield combined(4097, Sizes(), 3, 8)

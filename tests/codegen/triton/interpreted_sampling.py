@@ -1,4 +1,6 @@
-"""Sample every step of the cases under Triton's interpreter, and print what is wrong as JSON: {case: [fault]}.
+"""Sample steps of the cases under Triton's interpreter, and print what is wrong as JSON: {case: [fault]}.
+
+Of those that are named, or of all, with what else sampling launches.
 
 A process of its own: TRITON_INTERPRET=1 must be set before Triton is imported.
 """
@@ -20,5 +22,6 @@ def launch(source: Source, counts: dict[str, int], tensors: dict[str, Tensor]) -
 
 
 if __name__ == "__main__":
-    found = {name: faults(step, run_step(step, launch)) for name, step in STEPS.items()}
+    names = sys.argv[1:] or list(STEPS)
+    found = {name: faults(STEPS[name], run_step(STEPS[name], launch)) for name in names}
     json.dump({**found, "late ids": late_ids_faults(launch), "scores": score_faults(launch)}, sys.stdout)

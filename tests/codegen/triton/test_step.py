@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 
 from inferc.codegen.kernels import select
 from inferc.codegen.target import Target
+from inferc.codegen.triton.builders import Builders, worth
 from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.codegen.triton.gemm import ROW_BOUNDS
-from inferc.codegen.triton.launch import ARCHS
+from inferc.codegen.triton.launch import ARCHS, evaluate_grid
 from inferc.errors import UnsupportedError
 from inferc.frontend.export import capture
 from inferc.frontend.load import from_config, load
@@ -29,13 +30,18 @@ TINY_LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 
 
 def lowered(folder: Path, dtype: str = "bfloat16", quantize: str | None = None) -> CudaStep:
-    program = capture(load(folder), dtype, 128)
+    program = capture(load(folder), dtype, 128, check=False)
     lower(program, LowerConfig(Target.parse("cuda:sm_90"), block_size=16, quantize=quantize))
     return emit(program, memory_plan(program).values)
 
 
-def test_equal_layers_share_their_kernels() -> None:
-    step = lowered(TINY_LLAMA)
+@pytest.fixture(scope="module")
+def tiny_llama() -> CudaStep:
+    return lowered(TINY_LLAMA)
+
+
+def test_equal_layers_share_their_kernels(tiny_llama: CudaStep) -> None:
+    step = tiny_llama
     used = {choice["kernel"] for part in step.launches.values() for launch in part for choice in launch["choices"]}
     assert used == set(step.sources)
     kinds = Counter(name.partition("-")[0] for name in used)
@@ -47,13 +53,13 @@ def test_equal_layers_share_their_kernels() -> None:
     assert (kinds["decode_attention"], kinds["prefill_attention"], kinds["prefix_attention"]) == (2, 2, 1)
     assert kinds["attention_plan"] == 3
     assert kinds["rms_norm"] == 2 and "rope_kv_write" not in kinds and "silu_mul" not in kinds
-    assert lowered(TINY_LLAMA).sources.keys() == step.sources.keys()
+    assert lowered(TINY_LLAMA).sources.keys() == step.sources.keys(), "again"
 
 
-def test_weights_in_int8_go_through_the_same_kernels() -> None:
+def test_weights_in_int8_go_through_the_same_kernels(tiny_llama: CudaStep) -> None:
     """Of one launch each: gate, up and what makes one of both; q, k and v, their rotation and the write of the cache."""
     step = lowered(TINY_LLAMA, quantize="int8")
-    assert len(step.launches["step"]) == len(lowered(TINY_LLAMA).launches["step"])
+    assert len(step.launches["step"]) == len(tiny_llama.launches["step"])
     kinds = Counter(name.partition("-")[0] for name in step.sources)
     variants = len(ROW_BOUNDS) + 1
     assert kinds["linear"] == 5 * variants
@@ -64,8 +70,8 @@ def test_weights_in_int8_go_through_the_same_kernels() -> None:
             assert source.signature["weight_ptr"] == "*i8", name
 
 
-def test_a_step_is_data() -> None:
-    step = lowered(TINY_LLAMA)
+def test_a_step_is_data(tiny_llama: CudaStep) -> None:
+    step = tiny_llama
     assert json.loads(json.dumps(step.program_json_fields)) == step.program_json_fields
     written = [
         launch["arguments"]["cache_ptr"]
@@ -77,16 +83,25 @@ def test_a_step_is_data() -> None:
     assert written == [place for place in of_each for _ in ("fast", "invariant")]
 
 
-def test_all_kernels_of_a_step_compile() -> None:
-    step = lowered(TINY_LLAMA)
-    cubins = dict(step.compile("sm_90"))
-    assert cubins.keys() == step.sources.keys()
+def test_launches_give_kernels_what_they_take(tiny_llama: CudaStep) -> None:
+    """In the order of their signatures, and in grids that any step has numbers for."""
+    counts = {f"num_{each}": 3 for each in ("tokens", "rows", "seqs")}
+    for launch in (each for part in tiny_llama.launches.values() for each in part):
+        for choice in launch["choices"]:
+            source = tiny_llama.sources[choice["kernel"]]
+            assert list(launch["arguments"]) == list(source.signature), choice["kernel"]
+            assert all(size > 0 for size in evaluate_grid(source.grid, {**source.constants, **counts}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_all_kernels_of_a_step_compile(tiny_llama: CudaStep, arch: str) -> None:
+    with Builders(worth(len(tiny_llama.sources))) as builders:
+        cubins = dict(tiny_llama.compile(arch, builders))
+    assert cubins.keys() == tiny_llama.sources.keys()
     for name, cubin in cubins.items():
         names = [argument.name for argument in cubin.record.arguments]
-        launches = [
-            each for part in step.launches.values() for each in part if name in {c["kernel"] for c in each["choices"]}
-        ]
-        assert all(names == [*launch["arguments"], "global_scratch", "profile_scratch"] for launch in launches)
+        assert names == [*tiny_llama.sources[name].signature, "global_scratch", "profile_scratch"]
 
 
 def test_what_has_no_kernel_yet_is_refused(tmp_path: Path) -> None:
@@ -126,5 +141,7 @@ def test_kernels_of_an_8b_shape_compile_for_every_chip(
     config = AutoConfig.for_model("llama", vocab_size=128256, num_hidden_layers=2, **sizes)
     program = capture(from_config(config, None), "bfloat16", 8192, check=False)
     lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))
-    cubins = dict(emit(program, memory_plan(program).values).compile(arch))
+    step = emit(program, memory_plan(program).values)
+    with Builders(worth(len(step.sources))) as builders:
+        cubins = dict(step.compile(arch, builders))
     assert {cubin.record.arch for cubin in cubins.values()} == {arch}

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from fake_gpu import TOLERANCE, Pair, opened
+from fake_gpu import OTHER, PROMPT, TOLERANCE, Pair, opened, plans
 from lowered import make_plan
 
 from inferc.errors import RequestError
@@ -13,54 +13,11 @@ from inferc.runtime.cuda import memory, shared_prefixes
 from inferc.runtime.cuda.inputs import Capacity
 from inferc.runtime.step import StepPlan
 
-PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))
-
-
-@pytest.fixture(scope="module", params=["llama", "llama-int8", "qwen3", "experts-int8"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with opened(request.param) as made:
-        yield made
-
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[Pair]:
     with opened("llama") as made:
         yield made
-
-
-def plans() -> list[StepPlan]:
-    """Two prompts; decode beside the rest of one; three that decode."""
-    return [
-        make_plan([(0, PROMPT, 0), (2, OTHER[:20], 0)]),
-        make_plan([(0, [8], 9), (2, OTHER[20:], 20), (1, [9, 10], 0)]),
-        make_plan([(2, [3], 35), (0, [4], 10), (1, [6], 2)]),
-    ]
-
-
-def test_logits_are_the_references(pair: Pair) -> None:
-    for plan in plans():
-        found, expected = pair.logits(plan), pair.oracle._logits(plan)
-        assert np.abs(found - expected).max() <= TOLERANCE[pair.artifact.path.name] * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-int8"])
-def test_ids_are_the_references_through_graphs(name: str) -> None:
-    with opened(name) as pair:
-        for plan in plans():
-            assert pair.run(plan).token_ids.tolist() == pair.expected(plan).token_ids.tolist()
-        assert pair.fake.calls["cuGraphLaunch"] == 1, "each sequence has one new token in the third"
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-int8"])
-def test_in_the_invariant_order_a_sequence_has_the_same_bits_alone(name: str) -> None:
-    with opened(name, deterministic=True) as alone, opened(name, deterministic=True) as among:
-        of_one = [make_plan([(0, PROMPT, 0)]), make_plan([(0, [8], 9)])]
-        of_all = [
-            make_plan([(0, PROMPT, 0), (1, OTHER, 0), (3, PROMPT[:3], 0)]),
-            make_plan([(0, [8], 9), (1, [7], 35), (3, [6], 3)]),
-        ]
-        for one, every in zip(of_one, of_all, strict=True):
-            assert alone.logits(one)[0].tobytes() == among.logits(every)[0].tobytes()
 
 
 def test_in_the_invariant_order_it_has_them_however_its_prompt_is_cut() -> None:
