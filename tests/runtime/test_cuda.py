@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,8 @@ from library_data import library_preferred
 
 from inferc import compiler
 from inferc.add_target import add_target
-from inferc.codegen.triton import product_calls
+from inferc.codegen.triton import code, product_calls
+from inferc.codegen.triton.code import write_code
 from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.compiler import compile
 from inferc.config import CompileConfig
@@ -45,7 +46,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-int8": ("llama", "float32", {"quantize": "int8"}),
     "qwen3": ("qwen3", "bfloat16", {}),
 }
-OFTEN, SELDOM = ("llama", "experts-int8"), ("llama-int8", "qwen3")
+OFTEN = ("llama", "experts-int8")
 LEFT = ("llama", "qwen3")  # of which there is an artifact that leaves its products to cuBLASLt
 
 
@@ -67,14 +68,18 @@ def compiled_quickly() -> Iterator[None]:
         yield
 
 
-def compiled(folder: Path, names: Sequence[str]) -> Path:
-    """NAME for a GPU and NAME-reference, for each of the models; NAME-library, which leaves products to cuBLASLt."""
+def compiled(folder: Path, names: Iterable[str]) -> Path:
+    """NAME for a GPU and NAME-reference, for each of the models.
+
+    Of those of LEFT NAME-library too, which leaves products to cuBLASLt; the others have no PTX.
+    """
     for name in names:
         family, dtype, how = MODELS[name]
         model = make_random_model(family, folder / "models" / name, dtype)
         of_gpu = f"{name}-library" if name in LEFT else name
+        how_written = partial(write_code, with_ptx=name in LEFT)
         data = library_preferred(folder / "configs", "sm_90", 2, model, dtype) if name in LEFT else nullcontext()
-        with data:
+        with data, mock.patch.object(code, "write_code", how_written):
             compile(model, folder / of_gpu, CompileConfig(target="cuda:sm_90", certify="none", **how))
         compile(model, folder / f"{name}-reference", CompileConfig(target="reference", certify="none", **how))
         if name in LEFT:
@@ -94,28 +99,31 @@ def copy_without_library(source: Path, target: Path) -> None:
     (target / "engine.json").write_bytes(seal_manifest(manifest))
 
 
-def assert_passes(file: str, artifacts: Path, names: Sequence[str]) -> None:
-    """The tests of a file of on_fake_gpu/, those of all models for these."""
-    of_files = {"INFERC_FAKE_GPU_ARTIFACTS": str(artifacts), "INFERC_FAKE_GPU_MODELS": " ".join(names)}
+def assert_passes(artifacts: Path, models: Sequence[str], *arguments: str) -> None:
+    """The tests in on_fake_gpu/ that pytest's arguments choose, those of all models for these."""
+    of_files = {"INFERC_FAKE_GPU_ARTIFACTS": str(artifacts), "INFERC_FAKE_GPU_MODELS": " ".join(models)}
     env = {**os.environ, "TRITON_INTERPRET": "1", **of_files}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
-    arguments = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", str(FOLDER / file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments], check=False, env=env, capture_output=True, text=True
-    )
+    options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("check_*.py")))
-def test_on_a_fake_gpu(artifacts: Path, file: str) -> None:
-    assert_passes(file, artifacts, (*OFTEN, "llama-library"))
+def test_on_a_fake_gpu(artifacts: Path) -> None:
+    files = map(str, sorted(FOLDER.glob("check_*.py")))
+    assert_passes(artifacts, OFTEN, "-m", "not slow", "-k", "not (experts and (ids or invariant))", *files)
 
 
 @pytest.mark.slow
-def test_other_models_on_a_fake_gpu(tmp_path: Path) -> None:
+def test_more_on_a_fake_gpu(artifacts: Path) -> None:
+    assert_passes(artifacts, OFTEN, "-m", "slow", *map(str, sorted(FOLDER.glob("check_*.py"))))
+
+
+@pytest.mark.slow
+def test_more_models_on_a_fake_gpu(tmp_path: Path) -> None:
     """With the kernels that they are served with, for every number of rows."""
-    names = (*SELDOM, "qwen3-library")
-    assert_passes("check_models.py", compiled(tmp_path, SELDOM), names)
+    assert_passes(compiled(tmp_path, MODELS), [*MODELS, "qwen3-library"], str(FOLDER / "check_models.py"))
 
 
 def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
@@ -188,18 +196,25 @@ def test_there_is_no_gpu_here(artifacts: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "capability"), [("llama", [12, 0]), ("llama-library", [9, 0])])
-def test_a_prompt_on_the_command_line(artifacts: Path, model: str, capability: list[int]) -> None:
+def test_a_prompt_on_the_command_line(
+    artifacts: Path, generated_by_reference: list[list[int]], model: str, capability: list[int]
+) -> None:
     """As `inferc generate` does it, on a chip that there is only PTX for, and with cuBLASLt: the reference's ids."""
+    name, of_fake = artifacts / model, json.dumps({"capability": capability})
+    assert generated(SUPPORT / "on_fake_gpu.py", name, of_fake, "--", "generate", name) == generated_by_reference
+
+
+@pytest.fixture(scope="module")
+def generated_by_reference(artifacts: Path) -> list[list[int]]:
+    return generated("-m", "inferc", "generate", artifacts / "llama-reference")
+
+
+def generated(*command: object) -> list[list[int]]:
+    """The ids that a command makes of two prompts."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(("src", str(SUPPORT)))}
     options = ["--prompt", "def add", "--prompt", "The quick", "--max-tokens", "4", "--temperature", "0", "--json"]
-
-    def generated(*command: object) -> list[list[int]]:
-        done = subprocess.run(
-            [sys.executable, *map(str, command), *options], env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return [output["token_ids"] for output in json.loads(done.stdout)["outputs"]]
-
-    name, of_fake = artifacts / model, json.dumps({"capability": capability})
-    found = generated(SUPPORT / "on_fake_gpu.py", name, of_fake, "--", "generate", name)
-    assert found == generated("-m", "inferc", "generate", artifacts / "llama-reference")
+    done = subprocess.run(
+        [sys.executable, *map(str, command), *options], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [output["token_ids"] for output in json.loads(done.stdout)["outputs"]]

@@ -1,4 +1,4 @@
-"""Compile the cases of all kernels for AMD's MI300, or with "some" one of each kernel, in int8 if there is one.
+"""Compile the cases of all kernels for AMD's MI300.
 
 Prints {kernel: {case: {"code", "shared", "spilled"}}} as JSON: bytes of machine code and of shared memory, and vector
 registers that are kept in memory.
@@ -43,19 +43,15 @@ def compiled(source: Source) -> dict[str, int]:
     return {"code": len(made.asm["hsaco"]), "shared": made.metadata.shared, "spilled": int(spilled)}
 
 
-def sources(some: bool) -> Iterator[tuple[str, str, Source]]:
+def sources() -> Iterator[tuple[str, str, Source]]:
     """(kernel, case, its source)."""
     for kernel, made in KERNELS.items():
-        cases = [(case.name, case.source) for case in made()]
-        if some:
-            of_int8 = (each for each in cases if "*i8" in each[1].signature.values())
-            cases = [next(of_int8, cases[0])]
-        yield from ((kernel, name, source) for name, source in cases)
+        yield from ((kernel, case.name, case.source) for case in made())
     yield from ((name, f"vocabulary of {VOCAB}", source) for name, source in kernels_of(VOCAB).items())
 
 
 if __name__ == "__main__":
     found: dict[str, dict[str, dict[str, int]]] = {}
-    for kernel, case, source in sources("some" in sys.argv[1:]):
+    for kernel, case, source in sources():
         found.setdefault(kernel, {})[case] = compiled(portable(source))
     json.dump(found, sys.stdout)

@@ -57,6 +57,7 @@ def test_ids_are_the_references_and_graphs_hold_products(pair: Pair) -> None:
     assert set(computed(pair)) == {29, 2, 4}, "a graph is of 4 sequences"
 
 
+@pytest.mark.slow
 def test_many_rows_of_logits(pair: Pair) -> None:
     """More than there is memory for at a time."""
     plan = make_plan([(0, OTHER, 0), (1, PROMPT * 6, 0)], all_rows=True)

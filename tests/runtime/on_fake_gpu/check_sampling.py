@@ -48,6 +48,7 @@ def decode(llama: Pair, steps: int, **changes: object) -> None:
         plan = sampled(plan, counters=step + 1, **changes)
 
 
+@pytest.mark.slow
 def test_a_draw(llama: Pair) -> None:
     decode(llama, 4, temperature=0.9, seeds=[3, 2**63 + 5])
 
@@ -60,6 +61,7 @@ def test_penalties_count_what_was_sampled(llama: Pair) -> None:
     decode(llama, 5, repetition_penalty=[1.5, 1.0], presence_penalty=[0.0, 2.0], frequency_penalty=[0.0, 3.0])
 
 
+@pytest.mark.slow
 def test_lists(llama: Pair) -> None:
     def ids(*each: int) -> np.ndarray:
         return np.array(each, np.int32)

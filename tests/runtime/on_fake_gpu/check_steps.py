@@ -20,6 +20,7 @@ def llama() -> Iterator[Pair]:
         yield made
 
 
+@pytest.mark.slow
 def test_in_the_invariant_order_it_has_them_however_its_prompt_is_cut() -> None:
     """Whole, as a preempted sequence is computed again, or in chunks and token by token, as it was computed at first."""
     tokens, found = (PROMPT * 11)[:95], []
@@ -116,6 +117,7 @@ def test_a_step_whose_graph_finds_no_memory_runs_without(caplog: pytest.LogCaptu
     assert message.endswith("run kernel by kernel, which is slower; a lower --kv-memory leaves them more")
 
 
+@pytest.mark.slow
 def test_a_graph_that_finds_no_memory_at_its_launch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
