@@ -7,12 +7,15 @@ and ops, and the passes look at nothing else.
 from __future__ import annotations
 
 import copy
+import json
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from inferc import program as program_lib
 from inferc.config import ContextLength
 from inferc.errors import ConfigError, ExportError
 from inferc.frontend import trace
@@ -38,19 +41,65 @@ def capture(
     dtype is that of activations and weights; max_model_len (tokens; by default what the model was trained for) fixes a
     rope that depends on length (see rope.py), which `info["rope"]` then says and a warning. With `check` a small random
     copy must give the reference's logits, and a module those of its class and config (see check.py).
+
+    What was captured last is kept, so that compiling a model for several targets traces it once; modules in memory,
+    whose code may have changed, are captured anew.
     """
     if isinstance(model, torch.nn.Module):
         checkpoint = load_module(model)
     else:
         checkpoint = model if isinstance(model, Checkpoint) else load(model)
-    program = export_model(checkpoint, dtype, max_model_len)
+    key = None if checkpoint.module is not None else _key(checkpoint, dtype, max_model_len)
+    kept = _KEPT.get(key, check)
+    program = kept or export_model(checkpoint, dtype, max_model_len)
     if check:
         from inferc.frontend.check import check_capture, check_module
 
         warn_of_fixed_rope(program.info["rope"])
-        check_module(checkpoint)
-        check_capture(program, checkpoint, max_model_len)
+        if kept is None:
+            check_module(checkpoint)
+            check_capture(program, checkpoint, max_model_len)
+    if kept is None:
+        _KEPT.put(key, check, program)
     return program
+
+
+def forget_captures() -> None:
+    """Capture anew what was captured before, as after a change of the code that captures."""
+    _KEPT.programs.clear()
+
+
+class _Kept:
+    """The programs that were captured last, as text, since whoever gets one changes it."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.programs: OrderedDict[str, tuple[bool, str]] = OrderedDict()
+
+    def get(self, key: str | None, checked: bool) -> Program | None:
+        was_checked, text = self.programs.get(key or "", (False, ""))
+        if not text or was_checked < checked:
+            return None
+        self.programs.move_to_end(key or "")
+        return program_lib.from_json(json.loads(text))
+
+    def put(self, key: str | None, checked: bool, program: Program) -> None:
+        if key is None:
+            return
+        self.programs[key] = (checked, json.dumps(program_lib.to_json(program)))
+        self.programs.move_to_end(key)
+        if len(self.programs) > self.most:
+            self.programs.popitem(last=False)
+
+
+_KEPT = _Kept(most=8)
+
+
+def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str:
+    """Of all that a program is made of, which is everything but the values of the weights."""
+    tensors = sorted((name, list(shape), str(kind)) for name, (shape, kind) in checkpoint.tensors.items())
+    parts = (checkpoint.name, checkpoint.model_class.__qualname__, dtype, max_model_len, tensors)
+    return json.dumps([parts, checkpoint.config.to_json_string(use_diff=False)])
 
 
 def export_module(module: torch.nn.Module, dtype: str = "bfloat16", max_model_len: int | None = None) -> Program:

@@ -15,6 +15,7 @@ from inferc import weights as weight_lib
 from inferc.compiler import compile
 from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, ExportError
+from inferc.frontend import export, repeat
 from inferc.frontend.export import capture, context_length, export_model, export_module
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.reference import reference_logits, reference_model
@@ -196,3 +197,30 @@ def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypa
     with pytest.raises(ExportError, match="LlamaForCausalLM cannot be captured: .*branches on data") as caught:
         capture(tiny_llama_folder, "float32")
     assert "\n" not in str(caught.value)
+
+
+def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the folder, the dtype and the length; whoever changes a program changes no other's."""
+    folder = make_random_model("llama", tmp_path / "m", "float32")
+    traced: list[object] = []
+
+    def trace_once(model: Any) -> Any:
+        traced.append(model)
+        return repeat.trace_once(model)
+
+    monkeypatch.setattr(export, "trace_once", trace_once)
+    export.forget_captures()
+    first = capture(folder, "float32", 64, check=False)
+    text = json.dumps(program_lib.to_json(first))
+    first.graph.eliminate_dead_code()
+    first.info.clear()
+    assert json.dumps(program_lib.to_json(capture(folder, "float32", 64, check=False))) == text and len(traced) == 1
+    capture(folder, "float32", 64)
+    assert len(traced) == 3, "now it is checked, by a capture of a copy"
+    for dtype, length in (("float32", 64), ("bfloat16", 64), ("float32", 32)):
+        capture(folder, dtype, length, check=False)
+    assert len(traced) == 5
+    module = load(folder).model_class.from_pretrained(folder)
+    for _ in range(2):
+        capture(module, "float32", 64, check=False)
+    assert len(traced) == 7, "its code may be another by now"
