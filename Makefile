@@ -102,6 +102,8 @@ protos:  ## make the _pb2 files again, with the oldest grpcio-tools whose output
 	    serve/protos/inferc/v1/inference.proto
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
+	@$(PY) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null \
+	    || { echo "gpu-test: no NVIDIA driver on this machine; run this where a GPU is" >&2; exit 1; }
 	$(PY) -m pytest -m gpu $(ARGS)
 
 gpu-bench: $(READY)  ## kernels and models on an NVIDIA GPU, measured: make gpu-bench ROWS='bandwidth 8b-decode'

@@ -1,5 +1,10 @@
-"""Under continuous integration a test that is skipped for want of a package fails: it would never run otherwise."""
+"""Under continuous integration a test that is skipped for want of a package fails: it would never run otherwise.
 
+Tests that need a GPU are skipped where there is none; `make gpu-test` asks for one before it runs them.
+"""
+
+import ctypes
+import functools
 import os
 from collections.abc import Generator
 
@@ -31,3 +36,17 @@ def pytest_make_collect_report(
     report = yield
     fail_if_wanting(report)
     return report
+
+
+@functools.cache
+def has_gpu() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not has_gpu():
+        pytest.skip("needs an NVIDIA GPU")
