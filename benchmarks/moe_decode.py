@@ -128,7 +128,9 @@ def decode(engine: Engine, prompt_len: int, steps: int, batch: int, routing: Rou
 
 
 def run_once(artifact: Path, steps: int, batch: int, routing: Routing | None = None) -> float:
-    engine = load_engine(artifact, max_num_seqs=batch, max_num_batched_tokens=WARM_LEN, kv_memory_bytes=64 << 20)
+    engine = load_engine(
+        artifact, max_num_seqs=batch, max_num_batched_tokens=WARM_LEN, kv_memory_bytes=64 << 20, prefix_cache=False
+    )
     try:
         decode(engine, WARM_LEN, 4, 1)
         return decode(engine, INPUT_LEN, steps, batch, routing)

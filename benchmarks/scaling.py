@@ -49,7 +49,7 @@ def model_folder(shape: str, layers: int, work: Path) -> str:
 def open_engine(path: Path, threads: int, longest: int) -> Inferc:
     cost = model_cost(load_artifact(path))
     room = cost.kv_bytes(longest + NEW_TOKENS) + (64 << 20)
-    return Inferc(load_engine(path, num_threads=threads, max_num_seqs=1, kv_memory_bytes=room))
+    return Inferc(load_engine(path, num_threads=threads, max_num_seqs=1, kv_memory_bytes=room, prefix_cache=False))
 
 
 def measure(paths: dict[str, Path], lengths: Sequence[int], turns: int, threads: int) -> dict[str, Any]:

@@ -77,15 +77,15 @@ class Batch:
         self._lists: dict[int, _Lists] = {}  # of the slots that have any
         self._decode_shape: _Shape | None = None  # of all in `order`; None after one joined or left
 
-    def join(self, seq: Sequence) -> int:
-        """Give a waiting sequence a slot, its place in `order` the last."""
+    def join(self, seq: Sequence, num_computed: int = 0) -> int:
+        """Give a waiting sequence a slot, its place in `order` the last. num_computed: of its tokens are in the cache."""
         slot = seq.slot = self.free_slots.pop()
         self.seqs[slot] = seq
         self.order = np.append(self.order, slot)
         self._decode_shape = None
         length = len(seq.token_ids)
         self.num_tokens[slot] = self.num_known[slot] = length
-        self.num_computed[slot] = 0
+        self.num_computed[slot] = num_computed
         self.prompt_len[slot], self.max_total[slot] = seq.prompt_len, seq.max_total
         self.late[slot], self.last_id[slot] = False, seq.token_ids[-1]
         self._set_stop_ids(slot, seq)

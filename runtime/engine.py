@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from inferc.errors import InfercError, RequestError
+from inferc.runtime.kv_cache import root_hash
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler, SchedulerConfig
 from inferc.runtime.scoring import Score, Scorer
@@ -54,6 +55,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    cache_identity: tuple[str, str] = ("", "")  # the model's hash and the dtype of K and V, see `root_hash`
 
 
 @dataclass
@@ -68,6 +70,9 @@ class EngineStats:
     num_steps: int = 0
     num_preemptions: int = 0
     num_given_back: int = 0  # blocks that left every window while their sequences ran
+    num_evicted: int = 0  # blocks of the prefix cache that made room
+    admitted_tokens: int = 0  # of prompts, when they were let in for the first time
+    cached_tokens: int = 0  # of these, found in the prefix cache
     prompt_tokens: int = 0
     scheduled_tokens: int = 0
     output_tokens: int = 0
@@ -134,6 +139,7 @@ class Engine:
                 " choose; allow more, or set min_tokens to 0"
             )
         seed = secrets.randbits(64) if params.seed is None else params.seed
+        root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
         seqs = []
         for index in range(params.n):
             seq = Sequence(
@@ -146,6 +152,7 @@ class Engine:
                 sequence_seed(seed, index),
                 min(longest, wanted),
                 ends,
+                root=root,
             )
             self._arrival += 1
             seqs.append(seq)
@@ -278,7 +285,12 @@ class Engine:
         scheduler = self.scheduler
         self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
         self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
-        self._stats.num_given_back = scheduler.cache.num_given_back
+        self._stats.num_given_back, self._stats.num_evicted = (
+            scheduler.cache.num_given_back,
+            scheduler.cache.num_evicted,
+        )
+        self._stats.admitted_tokens = scheduler.num_prompt_tokens
+        self._stats.cached_tokens = scheduler.num_cached_tokens
         return replace(self._stats, finished=self._stats.finished.copy())
 
     def close(self) -> None:

@@ -1,11 +1,14 @@
-"""Which block of the KV pool holds what: free blocks, block tables, reference counts.
+"""Which block of the KV pool holds what: free blocks, block tables, reference counts, and what can be found again.
 
-Knows block ids only; the bytes are the model runner's.
+A full block is published under the hash of all tokens up to its end. When the last sequence that has it leaves, it stays
+where it is, and whoever begins with the same tokens takes it as it lies, until its place is needed: then the one goes
+that was used the longest time ago. Knows block ids only; the bytes are the model runner's.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,27 +20,60 @@ from inferc.runtime.step import I32, I64
 class BlockPool:
     """The blocks of one KV group. Block 0 is reserved: padding is written there.
 
-    A block is free when its ref_count is 0. What was freed last is taken first: blocks that were never needed never
-    become resident memory.
+    A block whose ref_count is 0 can be taken. It is in `free` if nobody can find it: what was freed last is taken first,
+    so that blocks which were never needed never become resident memory. Else it is in `kept`, and taken when no other
+    is left.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.size = num_blocks - 1  # that can be given out
         self.free = list(range(num_blocks - 1, 0, -1))  # taken from the end
+        self.kept: OrderedDict[int, None] = OrderedDict()  # taken from the front
         self.ref_count = np.zeros(num_blocks, np.int32)
+        self.block_of: dict[bytes, int] = {}  # by the hash that it was published under
+        self.hash_of: dict[int, bytes] = {}
+        self.num_evicted = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken."""
+        return len(self.free) + len(self.kept)
 
     def take(self, count: int) -> list[int]:
+        """Of at most `num_free` blocks."""
+        for _ in range(count - len(self.free)):
+            block, _ = self.kept.popitem(last=False)
+            del self.block_of[self.hash_of.pop(block)]
+            self.free.append(block)
+            self.num_evicted += 1
         blocks = [self.free.pop() for _ in range(count)]
         self.ref_count[blocks] += 1
         return blocks
 
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of some blocks that were found."""
+        for block in blocks:
+            if self.ref_count[block] == 0:
+                del self.kept[block]
+            self.ref_count[block] += 1
+
     def drop(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each block; those without any left become free, the first of a sequence on top."""
+        """Give up one reference to each block. Of those without any left the first of a sequence are taken last: what
+        comes later is of no use without them."""
         for block in reversed(blocks):
             self.ref_count[block] -= 1
-            if self.ref_count[block] == 0:
+            if self.ref_count[block]:
+                continue
+            if block in self.hash_of:
+                self.kept[block] = None
+            else:
                 self.free.append(block)
+
+    def publish(self, block: int, name: bytes) -> None:
+        """Let a block be found by the hash `name`, unless another one is."""
+        if name not in self.block_of and block not in self.hash_of:
+            self.block_of[name], self.hash_of[block] = block, name
 
 
 class KVCacheManager:
@@ -48,6 +84,7 @@ class KVCacheManager:
 
     tables[g] [num_slots, max_blocks] i32, 0 outside of [begin, end); begins, ends [num_groups, num_slots] i64
     num_grown [num_slots] i64     the least `end` of a slot: blocks it has got in every group
+    num_published [num_slots] i64 blocks from the first on that were published, or found
     next_unseen [num_slots] i64   the first position whose query sees nothing of a block that the slot holds
     """
 
@@ -67,6 +104,7 @@ class KVCacheManager:
         self.begins: I64 = np.zeros((len(self.groups), num_slots), np.int64)
         self.ends: I64 = np.zeros((len(self.groups), num_slots), np.int64)
         self.num_grown: I64 = np.zeros(num_slots, np.int64)
+        self.num_published: I64 = np.zeros(num_slots, np.int64)
         self._first_unseen = self._unseen_from([0] * len(self.groups))
         self.next_unseen: I64 = np.full(num_slots, self._first_unseen, np.int64)
         self.gives_back = any(group.gives_back for group in self.groups)
@@ -86,27 +124,79 @@ class KVCacheManager:
     @property
     def num_free(self) -> tuple[int, ...]:
         """Blocks that each group can still give."""
-        return tuple(len(pool.free) for pool in self.pools)
+        return tuple(pool.num_free for pool in self.pools)
 
     @property
     def usage(self) -> float:
-        """Share of the fullest group's pool that is in use, 0 to 1."""
-        return max(1.0 - len(pool.free) / pool.size for pool in self.pools)
+        """Share of the fullest group's pool that sequences have, 0 to 1."""
+        return max(1.0 - pool.num_free / pool.size for pool in self.pools)
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that could be found, and were taken for something else."""
+        return sum(pool.num_evicted for pool in self.pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def fits(self, num_tokens: int, beside: I64) -> bool:
+    def fits(self, num_tokens: int, beside: I64, found: Sequence[bytes] = ()) -> bool:
         """Whether a sequence of `num_tokens` has room in every group, at all times of its prefill.
 
         beside: slots that shall find one more block each, if they may still come to hold more than they do.
+        found: what it would `adopt` first.
         """
         blocks = self.blocks_for(num_tokens)
-        for index, (pool, most) in enumerate(zip(self.pools, self._most, strict=True)):
+        for index, (group, pool, most) in enumerate(zip(self.groups, self.pools, self._most, strict=True)):
             spare = np.count_nonzero(self.ends[index, beside] - self.begins[index, beside] < most)
-            if min(blocks, most) + spare > len(pool.free):
+            own = found[self._first_block(group, len(found)) :]
+            kept = sum(pool.block_of[name] in pool.kept for name in own)
+            if max(1, min(blocks, most) - len(own)) + spare + kept > pool.num_free:
                 return False
         return True
+
+    def _first_block(self, group: CacheGroup, num_blocks: int) -> int:
+        """The first block that the query behind `num_blocks` sees."""
+        return group.first_key(num_blocks * self.block_size) // self.block_size
+
+    def find(self, hashes: Sequence[bytes]) -> int:
+        """How many of a sequence's first blocks can be found: in every group all that the query behind them sees."""
+        count = len(hashes)
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            if not group.gives_back:
+                found = range(count)
+                count = next((index for index in found if hashes[index] not in pool.block_of), count)
+        windows = [pair for pair in zip(self.groups, self.pools, strict=True) if pair[0].gives_back]
+        there = [count] * len(windows)  # from here to `count` all can be found
+        is_seen = False
+        while count and not is_seen:
+            is_seen = True
+            for index, (group, pool) in enumerate(windows):
+                at = min(there[index], count)
+                first = self._first_block(group, count)
+                while at > first and hashes[at - 1] in pool.block_of:
+                    at -= 1
+                there[index] = at
+                if at > first:  # with more blocks than are before the missing one the query still sees that
+                    count, is_seen = at - 1, False
+        return count
+
+    def adopt(self, slot: int, hashes: Sequence[bytes]) -> None:
+        """Give an empty slot the blocks that `find` counted."""
+        for index, (group, pool, table) in enumerate(zip(self.groups, self.pools, self.tables, strict=True)):
+            begin = self._first_block(group, len(hashes))
+            blocks = [pool.block_of[name] for name in hashes[begin:]]
+            pool.hold(blocks)
+            table[slot, begin : len(hashes)] = blocks
+            self.begins[index, slot], self.ends[index, slot] = begin, len(hashes)
+        self.num_grown[slot] = self.num_published[slot] = len(hashes)
+        self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
+
+    def publish(self, slot: int, hashes: Sequence[bytes]) -> None:
+        """Let the first blocks of `slot`, which are or will be computed before any later step, be found by these hashes."""
+        for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
+            for block in range(max(int(self.num_published[slot]), int(self.begins[index, slot])), len(hashes)):
+                pool.publish(int(table[slot, block]), hashes[block])
+        self.num_published[slot] = len(hashes)
 
     def grow(self, slot: int, num_tokens: int, whole: int = 0) -> bool:
         """Give `slot` blocks up to `num_tokens`, in every group; False, and nothing changed, if too few are free.
@@ -115,7 +205,7 @@ class KVCacheManager:
         """
         wanted = [self.blocks_for(num_tokens if group.gives_back else max(num_tokens, whole)) for group in self.groups]
         missing = [max(0, blocks - int(end)) for blocks, end in zip(wanted, self.ends[:, slot], strict=True)]
-        if any(count > len(pool.free) for count, pool in zip(missing, self.pools, strict=True)):
+        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
             return False
         for index, count in enumerate(missing):
             if count:
@@ -132,7 +222,7 @@ class KVCacheManager:
         """
         self.give_back(slot, start)
         ends = zip(self.ends[:, slot].tolist(), self.pools, strict=True)
-        room = min(end + len(pool.free) for end, pool in ends) * self.block_size
+        room = min(end + pool.num_free for end, pool in ends) * self.block_size
         count = max(0, min(count, room - start))
         grown = not count or self.grow(slot, start + count, whole)
         assert grown, "counted above"
@@ -167,11 +257,14 @@ class KVCacheManager:
             begin, end = int(self.begins[index, slot]), int(self.ends[index, slot])
             pool.drop(table[slot, begin:end].tolist())
             table[slot, begin:end] = 0
-        self.begins[:, slot] = self.ends[:, slot] = self.num_grown[slot] = 0
+        self.begins[:, slot] = self.ends[:, slot] = self.num_grown[slot] = self.num_published[slot] = 0
         self.next_unseen[slot] = self._first_unseen
 
     def check_integrity(self) -> None:
-        """Every block but 0 is either free, once, or referred to by as many tables as its ref_count says."""
+        """Every block but 0 can either be taken, once, or is referred to by as many tables as its ref_count says.
+
+        What can be found is found by one hash, and is in no list of free ones.
+        """
         assert (self.num_grown == self.ends.min(0)).all(), "num_grown is not the least of a slot's ends"
         assert (self.begins <= self.ends).all(), "a slot gave back more than it had"
         for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
@@ -184,8 +277,10 @@ class KVCacheManager:
             assert (references == pool.ref_count).all(), "ref counts do not add up"
             assert len(set(pool.free)) == len(pool.free), "a block is free twice"
             used = int((pool.ref_count > 0).sum())
-            assert used + len(pool.free) == pool.size, f"{used} used and {len(pool.free)} free of {pool.size}"
-            assert not pool.ref_count[list(pool.free)].any(), "a free block is referred to"
+            assert used + pool.num_free == pool.size, f"{used} used and {pool.num_free} free of {pool.size}"
+            assert not pool.ref_count[[*pool.free, *pool.kept]].any(), "a free block is referred to"
+            assert pool.hash_of == {block: name for name, block in pool.block_of.items()}, "hashes are not one to one"
+            assert pool.kept.keys() <= pool.hash_of.keys() and not pool.hash_of.keys() & set(pool.free)
 
 
 def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "") -> bytes:
@@ -203,3 +298,13 @@ def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "")
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of a full block: of all tokens up to its end, through `previous`. Ids enter as little-endian u32."""
     return hashlib.sha256(previous + np.asarray(token_ids, "<u4").tobytes()).digest()
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks. root: `root_hash` of the sequence."""
+    first = len(hashes)
+    ids = np.asarray(token_ids[first * block_size : len(token_ids) // block_size * block_size], "<u4").tobytes()
+    name = hashes[-1] if hashes else root
+    for begin in range(0, len(ids), 4 * block_size):
+        name = hashlib.sha256(name + ids[begin : begin + 4 * block_size]).digest()
+        hashes.append(name)

@@ -44,6 +44,7 @@ def load_engine(
         block_size=artifact.block_size,
         groups=groups,
         chunked_prefill=chunked_prefill,
+        prefix_cache=resolved.prefix_cache,
     )
     engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
@@ -59,7 +60,10 @@ def model_limits(artifact: Artifact) -> ModelLimits:
     vocab_size = int(artifact.model["vocab_size"])
     eos = tuple(int(token) for token in artifact.model["eos_token_ids"])
     # One that the model cannot sample ends nothing.
-    return ModelLimits(vocab_size, artifact.max_model_len, tuple(token for token in eos if 0 <= token < vocab_size))
+    ends = tuple(token for token in eos if 0 <= token < vocab_size)
+    # Another artifact of the same model may have other bits.
+    identity = (str(artifact.manifest["sha256"]), ",".join(str(group["dtype"]) for group in artifact.whole_kv_groups))
+    return ModelLimits(vocab_size, artifact.max_model_len, ends, identity)
 
 
 def model_defaults(artifact: Artifact) -> Mapping[str, Any]:

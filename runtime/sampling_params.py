@@ -16,6 +16,7 @@ MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
+MAX_SALT = 256
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class SamplingParams:
     the model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
     probability and the k most likely tokens'. `stop` strings end a sequence and are cut off the text, unless
     `include_stop_str_in_output`; `stop_token_ids` come on top of the model's own end tokens, which `ignore_eos` turns
-    off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all.
+    off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all. Only requests with the same
+    `cache_salt` share cached prefixes: whoever has another can not learn from its latency what was asked before.
 
     Raises RequestError for a value out of its range.
     """
@@ -50,6 +52,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -85,6 +88,9 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias: token id", token, 0, 2**31 - 1)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT:
+            raise RequestError(f"cache_salt: expected a string of at most {MAX_SALT} characters")
 
     def _check_ends(self) -> None:
         if self.max_tokens is not None:

@@ -8,6 +8,10 @@ came last is preempted first, so the oldest sequence always advances and none st
 `update` lands a step. A sequence that leaves while a step in flight still writes to its slot and blocks keeps them
 until that step has landed; if it turned out to have ended, the token sampled there is dropped.
 
+Where the prefix cache is on, a sequence begins behind the blocks that are found by their hashes. A block can be found as
+soon as a step that fills it is scheduled: steps run one after the other, and in a step each layer stores the K and V of
+all its tokens before any is read.
+
 A prompt's blocks are taken as it is admitted, but in the KV groups that give blocks back only those of the next chunk:
 a chunk then takes what there is room for. Sequences never wait for one another in a circle: the oldest gets the blocks
 of all the others if it needs them, and alone every sequence fits that the engine accepts.
@@ -24,7 +28,7 @@ import numpy as np
 from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.batch import Batch
-from inferc.runtime.kv_cache import KVCacheManager
+from inferc.runtime.kv_cache import KVCacheManager, extend_hashes
 from inferc.runtime.sequence import Output, Sequence, Status
 from inferc.runtime.step import I64, StepPlan, StepResult
 
@@ -40,6 +44,7 @@ class SchedulerConfig:
     block_size: int
     groups: tuple[CacheGroup, ...]
     chunked_prefill: bool = True
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -71,6 +76,7 @@ class Scheduler:
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of sequences let in, and of these found in the cache
         self._in_flight: deque[tuple[int, StepPlan]] = deque()
         self._leaving: deque[tuple[int, Sequence]] = deque()  # left; their slots are free after that step
         self._step = self._landed = 0
@@ -141,6 +147,8 @@ class Scheduler:
         if np.count_nonzero(crossing):
             for slot in slots[crossing].tolist():
                 if self._num_new[slot]:  # not preempted by an older one meanwhile
+                    # The last token, which the new block is for, is the only one that may not be known here.
+                    self._publish(slot, int(self.batch.num_tokens[slot]) - 1)
                     self._grow_or_preempt(slot)
 
     def _grow_or_preempt(self, slot: int) -> None:
@@ -173,6 +181,8 @@ class Scheduler:
             count = self._extend_or_preempt(slot, wanted) if wanted else 0
             self._num_new[slot] = count
             self._budget -= count
+            if count:
+                self._publish(slot, int(batch.num_computed[slot]) + count)
 
     def _extend_or_preempt(self, slot: int, wanted: int) -> int:
         """Blocks for the next tokens of a prompt, at the cost of those that came later if there is room for none.
@@ -195,20 +205,47 @@ class Scheduler:
         batch, cache = self.batch, self.cache
         while self.waiting and self._budget and batch.free_slots:
             seq = self.waiting[0]
-            length = len(seq.token_ids)
-            if seq.slot is not None or (length > self._budget and not self.config.chunked_prefill):
+            if seq.slot is not None:
+                return
+            length, found = len(seq.token_ids), self._find(seq)
+            start = len(found) * cache.block_size
+            if length - start > self._budget and not self.config.chunked_prefill:
                 return
             # With a spare block for each running sequence, or it would be preempted as soon as they grow.
-            if not cache.fits(length, beside=batch.order):
+            if not cache.fits(length, batch.order, found):
                 return
             self.waiting.popleft()
-            slot = batch.join(seq)
+            slot = batch.join(seq, start)
             seq.status = Status.RUNNING
-            count = cache.extend(slot, 0, min(length, self._budget), whole=length)
+            cache.adopt(slot, found)
+            count = cache.extend(slot, start, min(length - start, self._budget), whole=length)
             assert count, "an admitted sequence has blocks"
             self.joined.append(seq)
             self._num_new[slot] = count
             self._budget -= count
+            self._publish(slot, start + count)
+            if not seq.num_preemptions:
+                seq.num_cached = start
+                self.num_prompt_tokens += length
+                self.num_cached_tokens += start
+
+    def _find(self, seq: Sequence) -> list[bytes]:
+        """The hashes of its first blocks that are in the cache; one token at least is left to compute."""
+        if not self.config.prefix_cache:
+            return []
+        extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
+        most = (len(seq.token_ids) - 1) // self.cache.block_size
+        return seq.hashes[: self.cache.find(seq.hashes[:most])]
+
+    def _publish(self, slot: int, num_tokens: int) -> None:
+        """Let the full blocks of a slot's first tokens be found, which are known and computed, or are in this step."""
+        count = num_tokens // self.cache.block_size
+        if not self.config.prefix_cache or count <= self.cache.num_published[slot]:
+            return
+        seq = self.batch.seqs[slot]
+        assert seq is not None
+        extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
+        self.cache.publish(slot, seq.hashes[:count])
 
     def _preempt(self, slot: int) -> None:
         """Back to the head of the queue, to be computed again."""
@@ -229,6 +266,7 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         """Take a running sequence out of the batch; its slot is free as soon as no step in flight uses it."""
         assert seq.slot is not None
+        self._publish(seq.slot, min(int(self.batch.num_computed[seq.slot]), len(seq.token_ids)))
         self.batch.leave(seq.slot)
         last_step = int(self.batch.last_step[seq.slot])
         if last_step > self._landed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.step import Logprobs
@@ -22,7 +22,8 @@ class Sequence:
     """Ids, limits and place of one sequence. Counts that change every step live in `Batch`, by slot.
 
     `token_ids` are the prompt's and the output's ids that have reached the host. `arrival` orders sequences: a lower
-    one is served first and preempted last.
+    one is served first and preempted last. `hashes` are those of its full blocks, `root` what comes before the first;
+    `num_cached` tokens of the prompt were found in the cache as it was first let in.
     """
 
     request_id: str
@@ -37,6 +38,9 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int | None = None
     num_preemptions: int = 0
+    root: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)
+    num_cached: int = 0
 
     @property
     def num_output(self) -> int:

@@ -303,7 +303,7 @@ def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tu
     depend on its own sequence only, so there is no tolerance.
     """
     loaded = load_artifact(artifact)
-    engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=64)
+    engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=64, prefix_cache=False)
     runner = engine.runner
     assert isinstance(runner, (ModelRunner, RankGroup)), "only compiled steps are observed"
     logits_id = int(loaded.ranks[-1].program["observable"][-1]["id"])  # nothing in a program comes after the LM head

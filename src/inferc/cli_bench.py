@@ -66,7 +66,7 @@ def bench_kernels(
             " --pp and --ep"
         )
     artifact.verify_weights().wait()
-    options = engine_options(threads, isa, num_seqs, max(16, input_len), pin=pin)
+    options = engine_options(threads, isa, num_seqs, max(16, input_len), pin=pin, prefix_cache=False)
     runner = ModelRunner(artifact, from_dict(EngineConfig, options))
     try:
         with progress("bench kernels"):
@@ -128,7 +128,7 @@ def bench_latency(
     from inferc.runtime.artifact import load_artifact
     from inferc.runtime.bench import latency, model_cost
 
-    options = engine_options(threads, isa, 1, max(512, input_len), pin=pin)
+    options = engine_options(threads, isa, 1, max(512, input_len), pin=pin, prefix_cache=False)
     artifact = load_artifact(out)
     with engine(artifact, options) as client, progress("bench latency"):
         result = latency(client, model_cost(artifact), threads or available_cores(), input_len, output_len)
@@ -153,7 +153,7 @@ def bench_throughput(
     from inferc.runtime.bench import model_cost, throughput
 
     total = _num_requests(concurrency, requests)
-    options = engine_options(threads, isa, concurrency, max(512, concurrency), kv_memory, pin)
+    options = engine_options(threads, isa, concurrency, max(512, concurrency), kv_memory, pin, prefix_cache=False)
     artifact = load_artifact(out)
     with engine(artifact, options) as client, progress("bench throughput"):
         result = throughput(client, model_cost(artifact), input_len, output_len, concurrency, total)

@@ -57,6 +57,13 @@ Deterministic = Annotated[
         help="On a GPU: kernels whose results depend neither on the batch nor on how prompts are cut. A CPU's never do.",
     ),
 ]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Keep K and V that were computed, for prompts that begin with the same tokens.",
+    ),
+]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
 MaxBatchedTokens = Annotated[
     int | None,
@@ -206,6 +213,7 @@ def engine_options(
     kv_memory: str = "auto",
     pin: bool = False,
     deterministic: bool = False,
+    prefix_cache: bool = True,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -218,6 +226,7 @@ def engine_options(
         "kv_memory_bytes": "auto" if kv_memory == "auto" else parse_bytes(kv_memory),
         "pin_threads": pin,
         "deterministic": deterministic,
+        "prefix_cache": prefix_cache,
     }
     for name, value in options.items():
         limit = MAX_BYTES if name == "kv_memory_bytes" else MAX_COUNT

@@ -17,6 +17,7 @@ from inferc.cli_common import (
     MaxBatchedTokens,
     MaxSeqs,
     Out,
+    PrefixCache,
     Threads,
     decode_utf8,
     engine_options,
@@ -56,6 +57,7 @@ def generate(
     max_num_batched_tokens: MaxBatchedTokens = None,
     kv_memory: KVMemory = "auto",
     deterministic: Deterministic = False,
+    prefix_cache: PrefixCache = True,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -72,7 +74,11 @@ def generate(
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(
         out,
-        **engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, deterministic=deterministic),
+        **engine_options(
+            *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory),
+            deterministic=deterministic,
+            prefix_cache=prefix_cache,
+        ),
     ) as llm:
         params = llm.sampling_params(**asked)
         if stream:

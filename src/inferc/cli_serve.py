@@ -20,6 +20,7 @@ from inferc.cli_common import (
     MaxSeqs,
     Out,
     Pin,
+    PrefixCache,
     Threads,
     engine_options,
     print_json,
@@ -46,6 +47,7 @@ def serve(
     kv_memory: KVMemory = "auto",
     pin: Pin = False,
     deterministic: Deterministic = False,
+    prefix_cache: PrefixCache = True,
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -61,7 +63,9 @@ def serve(
     from inferc.serve.server import serve as serve_
 
     logging.getLogger().setLevel(logging.INFO)
-    options = engine_options(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic)
+    options = engine_options(
+        threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache
+    )
     config = ServeConfig(out, host, grpc_port, from_dict(EngineConfig, options), drain_seconds)
 
     def report(address: str) -> None:

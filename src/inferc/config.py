@@ -172,15 +172,13 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: DEFAULT_TOKEN_BUDGET
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
-    prefix_cache: bool = False
+    prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
     deterministic: bool = False  # a cpu step always is
     pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
 
     def __post_init__(self) -> None:
         _check_fields(self)
         _check_positive(self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes")
-        if self.prefix_cache:
-            raise UnsupportedError("prefix_cache: the prefix cache is not built yet; use --no-prefix-cache")
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}:"
@@ -226,7 +224,7 @@ class EngineConfig:
             max_num_batched_tokens=token_budget,
             kv_memory_bytes=pools_bytes(groups, limits, num_blocks),
             num_blocks=num_blocks,
-            prefix_cache=False,
+            prefix_cache=self.prefix_cache,
             deterministic=self.deterministic,
             pin_threads=self.pin_threads,
         )

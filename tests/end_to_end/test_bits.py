@@ -1,4 +1,6 @@
-"""A sequence gets the same bits alone, in a batch, in chunks, on any number of threads, and after preemption."""
+"""A sequence gets the same bits alone, in a batch, in chunks, on any number of threads, after preemption, and behind a
+prefix that was found in the cache.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import inferc
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.runtime.artifact import inspect_artifact
+from inferc.runtime.engine import EngineStats
 
 Bits = list[tuple[int, float]]  # token id and log probability of every new token
 NEW_TOKENS = 12
@@ -43,8 +46,10 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder / "artifact"
 
 
-def run(artifact: Path, prompts: list[list[int]], num_new: int = NEW_TOKENS, **engine: int) -> tuple[list[Bits], int]:
-    """The new tokens with their log probabilities, sampled with a seed of each prompt's own; and the preemptions."""
+def run(
+    artifact: Path, prompts: list[list[int]], num_new: int = NEW_TOKENS, **engine: int
+) -> tuple[list[Bits], EngineStats]:
+    """The new tokens with their log probabilities, sampled with a seed of each prompt's own; and the engine's counters."""
     with inferc.LLM(artifact, **engine) as llm:
         params = [
             inferc.SamplingParams(temperature=0.9, seed=len(ids), max_tokens=num_new, ignore_eos=True, logprobs=0)
@@ -54,7 +59,7 @@ def run(artifact: Path, prompts: list[list[int]], num_new: int = NEW_TOKENS, **e
         outputs = [result.outputs[0] for result in results]
         bits = [[(item.token_id, item.logprob) for item in output.logprobs or []] for output in outputs]
         assert all(len(row) == num_new for row in bits)
-        return bits, llm.stats().num_preemptions
+        return bits, llm.stats()
 
 
 def prompt(length: int) -> list[int]:
@@ -94,8 +99,17 @@ def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits]
 def test_preemption_gives_the_same_bits(artifact: Path) -> None:
     prompts = [prompt(length) for length in (16, 14, 10, 7, 5, 1)]  # a block each at first, two at the end
     block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
-    bits, preemptions = run(
-        artifact, prompts, 45, max_num_batched_tokens=32, max_num_seqs=8, kv_memory_bytes=8 * block_bytes
-    )
-    assert preemptions > 0
+    bits, stats = run(artifact, prompts, 45, max_num_batched_tokens=32, max_num_seqs=8, kv_memory_bytes=8 * block_bytes)
+    assert stats.num_preemptions > 0
     assert bits == [run(artifact, [ids], 45)[0][0] for ids in prompts]
+
+
+def test_a_prefix_found_in_the_cache_gives_the_same_bits(artifact: Path) -> None:
+    """Of a sequence that still runs, of one that has ended, and in the step that computes it."""
+    common = prompt(75)
+    prompts = [common, [*common[:70], 9], common[:64], [*common[:40], *prompt(30)], common[:33], [*common, *prompt(6)]]
+    bits, stats = run(artifact, prompts, max_num_seqs=3, max_num_batched_tokens=200, num_threads=2)
+    assert stats.cached_tokens == 64 + 32 + 32 + 32 + 64
+    assert bits == [run(artifact, [ids], prefix_cache=False)[0][0] for ids in prompts]
+    again, stats = run(artifact, prompts, max_num_seqs=1, max_num_batched_tokens=16)
+    assert stats.cached_tokens > 0 and again == bits

@@ -48,7 +48,9 @@ def arrivals(draw: st.DrawFn, max_prompt_len: int) -> Arrival:
         presence_penalty=draw(st.sampled_from([0.0, 0.5])),
         logprobs=draw(st.sampled_from([None, 0, 2])),
     )
-    prompt = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=max_prompt_len))
+    # Of few ids, so that prompts begin alike.
+    ids = draw(st.sampled_from([st.integers(0, VOCAB_SIZE - 1), st.just(3), st.sampled_from([3, 3, 3, 4])]))
+    prompt = draw(st.lists(ids, min_size=1, max_size=max_prompt_len))
     abort_after = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
     return Arrival(draw(st.integers(0, 15)), prompt, params, abort_after)
 
@@ -82,6 +84,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         chunked_prefill=chunked,
         eos=EOS,
         pipeline=draw(st.booleans()),
+        prefix_cache=draw(st.booleans()),
     )
     longest = min(max_model_len - 1, engine.scheduler.cache.max_tokens)
     requests = draw(st.lists(arrivals(longest), min_size=1, max_size=7))

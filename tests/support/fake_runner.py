@@ -10,6 +10,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,7 @@ class FakeRunner:
             np.full(count * config.block_size, -1, np.int64) for count in config.num_blocks
         ]
         self.texts: dict[int, list[int]] = {}  # by slot: what its sequence is so far
+        self.sequences: list[Any] = []  # the scheduler's, by slot: what begins in the cache must be its first tokens
         self.last = np.full(config.max_num_seqs, -1, np.int64)
         self.penalised: dict[int, list[int]] = {}
         self.queue: deque[StepPlan] = deque()
@@ -148,7 +150,11 @@ class FakeRunner:
             start = length - (end - first)
             assert plan.positions[first:end].tolist() == list(range(start, length))
             assert end > first and length <= config.max_model_len
-            text = self.texts.setdefault(int(plan.seq_slots[b]), [])
+            slot = int(plan.seq_slots[b])
+            if slot not in self.texts:
+                assert config.prefix_cache or not start
+                self.texts[slot] = self.sequences[slot].token_ids[:start] if start else []
+            text = self.texts[slot]
             assert len(text) >= start, "tokens before these were never computed"
             text[start:] = ids[first:end].tolist()
             for group, pool, mapping, table in zip(
@@ -184,12 +190,18 @@ def make_engine(
     chunked_prefill: bool = True,
     eos: tuple[int, ...] = (),
     pipeline: bool = True,
+    prefix_cache: bool = False,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
-        max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, tuple(groups), chunked_prefill
+        *(max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, tuple(groups)),
+        chunked_prefill,
+        prefix_cache,
     )
-    return Engine(FakeRunner(config), ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline)
+    runner = FakeRunner(config)
+    engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline)
+    runner.sequences = engine.scheduler.batch.seqs
+    return engine
 
 
 def make_slowly(sleep: float) -> Engine:

@@ -30,4 +30,4 @@ class Inferc:
 
 def load(path: Path, format: str, threads: int, max_requests: int, max_len: int) -> Inferc:
     del format, max_len
-    return Inferc(load_engine(path, num_threads=threads, max_num_seqs=max_requests))
+    return Inferc(load_engine(path, num_threads=threads, max_num_seqs=max_requests, prefix_cache=False))
