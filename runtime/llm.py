@@ -39,11 +39,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The answer to one prompt: `params.n` outputs. `prompt` is None if it was given as token ids."""
+    """The answer to one prompt: `params.n` outputs. `prompt` is None if it was given as token ids.
+
+    num_cached_tokens of the prompt were found in the prefix cache.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -205,6 +209,8 @@ class LLM:
         output = request.answer.outputs[event.index]
         if output.finish_reason is not None:  # a stop string ended it while this was on its way
             return False
+        if event.index == 0 and event.num_cached is not None:
+            request.answer.num_cached_tokens = event.num_cached
         output.token_ids += event.token_ids
         if event.logprobs is not None:
             output.logprobs = (output.logprobs or []) + event.logprobs

@@ -309,8 +309,10 @@ class Scheduler:
             ended |= result.failed
         outputs, seqs, finished = [], batch.seqs, Status.FINISHED
         logprobs = result.logprobs or itertools.repeat(None)
-        rows = zip(slots.tolist(), ids.tolist(), ended.tolist(), logprobs, strict=False)
-        for row, (slot, token, is_end, logprob) in enumerate(rows):
+        is_first = batch.num_known[slots] - batch.prompt_len[slots] == 1
+        firsts = is_first.tolist() if np.count_nonzero(is_first) else itertools.repeat(False)
+        rows = zip(slots.tolist(), ids.tolist(), ended.tolist(), logprobs, firsts, strict=False)
+        for row, (slot, token, is_end, logprob, first) in enumerate(rows):
             seq = seqs[slot]
             assert seq is not None, "a slot stays its sequence's own until its last step lands"
             if seq.status is finished:  # it ended while this step was in flight: the token is dropped
@@ -324,6 +326,8 @@ class Scheduler:
             outputs.append(output)
             if logprob is not None:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
+            if first:
+                output.num_cached = seq.num_cached
             if is_end:
                 output.finish_reason = "stop" if stopped[row] else "length"
                 self._end(seq)

@@ -52,7 +52,8 @@ class Output:
     """What one step brought for one sequence: at most one token, and the end with its reason.
 
     finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (its logits are not finite; no
-    token comes with it) or None.
+    token comes with it) or None. num_cached comes with the first token: of the prompt, the tokens that were found in the
+    prefix cache.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Output:
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[Logprobs] | None = None
+    num_cached: int | None = None
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -112,6 +112,7 @@ class Stream:
         self.request_id = request_id
         self.engine_id = ""  # until it is started
         self.num_sequences = params.n
+        self.num_cached = 0  # of the prompt's tokens
         self._engine = engine
         self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
         self._running = set(range(params.n))
@@ -127,6 +128,8 @@ class Stream:
         """Take what a step brought."""
         if output.index not in self._running:  # it ended by a stop string while this was on its way
             return
+        if output.index == 0 and output.num_cached is not None:
+            self.num_cached = output.num_cached
         delta = self._texts[output.index].push(output.token_ids, output.finish_reason)
         if delta.finish_reason is not None:
             self._running.discard(output.index)

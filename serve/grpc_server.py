@@ -83,6 +83,7 @@ class InferenceService:
             async for piece in stream:
                 usage.output_tokens += len(piece.token_ids)
                 running -= piece.finish_reason is not None
+                usage.cached_tokens = stream.num_cached
                 yield _response(stream.request_id, piece, None if running else usage)
         finally:  # also when the client went away or its deadline passed: the blocks come free at once
             stream.close()
@@ -137,6 +138,8 @@ class InferenceService:
             prompt_tokens=stats.prompt_tokens,
             output_tokens=stats.output_tokens,
             num_preemptions=stats.num_preemptions,
+            admitted_tokens=stats.admitted_tokens,
+            cached_tokens=stats.cached_tokens,
         )
 
     def _check_model(self, name: str) -> None:

@@ -50,7 +50,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
         if field.name == "logit_bias":
             values["logit_bias"] = dict(value)
         elif field.name != "unlimited":
-            values[field.name] = value if isinstance(value, (bool, int, float)) else tuple(value)
+            values[field.name] = value if isinstance(value, (bool, int, float, str)) else tuple(value)
     if message.unlimited:
         if message.HasField("max_tokens"):
             raise RequestError("max_tokens and unlimited are both set; leave one out")
