@@ -99,6 +99,17 @@ def test_usage_comes_with_the_last_message(served: str, client: Client) -> None:
     assert (messages[-1].usage.prompt_tokens, messages[-1].usage.output_tokens) == (3, 8)
 
 
+def test_usage_says_what_was_found_in_the_prefix_cache(served: str) -> None:
+    def cached(salt: str) -> int:
+        sampling = pb.SamplingParams(max_tokens=2, ignore_eos=True, cache_salt=salt)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(10, 90)), sampling=sampling)
+        with grpc.insecure_channel(served) as channel:
+            stream = channel.unary_stream(f"/{SERVICE}/Generate", RAW, pb.GenerateResponse.FromString)
+            return int(list(stream(request.SerializeToString()))[-1].usage.cached_tokens)
+
+    assert [cached(salt) for salt in ("mine", "mine", "yours")] == [0, 64, 0]
+
+
 def test_model_info(client: Client, tiny_artifact: Path) -> None:
     info = client.model_info()
     assert (info.model, info.model_type, info.dtype) == (tiny_artifact.name, "llama", "float32")
