@@ -1,6 +1,6 @@
 """Host time of a step: what scheduling, planning and landing cost beside the model.
 
-python benchmarks/host_time.py [--num-seqs 64] [--steps 2000] [--attention full|window|mixed]
+python benchmarks/host_time.py [--num-seqs 64] [--steps 2000] [--attention full|window|mixed] [--no-prefix-cache]
 
 A null model answers at once with random ids, so all time is the host's. Reported are medians per decode-only step, in
 microseconds: `schedule` makes the plan, `update` lands it, `engine` is all of `Engine.step`, which also hands the
@@ -57,12 +57,13 @@ class NullRunner:
         self._plans.clear()
 
 
-def make_engine(num_seqs: int, steps: int, attention: str) -> Engine:
+def make_engine(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -> Engine:
     max_model_len = PROMPT_LEN + 2 * steps
     num_blocks = 1 + num_seqs * -(-max_model_len // BLOCK_SIZE)
     groups = GROUPS[attention]
     config = SchedulerConfig(
-        num_seqs, max(512, num_seqs), max_model_len, (num_blocks,) * len(groups), BLOCK_SIZE, groups
+        *(num_seqs, max(512, num_seqs), max_model_len, (num_blocks,) * len(groups), BLOCK_SIZE, groups),
+        prefix_cache=prefix_cache,
     )
     engine = Engine(NullRunner(num_seqs), ModelLimits(VOCAB_SIZE, max_model_len, (1, 6)), config)
     rng = np.random.default_rng(1)
@@ -76,9 +77,9 @@ def make_engine(num_seqs: int, steps: int, attention: str) -> Engine:
     return engine
 
 
-def measure(num_seqs: int, steps: int, attention: str) -> dict[str, float]:
+def measure(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -> dict[str, float]:
     """Median microseconds of a decode-only step, by part."""
-    engine = make_engine(num_seqs, steps, attention)
+    engine = make_engine(num_seqs, steps, attention, prefix_cache)
     parts: dict[str, list[float]] = {"schedule": [], "update": [], "engine": [], "text": []}
     text = Text(MODEL)
     streams = [TextStream(text, SamplingParams(stop=("\n\n\n",))) for _ in range(num_seqs)]
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--attention", choices=GROUPS, default="full", help="the model's KV groups")
+    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     options = vars(parser.parse_args())
     print(json.dumps({**options, **measure(**options)}))
 

@@ -34,6 +34,7 @@ class BlockPool:
         self.block_of: dict[bytes, int] = {}  # by the hash that it was published under
         self.hash_of: dict[int, bytes] = {}
         self.num_evicted = 0
+        self.num_gains = 0  # how often there came to be more free blocks, or more to find
 
     @property
     def num_free(self) -> int:
@@ -65,6 +66,7 @@ class BlockPool:
             self.ref_count[block] -= 1
             if self.ref_count[block]:
                 continue
+            self.num_gains += 1
             if block in self.hash_of:
                 self.kept[block] = None
             else:
@@ -74,6 +76,7 @@ class BlockPool:
         """Let a block be found by the hash `name`, unless another one is."""
         if name not in self.block_of and block not in self.hash_of:
             self.block_of[name], self.hash_of[block] = block, name
+            self.num_gains += 1
 
 
 class KVCacheManager:
@@ -130,6 +133,11 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the fullest group's pool that sequences have, 0 to 1."""
         return max(1.0 - pool.num_free / pool.size for pool in self.pools)
+
+    @property
+    def num_gains(self) -> int:
+        """Changes when a sequence that found no room may find some."""
+        return sum(pool.num_gains for pool in self.pools)
 
     @property
     def num_evicted(self) -> int:

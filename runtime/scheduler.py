@@ -77,6 +77,7 @@ class Scheduler:
         self.hold = False  # admit nobody
         self.num_preemptions = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of sequences let in, and of these found in the cache
+        self._no_room: tuple[Sequence | None, int] = (None, 0)  # who found none, and the cache's `num_gains` then
         self._in_flight: deque[tuple[int, StepPlan]] = deque()
         self._leaving: deque[tuple[int, Sequence]] = deque()  # left; their slots are free after that step
         self._step = self._landed = 0
@@ -205,7 +206,7 @@ class Scheduler:
         batch, cache = self.batch, self.cache
         while self.waiting and self._budget and batch.free_slots:
             seq = self.waiting[0]
-            if seq.slot is not None:
+            if seq.slot is not None or self._no_room == (seq, cache.num_gains):
                 return
             length, found = len(seq.token_ids), self._find(seq)
             start = len(found) * cache.block_size
@@ -213,6 +214,7 @@ class Scheduler:
                 return
             # With a spare block for each running sequence, or it would be preempted as soon as they grow.
             if not cache.fits(length, batch.order, found):
+                self._no_room = (seq, cache.num_gains)
                 return
             self.waiting.popleft()
             slot = batch.join(seq, start)
