@@ -154,7 +154,8 @@ def test_blocks_that_nobody_finds_are_taken_first() -> None:
 
 
 def test_hashes_are_those_of_the_blocks() -> None:
-    root, hashes = root_hash("m", "bfloat16"), []
+    root = root_hash("m", "bfloat16")
+    hashes: list[bytes] = []
     extend_hashes(hashes, root, TURN[:5], 4)
     extend_hashes(hashes, root, TURN[:15], 4)
     first = block_hash(root, TURN[:4])
