@@ -182,8 +182,9 @@ def encode_events(events: list[Event]) -> bytes:
     for event in events:
         if isinstance(event, Output):
             rows = event.logprobs
-            logprobs = None if rows is None else [(row.token_id, row.logprob, row.rank, row.top) for row in rows]
-            outputs.append((event.request_id, event.index, event.token_ids, event.finish_reason, logprobs))
+            logprobs = None if rows is None else [(each.token_id, each.logprob, each.rank, each.top) for each in rows]
+            row = (event.request_id, event.index, event.token_ids, event.finish_reason, logprobs, event.num_cached)
+            outputs.append(row)
         else:
             others.append({"event": type(event).__name__, **dataclasses.asdict(event)})
     return json.dumps({"outputs": outputs, "others": others}, separators=(",", ":")).encode()
@@ -192,9 +193,9 @@ def encode_events(events: list[Event]) -> bytes:
 def decode_events(data: bytes) -> list[Event]:
     message = json.loads(data)
     events: list[Event] = []
-    for request_id, index, token_ids, finish_reason, rows in message["outputs"]:
+    for request_id, index, token_ids, finish_reason, rows, num_cached in message["outputs"]:
         logprobs = None if rows is None else [_decode_logprobs(*row) for row in rows]
-        events.append(Output(request_id, index, token_ids, finish_reason, logprobs))
+        events.append(Output(request_id, index, token_ids, finish_reason, logprobs, num_cached))
     for entry in message["others"]:
         kind = entry.pop("event")
         if kind == "Scored":

@@ -69,7 +69,6 @@ def test_engine_config_refuses(values: dict[str, Any], message: str) -> None:
         (CompileConfig, {"quantize": "int4-g32-a16"}),
         (CompileConfig, {"kv_dtype": "fp8"}),
         (CompileConfig, {"kv_dtype": "float16"}),
-        (EngineConfig, {"prefix_cache": True}),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(kind: type[Any], values: dict[str, Any]) -> None:

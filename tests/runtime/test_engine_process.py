@@ -264,7 +264,7 @@ def test_messages_survive_the_pipe() -> None:
         assert decode_command(_json(encode_command(command))) == command
     events: list[Event] = [
         Output("a", 1, [5], "stop", [Logprobs(5, -0.1, 2, ((1, -0.05), (5, -0.1)))]),
-        Output("a", 0, [6]),
+        Output("a", 0, [6], num_cached=32),
         Failed(None, "gone"),
         Scored("s", Score([-1.5], [3])),
         Stats("t", EngineStats(finished={"stop": 2})),
