@@ -270,6 +270,7 @@ class Scheduler:
         assert seq.slot is not None
         self._publish(seq.slot, min(int(self.batch.num_computed[seq.slot]), len(seq.token_ids)))
         self.batch.leave(seq.slot)
+        self._no_room = (None, 0)  # its spare block is not kept for it any more, even if it frees none
         last_step = int(self.batch.last_step[seq.slot])
         if last_step > self._landed:
             self._leaving.append((last_step, seq))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from random_models import make_random_model
 from serving import Server
 
@@ -20,6 +21,10 @@ from inferc.runtime.abi import detect_isa
 # What tests compile gets the one library that this machine runs best, also in processes of theirs: each takes seconds.
 for name in detect_isa()[:1]:
     os.environ.setdefault("INFERC_ISAS", name)
+
+# The same examples in every run; what searches for new ones is marked slow and says so.
+settings.register_profile("deterministic", derandomize=True)
+settings.load_profile("deterministic")
 
 # A shell that starts its jobs in the background has them ignore SIGINT, and the processes that tests interrupt would
 # inherit that.

@@ -188,6 +188,19 @@ def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str)
 WINDOW = CacheGroup("window", 4, 8)
 
 
+def test_a_sequence_that_leaves_without_a_block_makes_room_all_the_same() -> None:
+    window = CacheGroup("window", 1, 8)
+    scheduler = make_scheduler(max_num_seqs=2, num_blocks=2, block_size=1, groups=(window,))  # one block
+    for name in ("a", "b"):
+        scheduler.add(sequence(name, 1, max_tokens=1))
+    plan = schedule(scheduler)  # of a; its only block is given back before it ends
+    while plan is not None and plan.seq_slots.tolist() == [0]:
+        following = scheduler.schedule()
+        land(scheduler, plan)
+        plan = following or scheduler.schedule()
+    assert not scheduler.waiting
+
+
 def test_a_block_passes_on_while_the_step_in_flight_still_reads_it() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=5, num_blocks=4, groups=(WINDOW,))  # 3 blocks of 4
     scheduler.add(sequence("a", 6))

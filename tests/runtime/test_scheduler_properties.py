@@ -158,9 +158,7 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
     raise AssertionError("a sequence starves")
 
 
-@settings(max_examples=400, deadline=None)
-@given(scenes())
-def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: Scene) -> None:
+def check(scene: Scene) -> None:
     engine, requests = scene.engine, scene.requests
     ids, reasons = run(scene)
     broken = engine.runner.broken_prompt  # type: ignore[attr-defined]
@@ -181,3 +179,16 @@ def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: Scene) -> N
     cache = engine.scheduler.cache
     assert cache.num_free == tuple(pool.size for pool in cache.pools), "blocks leak"
     assert len(engine.scheduler.batch.free_slots) == engine.scheduler.config.max_num_seqs, "slots leak"
+
+
+@settings(max_examples=400, deadline=None)
+@given(scenes())
+def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: Scene) -> None:
+    check(scene)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, derandomize=False)
+@given(scenes())
+def test_so_does_every_schedule_that_was_never_tried_before(scene: Scene) -> None:
+    check(scene)
