@@ -193,7 +193,7 @@ def test_a_sequence_that_leaves_without_a_block_makes_room_all_the_same() -> Non
     scheduler = make_scheduler(max_num_seqs=2, num_blocks=2, block_size=1, groups=(window,))  # one block
     for name in ("a", "b"):
         scheduler.add(sequence(name, 1, max_tokens=1))
-    plan = schedule(scheduler)  # of a; its only block is given back before it ends
+    plan: StepPlan | None = schedule(scheduler)  # of a; its only block is given back before it ends
     while plan is not None and plan.seq_slots.tolist() == [0]:
         following = scheduler.schedule()
         land(scheduler, plan)
