@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from inferc.runtime.kv_cache import KVCacheManager
 from inferc.runtime.sequence import Sequence
-from inferc.runtime.step import F32, I32, I64, U64, SampleRows, StepPlan, TokenLists
+from inferc.runtime.step import F32, F64, I32, I64, U64, SampleRows, StepPlan, TokenLists
+from inferc.runtime.waiting import key_of
 
 Bool = NDArray[np.bool_]
 
@@ -51,7 +52,11 @@ class Batch:
     num_computed  tokens whose K,V are in the cache once the steps in flight are done
     late          the last token is still being sampled: only the runner knows it
     last_step     number of the last step the slot took part in
-    order         slots of the running sequences, by arrival
+    predicted     length at which the sequence is expected to end
+    num_found     tokens that were in the cache as it joined
+    level_end     output length at which its rank changes
+    tbt           seconds between two of its tokens that it asks for, or inf
+    order         slots of the running sequences, by level, rank and arrival
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -66,6 +71,8 @@ class Batch:
         self.order: I64 = np.zeros(0, np.int64)
         self.num_tokens, self.num_known, self.num_computed = counts(), counts(), counts()
         self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
+        self.predicted, self.num_found, self.level_end, self.clients = counts(), counts(), counts(), counts()
+        self.tbt: F64 = np.full(num_slots, np.inf)
         self.late: Bool = np.zeros(num_slots, np.bool_)
         self.last_id: I32 = np.zeros(num_slots, np.int32)
         self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
@@ -78,19 +85,30 @@ class Batch:
         self._decode_shape: _Shape | None = None  # of all in `order`; None after one joined or left
 
     def join(self, seq: Sequence, num_computed: int = 0) -> int:
-        """Give a waiting sequence a slot, its place in `order` the last. num_computed: of its tokens are in the cache."""
+        """Give a waiting sequence a slot and its place in `order`. num_computed: of its tokens are in the cache."""
         slot = seq.slot = self.free_slots.pop()
         self.seqs[slot] = seq
+        last = self.seqs[self.order[-1]] if len(self.order) else None
         self.order = np.append(self.order, slot)
         self._decode_shape = None
+        if last is not None and key_of(seq) < key_of(last):
+            self.sort()
         length = len(seq.token_ids)
         self.num_tokens[slot] = self.num_known[slot] = length
-        self.num_computed[slot] = num_computed
+        self.num_computed[slot] = self.num_found[slot] = num_computed
+        self.clients[slot] = seq.client
+        self.tbt[slot] = np.inf if seq.params.tbt_ms is None else seq.params.tbt_ms / 1000
         self.prompt_len[slot], self.max_total[slot] = seq.prompt_len, seq.max_total
         self.late[slot], self.last_id[slot] = False, seq.token_ids[-1]
         self._set_stop_ids(slot, seq)
         self._set_params(slot, seq)
         return slot
+
+    def sort(self) -> None:
+        """Put the running sequences into order after a rank has changed."""
+        running = [(key_of(seq), slot) for slot in self.order.tolist() if (seq := self.seqs[slot]) is not None]
+        self.order = np.array([slot for _, slot in sorted(running)], np.int64)
+        self._decode_shape = None
 
     def leave(self, slot: int) -> None:
         """Take a sequence out of the running ones. Its slot stays its own until `free`."""

@@ -16,13 +16,14 @@ from typing import Protocol
 
 import numpy as np
 
-from inferc.errors import InfercError, RequestError
+from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.kv_cache import root_hash
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler, SchedulerConfig
 from inferc.runtime.scoring import Score, Scorer
 from inferc.runtime.sequence import Output, Sequence, sequence_seed
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
+from inferc.runtime.step_cost import StepWork
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,10 @@ class EngineStats:
     block_size: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_refused: int = 0  # requests whose objective could not be met
+    length_error: float = 0.0  # of the predicted lengths of answers, mean of the absolute logarithm of the ratio
+    length_error_of_mean: float = 0.0  # the same of one who always predicts the mean
+    cost_error: float = 0.0  # of the predicted seconds of steps, mean and relative
     num_given_back: int = 0  # blocks that left every window while their sequences ran
     num_evicted: int = 0  # blocks of the prefix cache that made room
     admitted_tokens: int = 0  # of prompts, when they were let in for the first time
@@ -87,7 +92,7 @@ class Engine:
     """Requests in, tokens out. Not thread-safe: one thread calls it (see engine_loop.py).
 
     pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
-    (the weights' check).
+    (the weights' check). clock: seconds; what the scheduler goes by.
     """
 
     def __init__(
@@ -97,14 +102,19 @@ class Engine:
         config: SchedulerConfig,
         pipeline: bool = True,
         before_first_output: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self._before_first_output = before_first_output
         self.model = model
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, clock)
+        self._clock = clock
+        self._landed_at = 0.0
+        self._submitted_at: deque[float] = deque()  # of the steps in flight
         self._depth = 1 if pipeline else 0
         self._in_flight: deque[StepPlan] = deque()
         self._requests: dict[str, list[Sequence]] = {}
+        self._refused: list[tuple[str, str]] = []
         self._scorer = Scorer(self.scheduler)
         self._arrival = 0
         self._stats = EngineStats(num_blocks=list(config.num_blocks), block_size=config.block_size)
@@ -114,7 +124,8 @@ class Engine:
     def add_request(self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
         """Queue a request: `params.n` sequences of one prompt.
 
-        Raises RequestError for a prompt or a parameter that this model cannot take.
+        Raises RequestError for a prompt or a parameter that this model cannot take, ObjectiveError if it can not be
+        served in the time that it asks for.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; give every request its own")
@@ -156,6 +167,10 @@ class Engine:
             )
             self._arrival += 1
             seqs.append(seq)
+        if (objection := self.scheduler.objection(seqs[0])) is not None:
+            self._stats.num_refused += 1
+            raise ObjectiveError(objection)
+        for seq in seqs:
             self.scheduler.add(seq)
         self._requests[request_id] = seqs
         self._stats.prompt_tokens += len(prompt)
@@ -164,6 +179,8 @@ class Engine:
         """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored."""
         for seq in self._requests.get(request_id, [])[:]:
             if index is None or seq.index == index:
+                if index is not None and seq.params.stop:  # by a stop string, which is an end like others
+                    self.scheduler.forecast.lengths.learn(seq)
                 self.scheduler.abort(seq)
                 self._forget(seq, "abort")
         self._scorer.abort(request_id)
@@ -179,6 +196,19 @@ class Engine:
     def take_scores(self) -> list[tuple[str, Score]]:
         """The scores that are done since the last call, with their request ids."""
         return self._scorer.take()
+
+    def take_refused(self) -> list[tuple[str, str]]:
+        """Requests that the scheduler has ended since the last call, none of whose tokens were out, and why."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def _end_refused(self) -> None:
+        """End all sequences of the requests of which the scheduler has refused one."""
+        for seq, reason in self.scheduler.refused:
+            self._refused.append((seq.request_id, reason))
+            self._stats.num_refused += 1
+            self.abort(seq.request_id)
+        self.scheduler.refused.clear()
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
         if not prompt:
@@ -216,6 +246,13 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._in_flight or self._scorer.has_work or self.scheduler.has_work)
 
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long a step would find nothing to do, unless a request comes; None: it finds something."""
+        if self._in_flight or self._scorer.has_work or self.scheduler.has_begun or self.scheduler.wake_at is None:
+            return None
+        return max(0.0, self.scheduler.wake_at - self._clock())
+
     def step(self) -> list[Output]:
         """Schedule and submit one step, and land the one before it; returns what that one brought.
 
@@ -232,6 +269,8 @@ class Engine:
     def _step(self) -> list[Output]:
         stats, started = self._stats, time.perf_counter()
         plan = self.scheduler.schedule()
+        if self.scheduler.refused:  # before the step lands that others of these requests may be in
+            self._end_refused()
         scheduled = time.perf_counter()
         stats.schedule_seconds += scheduled - started
         if plan is not None:
@@ -239,6 +278,7 @@ class Engine:
                 self._reset_slot(seq)
             self.runner.submit(plan)
             self._in_flight.append(plan)
+            self._submitted_at.append(self._clock())
             stats.num_steps += 1
             stats.scheduled_tokens += plan.num_tokens
             stats.submit_seconds += time.perf_counter() - scheduled
@@ -264,6 +304,7 @@ class Engine:
         stats.wait_seconds += landed - started
         if result.error is not None:
             raise InfercError(f"the step failed: {result.error}")
+        self._observe(plan)
         outputs = self.scheduler.update(plan, result)
         for output in outputs:
             if output.finish_reason is not None:
@@ -272,6 +313,14 @@ class Engine:
         stats.output_tokens += sum(len(output.token_ids) for output in outputs)
         stats.update_seconds += time.perf_counter() - landed
         return outputs
+
+    def _observe(self, plan: StepPlan) -> None:
+        """Learn what steps cost: this one began when it was submitted, or when the one before it was done."""
+        now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
+        self._landed_at = now
+        if self.scheduler.foresees:
+            num_new = np.diff(plan.query_start_loc).astype(np.int64)
+            self.scheduler.forecast.cost.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
 
     def _open_gate(self) -> None:
         if self._before_first_output is not None:
@@ -289,6 +338,9 @@ class Engine:
             scheduler.cache.num_given_back,
             scheduler.cache.num_evicted,
         )
+        forecast = scheduler.forecast
+        self._stats.length_error, self._stats.cost_error = forecast.lengths.error, forecast.cost.error
+        self._stats.length_error_of_mean = forecast.lengths.error_of_mean
         self._stats.admitted_tokens = scheduler.num_prompt_tokens
         self._stats.cached_tokens = scheduler.num_cached_tokens
         return replace(self._stats, finished=self._stats.finished.copy())

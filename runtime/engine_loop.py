@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from inferc import errors
-from inferc.errors import GenerationError, InfercError, RequestError
+from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import Engine, EngineStats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
@@ -100,9 +100,13 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable
             idle = not engine.has_work
             if idle and stopping:
                 return
-            while not inbox.empty() or (idle and not stopping):
-                command = inbox.get()
-                idle = False
+            pause = None if idle else engine.idle_seconds
+            while not inbox.empty() or pause or (idle and not stopping):
+                try:
+                    command = inbox.get(timeout=pause)
+                except queue.Empty:
+                    break
+                idle, pause = False, None
                 if isinstance(command, Shutdown):
                     stopping = True
                     if not command.drain:
@@ -110,6 +114,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable
                 else:
                     _obey(engine, command, emit)
             events = _events(engine, engine.step()) if engine.has_work else []
+            events += [Failed(name, why, kind=ObjectiveError.__name__) for name, why in engine.take_refused()]
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
             if events:
                 emit(events)
@@ -146,6 +151,8 @@ def _obey(engine: Engine, command: Command, emit: Callable[[list[Event]], None])
             emit([Stats(command.request_id, engine.stats())])
     except RequestError as error:
         emit([Failed(getattr(command, "request_id", None), str(error), is_request_error=True)])
+    except ObjectiveError as error:
+        emit([Failed(getattr(command, "request_id", None), str(error), kind=type(error).__name__)])
 
 
 @dataclass

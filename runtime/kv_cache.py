@@ -162,6 +162,32 @@ class KVCacheManager:
                 return False
         return True
 
+    def fits_later(self, length: int, total: int, num_found: int, beside: I64, totals: I64, found: I64) -> bool:
+        """Whether a sequence of `length` can be let in so that all get the blocks that they are expected to need.
+
+        The need is the greatest when one of them ends: those that are still there have grown by then, those that ended
+        before gave back what they alone had. Source: Gong et al. 2025, "Past-Future Scheduler for LLM Serving".
+
+        total, totals [B]: expected lengths at the end, of the sequence and of the slots `beside`; num_found, found [B]:
+        their tokens that others may have as well.
+        """
+        size = self.block_size
+        own = self.blocks_for(length)
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            if group.gives_back:
+                continue  # holds no more in the end than at first
+            held = np.append(self.ends[index, beside], own)
+            left = np.maximum(-(-np.append(totals, total) // size) - held, 0)
+            freed = held - np.append(found, num_found) // size + left
+            order = np.argsort(left, kind="stable")
+            left, freed = left[order], freed[order]
+            before = np.cumsum(freed) - freed
+            grown = np.cumsum(left) - left  # of those that ended before, which `before` gives back too
+            still = np.arange(len(left), 0, -1)
+            if (still * left + grown - before).max() > pool.num_free - (own - num_found // size):
+                return False
+        return True
+
     def _first_block(self, group: CacheGroup, num_blocks: int) -> int:
         """The first block that the query behind `num_blocks` sees."""
         return group.first_key(num_blocks * self.block_size) // self.block_size

@@ -45,6 +45,8 @@ def load_engine(
         groups=groups,
         chunked_prefill=chunked_prefill,
         prefix_cache=resolved.prefix_cache,
+        policy=config.policy,
+        tbt_ms=config.tbt_ms,
     )
     engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:

@@ -17,9 +17,7 @@ from inferc import program as program_lib
 from inferc.config import ResolvedEngineConfig
 from inferc.reference import new_kv_caches, run_step
 from inferc.runtime.artifact import Artifact
-from inferc.runtime.step import F32, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
-
-F64 = NDArray[np.float64]
+from inferc.runtime.step import F32, F64, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
 
 
 class ReferenceRunner:

@@ -16,7 +16,8 @@ MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
-MAX_SALT = 256
+MAX_NAME = 256
+MAX_PRIORITY = 1000
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class SamplingParams:
     `include_stop_str_in_output`; `stop_token_ids` come on top of the model's own end tokens, which `ignore_eos` turns
     off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all. Only requests with the same
     `cache_salt` share cached prefixes: whoever has another can not learn from its latency what was asked before.
+
+    For the scheduler: a higher `priority` goes first under that policy; `client` names who asks, and clients share the
+    engine evenly; `ttft_ms` and `tbt_ms` are the times to the first token, and between two, that are asked for, in
+    milliseconds, which the policy `slo` keeps or else refuses the request.
 
     Raises RequestError for a value out of its range.
     """
@@ -53,6 +58,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    priority: int = 0
+    client: str = ""
+    ttft_ms: float | None = None
+    tbt_ms: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -63,6 +72,7 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
         self._check_ends()
+        self._check_for_scheduler()
 
     @property
     def greedy(self) -> bool:
@@ -89,8 +99,14 @@ class SamplingParams:
             _integer("logit_bias: token id", token, 0, 2**31 - 1)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
-        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT:
-            raise RequestError(f"cache_salt: expected a string of at most {MAX_SALT} characters")
+    def _check_for_scheduler(self) -> None:
+        for name in ("cache_salt", "client"):
+            if not isinstance(value := getattr(self, name), str) or len(value) > MAX_NAME:
+                raise RequestError(f"{name}: expected a string of at most {MAX_NAME} characters")
+        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        for name in ("ttft_ms", "tbt_ms"):
+            if (limit := getattr(self, name)) is not None:
+                _number(name, limit, 0.0, 1e9, "leave it out for no objective", low_open=True)
 
     def _check_ends(self) -> None:
         if self.max_tokens is not None:

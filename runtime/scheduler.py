@@ -1,8 +1,9 @@
 """Who computes how many tokens in the next step.
 
 One idea: a sequence has `num_tokens` and `num_computed_tokens`, and a step hands out the difference until the token
-budget is spent. First come, first served: running sequences before waiting ones, decodes before prefills, and whoever
-came last is preempted first, so the oldest sequence always advances and none starves.
+budget is spent: to running sequences before waiting ones, to decodes before prefills. Who goes first among them is the
+policy's to say (policies.py; `waiting` adds fairness between clients). Whoever ranks last is preempted first, so the
+first always advances. Nobody is let in whose blocks, as far as can be foreseen, would be missing later on.
 
 `schedule` may run before the step in flight has landed: it counts one token for each sequence that samples there.
 `update` lands a step. A sequence that leaves while a step in flight still writes to its slot and blocks keeps them
@@ -13,14 +14,16 @@ soon as a step that fills it is scheduled: steps run one after the other, and in
 all its tokens before any is read.
 
 A prompt's blocks are taken as it is admitted, but in the KV groups that give blocks back only those of the next chunk:
-a chunk then takes what there is room for. Sequences never wait for one another in a circle: the oldest gets the blocks
+a chunk then takes what there is room for. Sequences never wait for one another in a circle: the first gets the blocks
 of all the others if it needs them, and alone every sequence fits that the engine accepts.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,14 +31,29 @@ import numpy as np
 from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.batch import Batch
+from inferc.runtime.forecast import Forecast
+from inferc.runtime.goodput import hopeless, never_met
 from inferc.runtime.kv_cache import KVCacheManager, extend_hashes
+from inferc.runtime.policies import level_end, parse_policy
 from inferc.runtime.sequence import Output, Sequence, Status
-from inferc.runtime.step import I64, StepPlan, StepResult
+from inferc.runtime.step import F64, I64, StepPlan, StepResult
+from inferc.runtime.step_cost import StepWork
+from inferc.runtime.waiting import WaitingQueue
+
+LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
+SPREAD = 0.25  # of the error of predicted lengths, kept as a reserve of blocks
+SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
+LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
+NUM_LOOKED_AT = 256  # of each client's line, by such a look
+NUM_RERANKED = 32
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0."""
+    """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0.
+
+    policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -45,8 +63,11 @@ class SchedulerConfig:
     groups: tuple[CacheGroup, ...]
     chunked_prefill: bool = True
     prefix_cache: bool = False
+    policy: str = "fcfs"
+    tbt_ms: float | None = None
 
     def __post_init__(self) -> None:
+        parse_policy(self.policy)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs};"
@@ -68,9 +89,15 @@ class SchedulerConfig:
 class Scheduler:
     """Owns `waiting`, the running batch and the token budget."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.waiting: deque[Sequence] = deque()  # by arrival, and all later than the running ones
+        self.clock = clock
+        self.policy = parse_policy(config.policy)
+        self.forecast = Forecast(config.max_num_batched_tokens)
+        self.foresees = self.policy.foresees or config.tbt_ms is not None  # steps must be observed
+        self.waiting = WaitingQueue()
+        self.refused: list[tuple[Sequence, str]] = []  # ended by the policy, and why
+        self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
         self.batch = Batch(config.max_num_seqs)
         self.cache = KVCacheManager(config.groups, config.num_blocks, config.limits, config.chunked_prefill)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
@@ -83,6 +110,8 @@ class Scheduler:
         self._step = self._landed = 0
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
+        self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
+        self._next_look = 0.0
 
     @property
     def num_running(self) -> int:
@@ -90,30 +119,54 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or len(self.batch.order) or self._in_flight)
+        return bool(self.waiting or self.has_begun)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any sequence runs, or a step is in flight."""
+        return bool(len(self.batch.order) or self._in_flight)
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        seq.client = self.waiting.open(seq.params.client)
+        seq.arrived = self.clock()
+        self._queue(seq)
+
+    def _queue(self, seq: Sequence) -> None:
+        seq.level = self.policy.level(seq)
+        if self.policy.foresees:
+            seq.num_found = len(self._find(seq)) * self.cache.block_size
+        seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
+        self.waiting.add(seq)
+
+    def objection(self, seq: Sequence) -> str | None:
+        """Why a sequence's objectives can not be met by any schedule, or None. Asked before it is added."""
+        if not self.policy.refuses or not self.forecast.cost.is_known:
+            return None
+        return never_met(seq, len(self._find(seq)) * self.cache.block_size, self.forecast)
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now. Its blocks are free at once, or when the step in flight that uses them lands."""
         if seq.status is Status.RUNNING:
             self._finish(seq)
         elif seq.status is Status.WAITING:
-            self.waiting.remove(seq)
-            seq.status = Status.FINISHED
+            self._drop(seq)
 
     # -------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed before the step in flight lands."""
         self.joined = []
+        self.wake_at = None
         self._budget = self.config.max_num_batched_tokens
         self._num_new.fill(0)
         preemptions = self.num_preemptions
         if self.cache.gives_back:
             self._give_back()
+        if self.policy.demotes:
+            self._demote()
         self._schedule_decodes()
+        if self.foresees:
+            self._limit_budget()
         self._schedule_prefills()
         if self.num_preemptions == preemptions and not self.hold:
             self._admit()
@@ -124,6 +177,9 @@ class Scheduler:
         if not len(slots):
             return None
         self._step += 1
+        if self.waiting.num_clients > 1:
+            samples = self.batch.num_computed[slots] + num_new == self.batch.num_tokens[slots]
+            self.waiting.charge(self.batch.clients[slots], SAMPLED_COST * samples)
         plan = self.batch.plan(slots, num_new, self.cache, self._step)
         self._in_flight.append((self._step, plan))
         return plan
@@ -136,6 +192,38 @@ class Scheduler:
         if np.count_nonzero(has_unseen):
             for slot, position in zip(slots[has_unseen].tolist(), computed[has_unseen].tolist(), strict=True):
                 self.cache.give_back(slot, position)
+
+    def _demote(self) -> None:
+        """Let sequences that have got enough for their level rank behind those that have not."""
+        batch = self.batch
+        slots = batch.order[(batch.num_known - batch.prompt_len >= batch.level_end)[batch.order]]
+        for slot in slots.tolist():
+            seq = batch.seqs[slot]
+            assert seq is not None
+            seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
+            batch.level_end[slot] = level_end(seq.num_output)
+        if len(slots):
+            batch.sort()
+            self._no_room = (None, 0)  # they may give way now
+
+    def _limit_budget(self) -> None:
+        """No more of prompts than those who decode have time for."""
+        slots = self.batch.order[self._num_new[self.batch.order] > 0]
+        if not len(slots) or not self.config.chunked_prefill or not self.forecast.cost.is_known:
+            return
+        seconds = np.inf if self.config.tbt_ms is None else self.config.tbt_ms / 1000
+        if self.policy.refuses:
+            seconds = min(seconds, float(self.batch.tbt[slots].min()))
+        if seconds == np.inf:
+            return
+        begun = self.batch.order[self._num_new[self.batch.order] == 0]
+        start = int(self.batch.num_computed[begun].max(initial=0))
+        most = self.forecast.cost.most_tokens(self._decode_work(slots), seconds, start)
+        self._budget = min(self._budget, max(LEAST_CHUNK, most))
+
+    def _decode_work(self, slots: I64) -> StepWork:
+        """One token for each of these slots."""
+        return StepWork(len(slots), len(slots), float(self.batch.num_tokens[slots].sum()))
 
     def _schedule_decodes(self) -> None:
         batch, slots = self.batch, self.batch.order
@@ -203,33 +291,114 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let waiting sequences in, in order, while there are slots, blocks for their whole prompt, and budget."""
+        if not self.waiting or self._budget <= 0 or not self._may_begin():
+            return
+        if self.policy.refuses:
+            self._refuse()
+        if self.policy.reranks and self.batch.free_slots:
+            self._rerank()
+        while self.waiting and self._budget and (self._quota or self.policy.window is None):
+            seq = self.waiting.head()
+            if self._no_room == (seq, self.cache.num_gains) or not self._let_in(seq):
+                return
+
+    def _may_begin(self) -> bool:
+        """Whether anybody may be let in now: where batches are formed, only when the one before is done."""
+        window = self.policy.window
+        if window is None or self._quota:
+            return True
+        if self.has_begun:
+            return False
+        begin = min(seq.arrived for seq in self.waiting.front(1)) + window
+        if len(self.waiting) < self.config.max_num_seqs and self.clock() < begin:
+            self.wake_at = begin
+            return False
+        self._quota = min(len(self.waiting), self.config.max_num_seqs)
+        return True
+
+    def _let_in(self, seq: Sequence) -> bool:
         batch, cache = self.batch, self.cache
-        while self.waiting and self._budget and batch.free_slots:
-            seq = self.waiting[0]
-            if seq.slot is not None or self._no_room == (seq, cache.num_gains):
-                return
-            length, found = len(seq.token_ids), self._find(seq)
-            start = len(found) * cache.block_size
-            if length - start > self._budget and not self.config.chunked_prefill:
-                return
-            # With a spare block for each running sequence, or it would be preempted as soon as they grow.
-            if not cache.fits(length, batch.order, found):
+        length, found = len(seq.token_ids), self._find(seq)
+        start = len(found) * cache.block_size
+        if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
+            return False
+        while not (batch.free_slots and self._has_room(seq, found)):
+            if not self._make_room(seq):
                 self._no_room = (seq, cache.num_gains)
-                return
-            self.waiting.popleft()
-            slot = batch.join(seq, start)
-            seq.status = Status.RUNNING
-            cache.adopt(slot, found)
-            count = cache.extend(slot, start, min(length - start, self._budget), whole=length)
-            assert count, "an admitted sequence has blocks"
-            self.joined.append(seq)
-            self._num_new[slot] = count
-            self._budget -= count
-            self._publish(slot, start + count)
-            if not seq.num_preemptions:
-                seq.num_cached = start
-                self.num_prompt_tokens += length
-                self.num_cached_tokens += start
+                self._quota = 0
+                return False
+        self.waiting.remove(seq)
+        seq.num_found = start
+        slot = batch.join(seq, start)
+        seq.status = Status.RUNNING
+        batch.predicted[slot] = self.forecast.total_tokens(seq, SPREAD)
+        batch.level_end[slot] = level_end(seq.num_output)
+        cache.adopt(slot, found)
+        count = cache.extend(slot, start, min(length - start, self._budget), whole=length)
+        assert count, "an admitted sequence has blocks"
+        self.joined.append(seq)
+        self._num_new[slot] = count
+        self._budget -= count
+        self._quota = max(0, self._quota - 1)
+        self._publish(slot, start + count)
+        if not seq.num_preemptions:
+            seq.num_cached = start
+            self.num_prompt_tokens += length
+            self.num_cached_tokens += start
+            self.waiting.served[seq.client] += length - start
+        return True
+
+    def _has_room(self, seq: Sequence, found: list[bytes]) -> bool:
+        """Whether there are blocks for a sequence, now and as far as can be foreseen.
+
+        Now means with a spare block for each running sequence, or it would be preempted as soon as they grow.
+        """
+        batch, cache, slots, length = self.batch, self.cache, self.batch.order, len(seq.token_ids)
+        if not cache.fits(length, slots, found):
+            return False
+        if not len(slots):
+            return True
+        known, most = batch.num_known[slots], batch.max_total[slots]
+        totals = batch.predicted[slots]
+        # Who has outlived the prediction is given as much again.
+        totals = np.where(totals > known, totals, np.minimum(most, 2 * known - batch.prompt_len[slots] + 1))
+        total = self.forecast.total_tokens(seq, SPREAD)
+        num_found = len(found) * cache.block_size
+        return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots])
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Preempt the last of the running ones, if it gives way to `seq`; what it has may come free only later."""
+        if not self.policy.preempts or not self.num_running or self._leaving:
+            return False
+        slot = int(self.batch.order[-1])
+        victim = self.batch.seqs[slot]
+        assert victim is not None
+        if victim in self.joined or not self.policy.gives_way(victim, seq) or not self.waiting.precedes(seq, victim):
+            return False
+        self._preempt(slot)
+        return True
+
+    def _rerank(self) -> None:
+        """Rank the first ones again: what the cache has of them has changed."""
+        for seq in self.waiting.front(NUM_RERANKED):
+            self.waiting.remove(seq)
+            self._queue(seq)
+
+    def _refuse(self) -> None:
+        """End what can not have its first token in time, so that others do."""
+        now = self.clock()
+        if now < self._next_look or not self.forecast.cost.is_known:
+            return
+        self._next_look = now + LOOK_SECONDS
+        batch, slots = self.batch, self.batch.order
+        work = self._decode_work(slots)
+        left = np.maximum(batch.predicted[slots] - batch.num_tokens[slots], 0)
+        ends: F64 = np.sort(left) * self.forecast.cost.seconds(work)
+        ends = np.concatenate((np.zeros(len(batch.free_slots)), ends))
+        waiting = [(seq, seq.num_found) for seq in self.waiting.front(NUM_LOOKED_AT)]
+        for seq in hopeless(waiting, self.forecast, now, work, ends.tolist()):
+            self._drop(seq)
+            self.refused.append((seq, "requests ahead of it leave no time for its first token"))
 
     def _find(self, seq: Sequence) -> list[bytes]:
         """The hashes of its first blocks that are in the cache; one token at least is left to compute."""
@@ -250,7 +419,7 @@ class Scheduler:
         self.cache.publish(slot, seq.hashes[:count])
 
     def _preempt(self, slot: int) -> None:
-        """Back to the head of the queue, to be computed again."""
+        """Back among the waiting, to be computed again."""
         seq = self.batch.seqs[slot]
         assert seq is not None
         self._budget += int(self._num_new[slot])
@@ -258,12 +427,19 @@ class Scheduler:
         self.num_preemptions += 1
         seq.num_preemptions += 1
         seq.status = Status.WAITING
-        self.waiting.appendleft(seq)
         self._vacate(seq)
+        self._queue(seq)
 
     def _finish(self, seq: Sequence) -> None:
         seq.status = Status.FINISHED
+        self.waiting.close(seq.client)
         self._vacate(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """End a sequence that waits."""
+        self.waiting.remove(seq)
+        self.waiting.close(seq.client)
+        seq.status = Status.FINISHED
 
     def _vacate(self, seq: Sequence) -> None:
         """Take a running sequence out of the batch; its slot is free as soon as no step in flight uses it."""
@@ -279,8 +455,7 @@ class Scheduler:
 
     def _free_slot(self, seq: Sequence) -> None:
         assert seq.slot is not None
-        self.cache.release(seq.slot)
-        self.batch.free(seq.slot)
+        self.unreserve(seq.slot)
         seq.slot = None
 
     # ---------------------------------------------------------------------------------------------- update
@@ -333,6 +508,7 @@ class Scheduler:
                 output.num_cached = seq.num_cached
             if is_end:
                 output.finish_reason = "stop" if stopped[row] else "length"
+                self.forecast.lengths.learn(seq)
                 self._end(seq)
         return outputs
 
@@ -340,8 +516,7 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self._finish(seq)
         else:  # preempted while this step was in flight
-            self.waiting.remove(seq)
-            seq.status = Status.FINISHED
+            self._drop(seq)
 
     # ---------------------------------------------------------------------------------------------- others
 
@@ -360,6 +535,7 @@ class Scheduler:
     def unreserve(self, slot: int) -> None:
         self.cache.release(slot)
         self.batch.free(slot)
+        self._no_room = (None, 0)
 
     def check_integrity(self) -> None:
         """The cache's invariants, and: blocks belong to running, leaving or reserved slots only.

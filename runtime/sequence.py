@@ -21,9 +21,11 @@ class Status(enum.Enum):
 class Sequence:
     """Ids, limits and place of one sequence. Counts that change every step live in `Batch`, by slot.
 
-    `token_ids` are the prompt's and the output's ids that have reached the host. `arrival` orders sequences: a lower
-    one is served first and preempted last. `hashes` are those of its full blocks, `root` what comes before the first;
-    `num_cached` tokens of the prompt were found in the cache as it was first let in.
+    `token_ids` are the prompt's and the output's ids that have reached the host. `hashes` are those of its full blocks,
+    `root` what comes before the first; `num_cached` tokens of the prompt were found in the cache as it was first let in.
+    A lower (`level`, `rank`, `arrival`) is served first and preempted last, see policies.py; `arrived` is its time on the
+    scheduler's clock, in seconds. `client` is the number of who asked (waiting.py), `num_found` what of it was found in
+    the cache as it was last looked for.
     """
 
     request_id: str
@@ -41,6 +43,11 @@ class Sequence:
     root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
     num_cached: int = 0
+    level: int = 0
+    rank: float = 0.0
+    arrived: float = 0.0
+    client: int = 0
+    num_found: int = 0
 
     @property
     def num_output(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 U64 = NDArray[np.uint64]
 Rows = NDArray[np.generic]  # [T, hidden_size], bfloat16 as its bits
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from inferc.errors import GenerationError, InfercError, RequestError
+from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.engine_loop import Event, Failed, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
@@ -320,5 +320,5 @@ class AsyncEngine:
                 stream.push(event)
             elif isinstance(event, Failed):
                 error = event.error
-                is_its_own = isinstance(error, RequestError | GenerationError)
+                is_its_own = isinstance(error, RequestError | GenerationError | ObjectiveError)
                 stream.fail(error if is_its_own else EngineUnavailable(event.reason))

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from inferc.errors import ConfigError, GenerationError, RequestError
+from inferc.errors import ConfigError, GenerationError, ObjectiveError, RequestError
 from inferc.serve import protocol
 from inferc.serve.async_engine import AsyncEngine, EngineUnavailable, Piece, QueueFull, RequestAborted, RequestIdInUse
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -45,6 +45,7 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (RequestIdInUse, grpc.StatusCode.ALREADY_EXISTS),
     (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (ObjectiveError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (RequestAborted, grpc.StatusCode.CANCELLED),
     (EngineUnavailable, grpc.StatusCode.UNAVAILABLE),
     (GenerationError, grpc.StatusCode.INTERNAL),

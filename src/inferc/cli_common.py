@@ -64,6 +64,21 @@ PrefixCache = Annotated[
         help="Keep K and V that were computed, for prompts that begin with the same tokens.",
     ),
 ]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="Who goes first: fcfs (first come), priority, mlq (multi-level queue), sjf (shortest job), lpm (longest"
+        " prefix match), slo (by the requests' objectives); static or window:50ms, batches that nobody joins.",
+    ),
+]
+TbtMs = Annotated[
+    float | None,
+    typer.Option(
+        "--tbt-ms", metavar="MS", help="Cut prompts so that no step takes longer while tokens are being generated."
+    ),
+]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
 MaxBatchedTokens = Annotated[
     int | None,
@@ -214,6 +229,8 @@ def engine_options(
     pin: bool = False,
     deterministic: bool = False,
     prefix_cache: bool = True,
+    policy: str = "fcfs",
+    tbt_ms: float | None = None,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -227,6 +244,8 @@ def engine_options(
         "pin_threads": pin,
         "deterministic": deterministic,
         "prefix_cache": prefix_cache,
+        "policy": policy,
+        "tbt_ms": tbt_ms,
     }
     for name, value in options.items():
         limit = MAX_BYTES if name == "kv_memory_bytes" else MAX_COUNT

@@ -17,7 +17,9 @@ from inferc.cli_common import (
     MaxBatchedTokens,
     MaxSeqs,
     Out,
+    Policy,
     PrefixCache,
+    TbtMs,
     Threads,
     decode_utf8,
     engine_options,
@@ -58,6 +60,8 @@ def generate(
     kv_memory: KVMemory = "auto",
     deterministic: Deterministic = False,
     prefix_cache: PrefixCache = True,
+    policy: Policy = "fcfs",
+    tbt_ms: TbtMs = None,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -78,6 +82,8 @@ def generate(
             *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory),
             deterministic=deterministic,
             prefix_cache=prefix_cache,
+            policy=policy,
+            tbt_ms=tbt_ms,
         ),
     ) as llm:
         params = llm.sampling_params(**asked)

@@ -20,7 +20,9 @@ from inferc.cli_common import (
     MaxSeqs,
     Out,
     Pin,
+    Policy,
     PrefixCache,
+    TbtMs,
     Threads,
     engine_options,
     print_json,
@@ -48,6 +50,8 @@ def serve(
     pin: Pin = False,
     deterministic: Deterministic = False,
     prefix_cache: PrefixCache = True,
+    policy: Policy = "fcfs",
+    tbt_ms: TbtMs = None,
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -64,7 +68,9 @@ def serve(
 
     logging.getLogger().setLevel(logging.INFO)
     options = engine_options(
-        threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache
+        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache),
+        policy=policy,
+        tbt_ms=tbt_ms,
     )
     config = ServeConfig(out, host, grpc_port, from_dict(EngineConfig, options), drain_seconds)
 

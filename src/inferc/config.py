@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -173,12 +174,19 @@ class EngineConfig:
     max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: DEFAULT_TOKEN_BUDGET
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
     prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
+    policy: str = "fcfs"  # who goes first, see inferc.runtime.policies
+    tbt_ms: float | None = None  # no step shall take longer while somebody decodes
     deterministic: bool = False  # a cpu step always is
     pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
 
     def __post_init__(self) -> None:
         _check_fields(self)
         _check_positive(self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes")
+        from inferc.runtime.policies import parse_policy  # numpy, which nobody needs for a --help
+
+        parse_policy(self.policy)
+        if self.tbt_ms is not None and not 0.0 < self.tbt_ms < math.inf:
+            raise ConfigError(f"tbt_ms is {self.tbt_ms:g}, expected a number of milliseconds above 0")
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}:"
@@ -327,7 +335,7 @@ def _check_fields(config: Any) -> None:
                 continue
             if name in NOT_BUILT and NOT_BUILT[name].fullmatch(value):
                 raise UnsupportedError(f"{name} {value!r} is not built yet; available: {_listed(words, kinds)}")
-        elif type(value) in kinds:
+        elif type(value) in kinds or (type(value) is int and float in kinds):
             continue
         raise ConfigError(f"{name} is {value!r}, expected {_listed(words, kinds)}")
 
@@ -343,5 +351,11 @@ def _choices(hint: Any) -> tuple[list[str], list[type]]:
 
 
 def _listed(words: list[str], kinds: list[type]) -> str:
-    names = {int: "a whole number", bool: "true or false", type(None): "leaving it out", tuple: "a tuple"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "leaving it out",
+        tuple: "a tuple",
+    }
     return " or ".join([*words, *(names.get(kind, kind.__name__) for kind in kinds)])

@@ -41,5 +41,9 @@ class RequestError(InfercError):
     exit_code = 2
 
 
+class ObjectiveError(InfercError):
+    """A request's objective can not be met, now or ever: gRPC RESOURCE_EXHAUSTED, HTTP 429."""
+
+
 class GenerationError(InfercError):
     """One sequence cannot go on: the model's numbers for it are broken. Other requests are not touched."""

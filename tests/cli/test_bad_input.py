@@ -220,6 +220,11 @@ def test_prompt_longer_than_the_model_allows(tiny_artifact: Path) -> None:
         (("--isa", "sse"), "isa is 'sse'"),
         (("--kv-memory", "lots"), "'lots' is not a size"),
         (("--kv-memory", "1KiB"), "less than two blocks"),
+        (
+            ("--policy", "lifo"),
+            "policy is 'lifo', expected one of fcfs, priority, mlq, sjf, lpm, slo, static, window:Nms",
+        ),
+        (("--tbt-ms", "0"), "tbt_ms is 0, expected a number of milliseconds above 0"),
         (("--stream", "--json"), "exclude each other"),
     ],
 )

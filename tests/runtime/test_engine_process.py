@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_runner import make_engine, next_id, oracle
 
-from inferc.errors import ConfigError, GenerationError, InfercError
+from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError
 from inferc.runtime.engine import Engine, EngineStats
 from inferc.runtime.engine_loop import Abort, Add, EngineClient, EngineThread, Event, Failed, Scored, Stats
 from inferc.runtime.engine_process import (
@@ -79,6 +79,42 @@ def test_refusals_reach_the_request(client: EngineClient) -> None:
     assert isinstance(event, Failed)
     assert event.is_request_error
     assert "3000 tokens" in event.reason
+
+
+@pytest.mark.parametrize("make", [thread, process])
+def test_a_batch_waits_for_its_window_and_its_engine_sleeps_meanwhile(make: Callable[..., EngineClient]) -> None:
+    client = make(policy="window:300ms")
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    params = SamplingParams(temperature=0, max_tokens=3)
+    names = [client.add([1, 2], params, events.put) for _ in range(2)]
+    first = [events.get(timeout=20) for _ in range(2)]
+    assert [event.request_id for event in first] == names, "they run side by side"
+    client.add([3], SamplingParams(max_tokens=1), events.put)
+    client.drain()  # ends only when what waits for its window is done
+    client.join(timeout=20)
+    ends = 0
+    while not events.empty():
+        event = events.get()
+        ends += isinstance(event, Output) and event.finish_reason == "length"
+    assert ends == 3
+    client.close()
+
+
+@pytest.mark.parametrize("make", [thread, process])
+def test_an_objective_that_can_not_be_met_fails_its_request_alone(make: Callable[..., EngineClient]) -> None:
+    client = make(policy="slo", max_model_len=2000, num_blocks=1000)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for _ in range(40):  # learns what steps cost
+        client.add([1, 2], SamplingParams(temperature=0, max_tokens=9), events.put)
+    collect(events, 40)
+    client.add([1] * 1900, SamplingParams(max_tokens=50, ttft_ms=0.001), events.put)
+    client.add([5], SamplingParams(temperature=0, max_tokens=1), events.put)
+    failed, output = events.get(timeout=20), events.get(timeout=20)
+    assert isinstance(failed, Failed) and isinstance(failed.error, ObjectiveError), failed
+    assert "ttft_ms is 0.001" in failed.reason and "when it is idle" in failed.reason
+    assert isinstance(output, Output) and output.finish_reason == "length"
+    assert client.stats().num_refused == 1
+    client.close()
 
 
 def test_after_an_abort_nothing_more_comes(client: EngineClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_runner import foresee_nothing
 from lowered import Compiled, Heads, Shape
 
 from inferc.config import EngineConfig
@@ -90,6 +91,7 @@ def test_every_group_has_what_its_layers_see(compiled: Compiled, expected: list[
 def test_small_pools_preempt_and_change_nothing(compiled: Compiled, expected: list[list[int]]) -> None:
     memory = 9 * 16 * compiled.kv_bytes_per_token
     engine = make_engine(compiled, max_num_seqs=5, max_num_batched_tokens=12, kv_memory_bytes=memory)
+    foresee_nothing(engine)
     assert engine.stats().num_blocks == [9, 9, 9]
     assert generate(engine) == expected
     assert engine.stats().num_preemptions > 0

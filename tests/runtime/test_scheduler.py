@@ -128,6 +128,7 @@ def test_no_step_is_scheduled_beyond_max_tokens() -> None:
 
 def test_who_came_last_is_preempted_and_computed_again() -> None:
     scheduler = make_scheduler(num_blocks=5)  # room for 16 tokens
+    scheduler.forecast.total_tokens = lambda seq, spread=0.0: 0  # type: ignore[method-assign]
     old, new = sequence("old", 4), sequence("new", 3)
     scheduler.add(old)
     scheduler.add(new)

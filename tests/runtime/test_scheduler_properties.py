@@ -7,15 +7,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
-from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id, oracle
+from fake_runner import FULL, VOCAB_SIZE, foresee_nothing, make_engine, next_id, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferc.errors import RequestError
+from inferc.errors import ObjectiveError, RequestError
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine
+from inferc.runtime.policies import NAMES
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import sequence_seed
+from inferc.runtime.step_cost import WORK
 
 EOS = (7, 11)
 
@@ -28,10 +30,21 @@ class Arrival:
     abort_after: int | None  # steps
 
 
+class Clock:
+    """Moves on by as much each time a step begins."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @dataclass(frozen=True)
 class Scene:
     engine: Engine
     requests: list[Arrival]
+    clock: Clock
     texts: list[tuple[int, list[int]]]  # to score, with the step at which each arrives
 
 
@@ -47,6 +60,10 @@ def arrivals(draw: st.DrawFn, max_prompt_len: int) -> Arrival:
         stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))),
         presence_penalty=draw(st.sampled_from([0.0, 0.5])),
         logprobs=draw(st.sampled_from([None, 0, 2])),
+        priority=draw(st.integers(-1, 2)),
+        client=draw(st.sampled_from(["", "", "a", "b"])),
+        ttft_ms=draw(st.sampled_from([None, 20.0, 500.0])),
+        tbt_ms=draw(st.sampled_from([None, None, 15.0])),
     )
     # Of few ids, so that prompts begin alike.
     ids = draw(st.sampled_from([st.integers(0, VOCAB_SIZE - 1), st.just(3), st.sampled_from([3, 3, 3, 4])]))
@@ -72,7 +89,11 @@ def scenes(draw: st.DrawFn) -> Scene:
         if group.gives_back:
             low, high = 1, draw(st.sampled_from([group.window // block_size + 3, high]))
         num_blocks.append(1 + draw(st.integers(low, high)))
+    clock = Clock(draw(st.sampled_from([0.01, 1.0, 20.0])))
     engine = make_engine(
+        policy=draw(st.sampled_from(["fcfs", *(name.replace("N", "50") for name in NAMES)])),
+        tbt_ms=draw(st.sampled_from([None, 15.0])),
+        clock=clock,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 12))
         if chunked
@@ -86,6 +107,10 @@ def scenes(draw: st.DrawFn) -> Scene:
         pipeline=draw(st.booleans()),
         prefix_cache=draw(st.booleans()),
     )
+    if draw(st.booleans()):
+        engine.scheduler.forecast.cost.set_prices(dict(zip(WORK, (0.01, 1e-4, 1e-4, 1e-6, 1e-6), strict=True)))
+    if draw(st.booleans()):
+        foresee_nothing(engine)
     longest = min(max_model_len - 1, engine.scheduler.cache.max_tokens)
     requests = draw(st.lists(arrivals(longest), min_size=1, max_size=7))
     if draw(st.booleans()):
@@ -94,7 +119,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     if longest > 1:
         text = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=longest)
         texts = draw(st.lists(st.tuples(st.integers(0, 15), text), max_size=2))
-    return Scene(engine, requests, texts)
+    return Scene(engine, requests, clock, texts)
 
 
 def longest_of(engine: Engine) -> int:
@@ -109,13 +134,14 @@ def does_not_fit(engine: Engine, arrival: Arrival) -> bool:
     return min(len(arrival.prompt) + arrival.params.max_tokens, engine.model.max_model_len) > longest_of(engine)
 
 
-def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str]]:
-    """Drive the engine until all is done; the ids and finish reason of each sequence."""
+def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str], set[str]]:
+    """Drive the engine until all is done; the ids and finish reason of each sequence, and who was refused."""
     engine, requests = scene.engine, scene.requests
     scored = 0
     ids: dict[tuple[str, int], list[int]] = defaultdict(list)
     reasons: dict[tuple[str, int], str] = {}
     aborted: set[str] = set()
+    refused: set[str] = set()
     work = sum(arrival.params.n * engine.model.max_model_len for arrival in requests) + sum(
         len(text) for _, text in scene.texts
     )
@@ -129,13 +155,19 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
                 with pytest.raises(RequestError, match="do not fit the whole KV cache"):
                     engine.add_request(str(i), arrival.prompt, arrival.params)
             elif arrival.step == step:
-                engine.add_request(str(i), arrival.prompt, arrival.params)
+                try:
+                    engine.add_request(str(i), arrival.prompt, arrival.params)
+                except ObjectiveError:
+                    refused.add(str(i))
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 engine.abort(str(i))
                 aborted.add(str(i))
-        for output in engine.step():
+        scene.clock.now += scene.clock.seconds
+        outputs = engine.step()
+        refused |= {name for name, _ in engine.take_refused()}
+        for output in outputs:
             key = (output.request_id, output.index)
-            assert output.request_id not in aborted, "an output after the abort"
+            assert output.request_id not in aborted | refused, "an output after the abort"
             assert key not in reasons, "an output after the end"
             if output.finish_reason == "error":
                 assert not output.token_ids and output.logprobs is None
@@ -154,16 +186,17 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
         engine.scheduler.check_integrity()
         if step > last_arrival and not engine.has_work:
             assert scored == len(scene.texts)
-            return ids, reasons
+            return ids, reasons, refused
     raise AssertionError("a sequence starves")
 
 
 def check(scene: Scene) -> None:
     engine, requests = scene.engine, scene.requests
-    ids, reasons = run(scene)
+    ids, reasons, refused = run(scene)
+    assert not refused or engine.scheduler.policy.refuses
     broken = engine.runner.broken_prompt  # type: ignore[attr-defined]
     for i, arrival in enumerate(requests):
-        if does_not_fit(engine, arrival):
+        if does_not_fit(engine, arrival) or str(i) in refused:
             assert (str(i), 0) not in ids
             continue
         for index in range(arrival.params.n):

@@ -347,6 +347,20 @@ def test_a_port_in_use_is_known_before_anything_is_loaded(served: str, tmp_path:
         serve(ServeConfig(tmp_path / "no-artifact", grpc_port=int(served.rpartition(":")[2])), print)
 
 
+def test_an_objective_that_can_not_be_met_is_told_as_such(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--policy", "slo", "--tbt-ms", "200") as server, Client(server.address) as client:
+        wishes = {"priority": 3, "client": "me", "ttft_ms": 60_000.0, "tbt_ms": 5000.0}
+        (answer,) = client.complete("abc", max_tokens=50, ignore_eos=True, **wishes)  # and steps have been timed
+        assert len(answer.token_ids) == 50
+        with pytest.raises(ServerError, match="ttft_ms is 0.001, and .* take .* when it is idle") as raised:
+            client.complete("abc " * 30, max_tokens=2, ttft_ms=0.001)
+        assert raised.value.code == "RESOURCE_EXHAUSTED"
+        with pytest.raises(RequestError, match="priority is 2000; expected at most 1000"):
+            client.complete("abc", priority=2000)
+        (answer,) = client.complete("abc", max_tokens=5, ignore_eos=True)
+        assert len(answer.token_ids) == 5
+
+
 def test_sigterm_cuts_off_what_takes_too_long(tiny_artifact: Path) -> None:
     options = ("--max-num-seqs", "1", "--drain-seconds", "0.2")
     with Server(tiny_artifact, *options) as server, Client(server.address) as client:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,17 +191,27 @@ def make_engine(
     eos: tuple[int, ...] = (),
     pipeline: bool = True,
     prefix_cache: bool = False,
+    policy: str = "fcfs",
+    tbt_ms: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
         *(max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, tuple(groups)),
         chunked_prefill,
         prefix_cache,
+        policy,
+        tbt_ms,
     )
     runner = FakeRunner(config)
-    engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline)
+    engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline, clock=clock)
     runner.sequences = engine.scheduler.batch.seqs
     return engine
+
+
+def foresee_nothing(engine: Engine) -> None:
+    """Let sequences in as if none ever grew: they are preempted when they do."""
+    engine.scheduler.forecast.total_tokens = lambda seq, spread=0.0: len(seq.token_ids)  # type: ignore[method-assign]
 
 
 def make_slowly(sleep: float) -> Engine:

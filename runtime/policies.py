@@ -1,0 +1,149 @@
+"""Policies: who is let in first, who gives way to whom, and when a batch begins.
+
+A policy gives each sequence a level, strict, and within it a rank in seconds: the lowest is let in first and preempted
+last. Ranks hold the time of arrival, so whoever waits long enough comes first whatever it asks for; only levels can keep
+somebody waiting for ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from inferc.errors import ConfigError
+from inferc.runtime.forecast import Forecast
+from inferc.runtime.sequence import Sequence
+
+PATIENCE = 50.0  # sjf and lpm: a second of work costs this many of waiting
+LEVEL_SECONDS = 30.0  # mlq: what a demotion costs
+FIRST_LEVEL_TOKENS = 64  # mlq: sampled on the first level; each next one is twice as long
+NO_HURRY = 60.0  # slo: seconds to the first token of a request that says nothing
+
+
+class Policy:
+    """First come, first served. The others override what they do differently."""
+
+    name = "fcfs"
+    foresees = False  # asks the forecast, which therefore learns
+    reranks = False  # ranks depend on what the cache holds
+    demotes = False  # a running sequence's rank rises by what it gets
+    preempts = False  # for want of room a running sequence may give way to a waiting one
+    refuses = False  # ends early what can not meet its objective
+    window: float | None = None  # seconds; not None: a batch begins when the one before it is done, this long after the
+    # first of its requests came, or when it is full
+
+    def level(self, seq: Sequence) -> int:
+        """The lowest is let in first, whatever the others' ranks are."""
+        return 0
+
+    def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
+        """Seconds on the scheduler's clock. num_found: tokens that the cache has of the sequence."""
+        return seq.arrived
+
+    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
+        """Whether `running` is preempted if `waiting` has no room."""
+        return False
+
+
+class Priority(Policy):
+    """Strict classes: the higher the request's `priority`, the sooner."""
+
+    name = "priority"
+    preempts = True
+
+    def level(self, seq: Sequence) -> int:
+        return -seq.params.priority
+
+    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
+        return waiting.level < running.level
+
+
+class MultiLevelQueue(Policy):
+    """Multi-level feedback: what has sampled many tokens ranks behind what has just come.
+
+    Source: Wu et al. 2023, "Fast Distributed Inference Serving for Large Language Models" (skip-join MLFQ).
+    """
+
+    name = "mlq"
+    demotes = preempts = True
+
+    def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
+        return seq.arrived + LEVEL_SECONDS * level_of(seq.num_output)
+
+    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
+        # A third of a level's worth behind, or two sequences would take turns.
+        return waiting.rank + LEVEL_SECONDS / 3 < running.rank
+
+
+class ShortestJobFirst(Policy):
+    """By predicted seconds of prefill and decode. Source: Fu et al. 2024, "Efficient LLM Scheduling by Learning to Rank"."""
+
+    name = "sjf"
+    foresees = True
+
+    def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
+        return seq.arrived + PATIENCE * forecast.service_seconds(seq, num_found)
+
+
+class LongestPrefixMatch(Policy):
+    """By what is left to compute of the prompt. Source: Zheng et al. 2024, "SGLang" (cache-aware scheduling)."""
+
+    name = "lpm"
+    foresees = reranks = True
+
+    def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
+        return seq.arrived + PATIENCE * forecast.prompt_seconds(len(seq.token_ids), num_found)
+
+
+class Objectives(Policy):
+    """By the time at which the first token is due; what can not be met is refused, so that others are met.
+
+    Source: Moore 1968 (who is left out so that the fewest are late), see goodput.py.
+    """
+
+    name = "slo"
+    foresees = refuses = True
+
+    def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
+        return seq.arrived + (NO_HURRY if seq.params.ttft_ms is None else seq.params.ttft_ms / 1000)
+
+
+class Static(Policy):
+    """A baseline: nobody joins a batch that has begun."""
+
+    name = "static"
+    window = 0.0
+
+
+class Window(Policy):
+    """A baseline: static batches, of what comes within some milliseconds."""
+
+    def __init__(self, milliseconds: int) -> None:
+        self.name = f"window:{milliseconds}ms"
+        self.window = milliseconds / 1000
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    kind.name: kind
+    for kind in (Policy, Priority, MultiLevelQueue, ShortestJobFirst, LongestPrefixMatch, Objectives, Static)
+}
+NAMES = (*POLICIES, "window:Nms")
+
+
+def parse_policy(name: str) -> Policy:
+    """The policy of a name. Raises ConfigError for one that does not exist."""
+    if name in POLICIES:
+        return POLICIES[name]()
+    if (match := re.fullmatch(r"window:([1-9]\d{0,5})ms", name)) is not None:
+        return Window(int(match[1]))
+    raise ConfigError(f"policy is {name!r}, expected one of {', '.join(NAMES)} (as in window:50ms)")
+
+
+def level_of(num_output: int) -> int:
+    """mlq: how often a sequence that has sampled as many tokens was demoted."""
+    return (num_output // FIRST_LEVEL_TOKENS + 1).bit_length() - 1
+
+
+def level_end(num_output: int) -> int:
+    """mlq: the number of sampled tokens at which a sequence is demoted next."""
+    return FIRST_LEVEL_TOKENS * ((2 << level_of(num_output)) - 1)
