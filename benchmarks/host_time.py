@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inferc.config import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.sampling_params import SamplingParams
@@ -26,7 +27,6 @@ from inferc.runtime.text import Text, TextStream
 
 VOCAB_SIZE = 4096
 PROMPT_LEN = 128
-BLOCK_SIZE = 16
 FULL, WINDOW = CacheGroup("full", 0, 1024), CacheGroup("window", 1024, 1024)
 GROUPS = {"full": (FULL,), "window": (WINDOW,), "mixed": (FULL, WINDOW)}
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-llama"

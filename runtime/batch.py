@@ -5,8 +5,7 @@ A decode-only step is a handful of numpy calls over all slots; Python touches a 
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,8 @@ from inferc.runtime.step import F32, F64, I32, I64, U64, SampleRows, StepPlan, T
 from inferc.runtime.waiting import key_of
 
 Bool = NDArray[np.bool_]
+
+SPARE_BLOCKS = 16  # columns that block tables have to spare as they are made
 
 
 @dataclass
@@ -33,6 +34,15 @@ _NO_LISTS = _Lists(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, n
 
 
 @dataclass
+class _Tables:
+    """Block tables of the slots of a shape, and whose rows have changed since they were last used."""
+
+    width: int = 0
+    of_groups: tuple[I32, ...] = ()
+    stale: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
 class _Shape:
     """What of a plan follows from which sequences compute how many tokens, and stays while they only decode."""
 
@@ -42,24 +52,29 @@ class _Shape:
     logits_rows: I32
     sample: SampleRows  # but for counters and banned ids
     has_min_output: bool
+    row_of: I64  # [num_slots] of each slot that is in it
+    tables: tuple[_Tables, _Tables]
+    turn: int = 0
 
 
 class Batch:
     """State per slot that steps read and advance.
 
     num_tokens    length, tokens counted that a step in flight is sampling
-    num_known     length that has reached the host: `len(seq.token_ids)`
+    tokens        [num_slots, max_model_len + 1] ids of each sequence
+    num_known     how many of them have reached the host
     num_computed  tokens whose K,V are in the cache once the steps in flight are done
     late          the last token is still being sampled: only the runner knows it
     last_step     number of the last step the slot took part in
     predicted     length at which the sequence is expected to end
     num_found     tokens that were in the cache as it joined
     level_end     output length at which its rank changes
+    is_running    in `order`
     tbt           seconds between two of its tokens that it asks for, or inf
     order         slots of the running sequences, by level, rank and arrival
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
         def counts() -> I64:
             return np.zeros(num_slots, np.int64)
 
@@ -72,6 +87,8 @@ class Batch:
         self.num_tokens, self.num_known, self.num_computed = counts(), counts(), counts()
         self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
         self.predicted, self.num_found, self.level_end, self.clients = counts(), counts(), counts(), counts()
+        self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
+        self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
         self.late: Bool = np.zeros(num_slots, np.bool_)
         self.last_id: I32 = np.zeros(num_slots, np.int32)
@@ -94,6 +111,8 @@ class Batch:
         if last is not None and key_of(seq) < key_of(last):
             self.sort()
         length = len(seq.token_ids)
+        self.tokens[slot, :length] = seq.token_ids
+        self.is_running[slot] = True
         self.num_tokens[slot] = self.num_known[slot] = length
         self.num_computed[slot] = self.num_found[slot] = num_computed
         self.clients[slot] = seq.client
@@ -112,8 +131,16 @@ class Batch:
 
     def leave(self, slot: int) -> None:
         """Take a sequence out of the running ones. Its slot stays its own until `free`."""
+        self.sync(slot)
+        self.is_running[slot] = False
         self.order = self.order[self.order != slot]
         self._decode_shape = None
+
+    def sync(self, slot: int) -> None:
+        """Bring a sequence's own list of ids up to date."""
+        seq = self.seqs[slot]
+        assert seq is not None
+        seq.token_ids += self.tokens[slot, len(seq.token_ids) : self.num_known[slot]].tolist()
 
     def free(self, slot: int) -> None:
         self.seqs[slot] = None
@@ -158,7 +185,8 @@ class Batch:
         if all_decode and slots is self.order:
             shape = self._decode_shape = self._decode_shape or self._shape(slots, num_new, complete)
         else:
-            shape = self._shape(slots, num_new, complete)
+            shape, self._decode_shape = self._shape(slots, num_new, complete), None
+            cache.take_changed()
         positions = start
         if not all_decode:
             positions = np.arange(len(shape.row_slots)) + np.repeat(start - shape.query_start_loc[:-1], num_new)
@@ -175,7 +203,9 @@ class Batch:
             slot_mapping=tuple(
                 positions + (table[shape.row_slots, block] - block) * cache.block_size for table in cache.tables
             ),
-            block_tables=tuple(table[:, :max_blocks][slots] for table in cache.tables),
+            block_tables=self._tables(shape, cache, max_blocks)
+            if shape is self._decode_shape
+            else tuple(table[:, :max_blocks][slots] for table in cache.tables),
             sample=self._sample_rows(slots if all_decode else slots[complete], shape),
             late_rows=late_rows,
             late_slots=late_slots,
@@ -186,10 +216,36 @@ class Batch:
         self.last_step[slots] = step
         return plan
 
+    def _tables(self, shape: _Shape, cache: KVCacheManager, max_blocks: int) -> tuple[I32, ...]:
+        """Block tables of all running sequences, kept from step to step: only rows that changed are copied.
+
+        There are two of each, since the step in flight still reads its own.
+        """
+        changed = cache.take_changed()
+        for tables in shape.tables:
+            tables.stale.append(changed)
+        tables = shape.tables[shape.turn]
+        shape.turn ^= 1
+        if max_blocks > tables.width:
+            tables.width = min(cache.tables[0].shape[1], max_blocks + SPARE_BLOCKS)
+            tables.of_groups = tuple(table[shape.row_slots, : tables.width] for table in cache.tables)
+        else:
+            stale = {slot for each in tables.stale for slot in each}
+            slots = np.fromiter(stale, np.int64, len(stale))
+            slots = slots[self.is_running[slots]]
+            if len(slots):
+                rows = shape.row_of[slots]
+                for kept, table in zip(tables.of_groups, cache.tables, strict=True):
+                    kept[rows] = table[slots, : tables.width]
+        tables.stale = []
+        return tables.of_groups
+
     def _shape(self, slots: I64, num_new: I64, complete: Bool) -> _Shape:
         query_start_loc = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(num_new, out=query_start_loc[1:])
         sampled = slots[complete]
+        row_of = np.zeros(len(self.seqs), np.int64)
+        row_of[slots] = np.arange(len(slots))
         return _Shape(
             seq_slots=slots.astype(np.int32),
             query_start_loc=query_start_loc,
@@ -197,6 +253,8 @@ class Batch:
             logits_rows=query_start_loc[1:][complete] - 1,
             sample=self._gather(sampled),
             has_min_output=bool(self.min_output[sampled].any()),
+            row_of=row_of,
+            tables=(_Tables(), _Tables()),
         )
 
     def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
@@ -208,19 +266,14 @@ class Batch:
         return shape.query_start_loc[1:][is_late] - 1, shape.seq_slots[is_late]
 
     def _token_ids(self, slots: I64, start: I64, end: I64, query_start_loc: I32) -> I32:
-        ids = np.zeros(query_start_loc[-1], np.int32)
-        to_the_end = end >= self.num_known[slots]
-        ids[query_start_loc[1:][to_the_end] - 1] = self.last_id[slots[to_the_end]]
-        for i in np.flatnonzero((end - start > 1) | ~to_the_end).tolist():
-            seq = self.seqs[slots[i]]
-            assert seq is not None
-            ids[query_start_loc[i] : query_start_loc[i + 1]] = seq.token_ids[start[i] : end[i]]
+        ids = self.tokens[slots, end - 1].repeat(end - start)
+        for i in np.flatnonzero(end - start > 1).tolist():
+            ids[query_start_loc[i] : query_start_loc[i + 1]] = self.tokens[slots[i], start[i] : end[i]]
         return ids
 
     def _sample_rows(self, slots: I64, shape: _Shape) -> SampleRows:
-        rows = copy(shape.sample)
         counters = self.num_tokens[slots] - self.prompt_len[slots]
-        rows.counters = counters.astype(np.uint64)
+        rows = shape.sample.with_counters(counters.astype(np.uint64))
         if shape.has_min_output:
             early = counters < self.min_output[slots]
             if early.any():  # end tokens are banned until `min_tokens` are out

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,11 +21,13 @@ from inferc.runtime.kv_cache import root_hash
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler, SchedulerConfig
 from inferc.runtime.scoring import Score, Scorer
-from inferc.runtime.sequence import Output, Sequence, sequence_seed
+from inferc.runtime.sequence import Output, Sequence, StepOutputs, sequence_seed
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
 
 log = logging.getLogger(__name__)
+
+Outputs: TypeAlias = StepOutputs | list[Output]  # of a step, to be iterated once
 
 
 class Runner(Protocol):
@@ -179,9 +181,9 @@ class Engine:
         """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored."""
         for seq in self._requests.get(request_id, [])[:]:
             if index is None or seq.index == index:
+                self.scheduler.abort(seq)
                 if index is not None and seq.params.stop:  # by a stop string, which is an end like others
                     self.scheduler.forecast.lengths.learn(seq)
-                self.scheduler.abort(seq)
                 self._forget(seq, "abort")
         self._scorer.abort(request_id)
 
@@ -253,20 +255,21 @@ class Engine:
             return None
         return max(0.0, self.scheduler.wake_at - self._clock())
 
-    def step(self) -> list[Output]:
+    def step(self) -> Outputs:
         """Schedule and submit one step, and land the one before it; returns what that one brought.
 
         Raises InfercError if the runner failed; the engine cannot go on then.
         """
+        if not self._scorer.has_work:
+            return self._step()
         outputs: list[Output] = []
-        if self._scorer.has_work:  # between two steps
-            while self._in_flight:
-                outputs += self._land()
-            self._open_gate()
-            self._scorer.step(self.runner)
-        return outputs + self._step()
+        while self._in_flight:  # a text is scored between two steps
+            outputs += self._land()
+        self._open_gate()
+        self._scorer.step(self.runner)
+        return [*outputs, *self._step()]
 
-    def _step(self) -> list[Output]:
+    def _step(self) -> Outputs:
         stats, started = self._stats, time.perf_counter()
         plan = self.scheduler.schedule()
         if self.scheduler.refused:  # before the step lands that others of these requests may be in
@@ -295,7 +298,7 @@ class Engine:
             ids = np.array(seq.token_ids, np.int32)
             self.runner.reset_slot(seq.slot, ids[: seq.prompt_len], ids[seq.prompt_len :])
 
-    def _land(self) -> list[Output]:
+    def _land(self) -> StepOutputs:
         stats, started = self._stats, time.perf_counter()
         plan = self._in_flight.popleft()
         result = self.runner.wait()
@@ -306,11 +309,11 @@ class Engine:
             raise InfercError(f"the step failed: {result.error}")
         self._observe(plan)
         outputs = self.scheduler.update(plan, result)
-        for output in outputs:
-            if output.finish_reason is not None:
-                seqs = self._requests[output.request_id]
-                self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason)
-        stats.output_tokens += sum(len(output.token_ids) for output in outputs)
+        stats.output_tokens += len(outputs)
+        for output in outputs.ends:
+            seqs = self._requests[output.request_id]
+            self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason or "")
+            stats.output_tokens -= output.finish_reason == "error"
         stats.update_seconds += time.perf_counter() - landed
         return outputs
 

@@ -11,7 +11,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -127,7 +127,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable
         engine.close()
 
 
-def _events(engine: Engine, outputs: list[Output]) -> list[Event]:
+def _events(engine: Engine, outputs: Iterable[Output]) -> list[Event]:
     """A step's outputs; a sequence whose numbers broke ends its whole request."""
     events: list[Event] = []
     for output in outputs:

@@ -112,6 +112,7 @@ class KVCacheManager:
         self.next_unseen: I64 = np.full(num_slots, self._first_unseen, np.int64)
         self.gives_back = any(group.gives_back for group in self.groups)
         self.num_given_back = 0
+        self._changed: list[int] = []
         sizes = list(zip(self.groups, self.pools, strict=True))
         # A step computes what there is room for, so a sequence never holds more than there is.
         self._most = [min(group.most_blocks(limits), pool.size) for group, pool in sizes]
@@ -232,6 +233,13 @@ class KVCacheManager:
                 pool.publish(int(table[slot, block]), hashes[block])
         self.num_published[slot] = len(hashes)
 
+    def publish_last(self, slots: I64, blocks: I64, hashes: Sequence[bytes]) -> None:
+        """Let one block of each of some slots be found, all before it being published."""
+        for pool, table in zip(self.pools, self.tables, strict=True):
+            for block, name in zip(table[slots, blocks].tolist(), hashes, strict=True):
+                pool.publish(block, name)
+        self.num_published[slots] = blocks + 1
+
     def grow(self, slot: int, num_tokens: int, whole: int = 0) -> bool:
         """Give `slot` blocks up to `num_tokens`, in every group; False, and nothing changed, if too few are free.
 
@@ -247,7 +255,28 @@ class KVCacheManager:
                 self.tables[index][slot, end : end + count] = self.pools[index].take(count)
                 self.ends[index, slot] = end + count
         self.num_grown[slot] = self.ends[:, slot].min()
+        self._changed.append(slot)
         return True
+
+    def grow_all(self, slots: I64) -> bool:
+        """One more block for each of some slots, in every group; False, and nothing changed, if too few are free.
+
+        Also False if a slot has more in one group than in another: `grow` then says what each lacks.
+        """
+        count, ends = len(slots), self.num_grown[slots]
+        if any(pool.num_free < count for pool in self.pools) or (self.ends[:, slots] != ends).any():
+            return False
+        for pool, table in zip(self.pools, self.tables, strict=True):
+            table[slots, ends] = pool.take(count)
+        self.ends[:, slots] += 1
+        self.num_grown[slots] += 1
+        self._changed += slots.tolist()
+        return True
+
+    def take_changed(self) -> list[int]:
+        """Slots whose block tables have changed since the last call."""
+        changed, self._changed = self._changed, []
+        return changed
 
     def extend(self, slot: int, start: int, count: int, whole: int = 0) -> int:
         """Make room for the tokens [start, start + count), or as many of them as blocks are free for; returns how many.
@@ -278,6 +307,7 @@ class KVCacheManager:
                 table[slot, begin:end] = 0
                 self.begins[index, slot] = end
                 self.num_given_back += end - begin
+                self._changed.append(slot)
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
 
     def _unseen_from(self, begins: Sequence[int]) -> int:
@@ -331,14 +361,19 @@ def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "")
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of a full block: of all tokens up to its end, through `previous`. Ids enter as little-endian u32."""
-    return hashlib.sha256(previous + np.asarray(token_ids, "<u4").tobytes()).digest()
+    return hash_block(previous, np.asarray(token_ids, "<u4").tobytes())
 
 
-def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+def hash_block(previous: bytes, ids: bytes) -> bytes:
+    """`block_hash` of ids that are bytes already."""
+    return hashlib.sha256(previous + ids).digest()
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int] | I32, block_size: int) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` lacks. root: `root_hash` of the sequence."""
     first = len(hashes)
     ids = np.asarray(token_ids[first * block_size : len(token_ids) // block_size * block_size], "<u4").tobytes()
     name = hashes[-1] if hashes else root
     for begin in range(0, len(ids), 4 * block_size):
-        name = hashlib.sha256(name + ids[begin : begin + 4 * block_size]).digest()
+        name = hash_block(name, ids[begin : begin + 4 * block_size])
         hashes.append(name)

@@ -46,6 +46,7 @@ def load_engine(
         chunked_prefill=chunked_prefill,
         prefix_cache=resolved.prefix_cache,
         policy=config.policy,
+        overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
     )
     engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)

@@ -20,7 +20,6 @@ of all the others if it needs them, and alone every sequence fits that the engin
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -33,10 +32,10 @@ from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.batch import Batch
 from inferc.runtime.forecast import Forecast
 from inferc.runtime.goodput import hopeless, never_met
-from inferc.runtime.kv_cache import KVCacheManager, extend_hashes
+from inferc.runtime.kv_cache import KVCacheManager, extend_hashes, hash_block
 from inferc.runtime.policies import level_end, parse_policy
-from inferc.runtime.sequence import Output, Sequence, Status
-from inferc.runtime.step import F64, I64, StepPlan, StepResult
+from inferc.runtime.sequence import Output, Sequence, Status, StepOutputs
+from inferc.runtime.step import F64, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
 from inferc.runtime.waiting import WaitingQueue
 
@@ -52,7 +51,8 @@ NUM_RERANKED = 32
 class SchedulerConfig:
     """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0.
 
-    policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes.
+    policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
+    now, and preempt the last when blocks are missing.
     """
 
     max_num_seqs: int
@@ -65,6 +65,7 @@ class SchedulerConfig:
     prefix_cache: bool = False
     policy: str = "fcfs"
     tbt_ms: float | None = None
+    overcommit: bool = False
 
     def __post_init__(self) -> None:
         parse_policy(self.policy)
@@ -98,7 +99,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.refused: list[tuple[Sequence, str]] = []  # ended by the policy, and why
         self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
-        self.batch = Batch(config.max_num_seqs)
+        self.batch = Batch(config.max_num_seqs, config.max_model_len)
         self.cache = KVCacheManager(config.groups, config.num_blocks, config.limits, config.chunked_prefill)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
@@ -110,6 +111,7 @@ class Scheduler:
         self._step = self._landed = 0
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
+        self._rows: tuple[I32, I64, list[Sequence]] | None = None  # of the last step that landed: its slots, and whose
         self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
         self._next_look = 0.0
 
@@ -200,6 +202,7 @@ class Scheduler:
         for slot in slots.tolist():
             seq = batch.seqs[slot]
             assert seq is not None
+            batch.sync(slot)
             seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
             batch.level_end[slot] = level_end(seq.num_output)
         if len(slots):
@@ -234,11 +237,13 @@ class Scheduler:
         self._budget -= int(np.count_nonzero(is_decode))
         crossing = is_decode & (length > self.cache.num_grown[slots] * self.cache.block_size)
         if np.count_nonzero(crossing):
-            for slot in slots[crossing].tolist():
-                if self._num_new[slot]:  # not preempted by an older one meanwhile
-                    # The last token, which the new block is for, is the only one that may not be known here.
-                    self._publish(slot, int(self.batch.num_tokens[slot]) - 1)
-                    self._grow_or_preempt(slot)
+            slots = slots[crossing]
+            if self.config.prefix_cache:
+                self._publish_last(slots)
+            if not self.cache.grow_all(slots):
+                for slot in slots.tolist():
+                    if self._num_new[slot]:  # not preempted by an older one meanwhile
+                        self._grow_or_preempt(slot)
 
     def _grow_or_preempt(self, slot: int) -> None:
         """One more block for a decoding sequence, at the cost of the last that came, be it itself."""
@@ -356,7 +361,7 @@ class Scheduler:
         batch, cache, slots, length = self.batch, self.cache, self.batch.order, len(seq.token_ids)
         if not cache.fits(length, slots, found):
             return False
-        if not len(slots):
+        if not len(slots) or self.config.overcommit:
             return True
         known, most = batch.num_known[slots], batch.max_total[slots]
         totals = batch.predicted[slots]
@@ -415,8 +420,25 @@ class Scheduler:
             return
         seq = self.batch.seqs[slot]
         assert seq is not None
-        extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
+        extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
         self.cache.publish(slot, seq.hashes[:count])
+
+    def _publish_last(self, slots: I64) -> None:
+        """Let the last block of each of some slots be found, which decoding has filled."""
+        cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
+        last = cache.num_grown[slots] - 1
+        # All its tokens are known: only the one behind it may be on its way.
+        ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + np.arange(size)].astype("<u4").tobytes()
+        names, count = [], 4 * size
+        for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
+            seq = seqs[slot]
+            assert seq is not None
+            hashes = seq.hashes
+            if len(hashes) == block:
+                name = hashes[-1] if hashes else seq.root
+                hashes.append(hash_block(name, ids[row * count : row * count + count]))
+            names.append(hashes[block])
+        cache.publish_last(slots, last, names)
 
     def _preempt(self, slot: int) -> None:
         """Back among the waiting, to be computed again."""
@@ -444,7 +466,7 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         """Take a running sequence out of the batch; its slot is free as soon as no step in flight uses it."""
         assert seq.slot is not None
-        self._publish(seq.slot, min(int(self.batch.num_computed[seq.slot]), len(seq.token_ids)))
+        self._publish(seq.slot, int(min(self.batch.num_computed[seq.slot], self.batch.num_known[seq.slot])))
         self.batch.leave(seq.slot)
         self._no_room = (None, 0)  # its spare block is not kept for it any more, even if it frees none
         last_step = int(self.batch.last_step[seq.slot])
@@ -460,12 +482,12 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- update
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Output]:
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Land the oldest step in flight: its tokens are appended, sequences that end by them leave."""
         step, oldest = self._in_flight.popleft()
         assert oldest is plan, "steps land in the order they were scheduled"
         self._landed = step
-        outputs = self._append(plan.sample.seq_slots.astype(np.int64), result, step)
+        outputs = self._append(plan.sample.seq_slots, result, step)
         if self._leaving:
             still: deque[tuple[int, Sequence]] = deque()
             for last_step, seq in self._leaving:
@@ -476,41 +498,51 @@ class Scheduler:
             self._leaving = still
         return outputs
 
-    def _append(self, slots: I64, result: StepResult, step: int) -> list[Output]:
+    def _append(self, seq_slots: I32, result: StepResult, step: int) -> StepOutputs:
         batch, ids = self.batch, result.token_ids
-        batch.last_id[slots] = ids
-        batch.num_known[slots] += 1
+        slots, seqs = self._who(seq_slots)
+        known = batch.num_known[slots]
+        batch.tokens[slots, known] = batch.last_id[slots] = ids
+        known += 1
+        batch.num_known[slots] = known
         batch.late[slots] &= batch.last_step[slots] > step
         stopped = (batch.stop_ids[:, slots] == ids).any(axis=0)
-        ended = stopped | (batch.num_known[slots] >= batch.max_total[slots])
+        ended = stopped | (known >= batch.max_total[slots])
+        is_first = known - batch.prompt_len[slots] == 1
+        has_more = ended | is_first | ~batch.is_running[slots]
         if result.failed is not None:
-            ended |= result.failed
-        outputs, seqs, finished = [], batch.seqs, Status.FINISHED
-        logprobs = result.logprobs or itertools.repeat(None)
-        is_first = batch.num_known[slots] - batch.prompt_len[slots] == 1
-        firsts = is_first.tolist() if np.count_nonzero(is_first) else itertools.repeat(False)
-        rows = zip(slots.tolist(), ids.tolist(), ended.tolist(), logprobs, firsts, strict=False)
-        for row, (slot, token, is_end, logprob, first) in enumerate(rows):
-            seq = seqs[slot]
-            assert seq is not None, "a slot stays its sequence's own until its last step lands"
-            if seq.status is finished:  # it ended while this step was in flight: the token is dropped
+            has_more |= result.failed
+        rows = range(len(slots)) if result.logprobs is not None else np.flatnonzero(has_more).tolist()
+        others: dict[int, Output | None] = {}
+        for row in rows:
+            seq, token = seqs[row], int(ids[row])
+            if seq.status is Status.FINISHED:  # it ended while this step was in flight: the token is dropped
+                others[row] = None
                 continue
+            output = others[row] = Output(seq.request_id, seq.index, [token])
             if result.failed is not None and result.failed[row]:
-                outputs.append(Output(seq.request_id, seq.index, [], "error"))
+                output.token_ids, output.finish_reason = [], "error"
                 self._end(seq)
                 continue
-            seq.token_ids.append(token)
-            output = Output(seq.request_id, seq.index, [token])
-            outputs.append(output)
-            if logprob is not None:
+            if seq.status is Status.WAITING:  # preempted meanwhile
+                seq.token_ids.append(token)
+            if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
-            if first:
+            if is_first[row]:
                 output.num_cached = seq.num_cached
-            if is_end:
+            if ended[row]:
                 output.finish_reason = "stop" if stopped[row] else "length"
-                self.forecast.lengths.learn(seq)
                 self._end(seq)
-        return outputs
+                self.forecast.lengths.learn(seq)
+        return StepOutputs(seqs, ids, others)
+
+    def _who(self, seq_slots: I32) -> tuple[I64, list[Sequence]]:
+        """Slots, and whose they are: a slot stays its sequence's own until its last step has landed."""
+        if self._rows is None or self._rows[0] is not seq_slots:
+            seqs = [seq for slot in seq_slots.tolist() if (seq := self.batch.seqs[slot]) is not None]
+            assert len(seqs) == len(seq_slots), "a slot has lost its sequence"
+            self._rows = (seq_slots, seq_slots.astype(np.int64), seqs)
+        return self._rows[1:]
 
     def _end(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.step import Logprobs
+from inferc.runtime.step import I32, Logprobs
 
 MASK64 = (1 << 64) - 1
 
@@ -21,7 +22,8 @@ class Status(enum.Enum):
 class Sequence:
     """Ids, limits and place of one sequence. Counts that change every step live in `Batch`, by slot.
 
-    `token_ids` are the prompt's and the output's ids that have reached the host. `hashes` are those of its full blocks,
+    `token_ids` are the prompt's and the output's ids that have reached the host; what is sampled while it runs is in
+    `Batch.tokens`, and joins them when it leaves. `hashes` are those of its full blocks,
     `root` what comes before the first; `num_cached` tokens of the prompt were found in the cache as it was first let in.
     A lower (`level`, `rank`, `arrival`) is served first and preempted last, see policies.py; `arrived` is its time on the
     scheduler's clock, in seconds. `client` is the number of who asked (waiting.py), `num_found` what of it was found in
@@ -69,6 +71,35 @@ class Output:
     finish_reason: str | None = None
     logprobs: list[Logprobs] | None = None
     num_cached: int | None = None
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What one step brought, to be iterated as an Output a row: a token of each of `seqs`, and of few of them more.
+
+    others: by row, the Output that has more than a token (an end, log probabilities, what was cached); None for a row that
+    brought nothing, of a sequence that had ended meanwhile.
+    """
+
+    seqs: list[Sequence]
+    token_ids: I32
+    others: dict[int, Output | None]
+
+    def __len__(self) -> int:
+        return len(self.seqs) - sum(output is None for output in self.others.values())
+
+    def __iter__(self) -> Iterator[Output]:
+        others = self.others
+        for row, (seq, token) in enumerate(zip(self.seqs, self.token_ids.tolist(), strict=True)):
+            if row not in others:
+                yield Output(seq.request_id, seq.index, [token])
+            elif (output := others[row]) is not None:
+                yield output
+
+    @property
+    def ends(self) -> list[Output]:
+        """Of sequences that ended."""
+        return [each for each in self.others.values() if each is not None and each.finish_reason is not None]
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -65,6 +65,12 @@ class SampleRows:
     def __len__(self) -> int:
         return len(self.seq_slots)
 
+    def with_counters(self, counters: U64) -> SampleRows:
+        """These rows at other places of their sequences; the arrays are shared."""
+        rows = object.__new__(SampleRows)
+        rows.__dict__.update(self.__dict__, counters=counters)
+        return rows
+
     @staticmethod
     def greedy(seq_slots: I32) -> SampleRows:
         """Rows that take the most likely token (the lower id of equal ones)."""

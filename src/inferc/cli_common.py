@@ -234,7 +234,9 @@ def engine_options(
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
+    from inferc.runtime.policies import parse_policy
 
+    parse_policy(policy)
     options: dict[str, Any] = {
         "num_threads": "auto" if threads is None else threads,
         "isa": isa,

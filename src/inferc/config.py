@@ -175,6 +175,7 @@ class EngineConfig:
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
     prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
     policy: str = "fcfs"  # who goes first, see inferc.runtime.policies
+    overcommit: bool = False  # let in what fits now, also where blocks are expected to be missing later on
     tbt_ms: float | None = None  # no step shall take longer while somebody decodes
     deterministic: bool = False  # a cpu step always is
     pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
@@ -182,9 +183,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_fields(self)
         _check_positive(self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes")
-        from inferc.runtime.policies import parse_policy  # numpy, which nobody needs for a --help
-
-        parse_policy(self.policy)
         if self.tbt_ms is not None and not 0.0 < self.tbt_ms < math.inf:
             raise ConfigError(f"tbt_ms is {self.tbt_ms:g}, expected a number of milliseconds above 0")
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:

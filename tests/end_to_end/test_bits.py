@@ -99,7 +99,8 @@ def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits]
 def test_preemption_gives_the_same_bits(artifact: Path) -> None:
     prompts = [prompt(length) for length in (16, 14, 10, 7, 5, 1)]  # a block each at first, two at the end
     block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
-    bits, stats = run(artifact, prompts, 45, max_num_batched_tokens=32, max_num_seqs=8, kv_memory_bytes=8 * block_bytes)
+    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "kv_memory_bytes": 8 * block_bytes}
+    bits, stats = run(artifact, prompts, 45, **sizes, overcommit=True)
     assert stats.num_preemptions > 0
     assert bits == [run(artifact, [ids], 45)[0][0] for ids in prompts]
 

@@ -73,7 +73,8 @@ def check_every_engine(artifact: Path, prompts: list[list[int]], expected: list[
     block_bytes = kv_block_bytes(artifact)
     longest = max(len(prompt) for prompt in prompts) + NEW_TOKENS
     blocks = -(-longest // 32) + 1  # and block 0: the longest fits without a neighbour, the others take turns
-    with inferc.LLM(artifact, kv_memory_bytes=blocks * block_bytes, **ENGINES["chunked prefill"]) as llm:
+    small = {"kv_memory_bytes": blocks * block_bytes, "overcommit": True}
+    with inferc.LLM(artifact, **small, **ENGINES["chunked prefill"]) as llm:
         assert greedy(llm, prompts) == expected, "preempted"
         stats = llm.stats()  # a window makes room by giving blocks back
         assert stats.num_preemptions + stats.num_given_back > 0, "the cache was meant to be too small"

@@ -230,7 +230,8 @@ def test_preemption_gives_the_same_bits(exact: Made, alone: dict[int, Bits]) -> 
     lengths = [16, 7, 1, 23, 24]  # one or two blocks each at first, three or more at the end
     memory = exact.memory(9)
     assert set(share_out(exact.groups, CacheLimits(16, 256, 8, 32), memory)) == {9}
-    bits, stats = run(exact, lengths, NEW_TOKENS, max_num_batched_tokens=32, max_num_seqs=8, kv_memory_bytes=memory)
+    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "kv_memory_bytes": memory}
+    bits, stats = run(exact, lengths, NEW_TOKENS, **sizes, overcommit=True)
     assert stats.num_preemptions > 0
     assert stats.num_given_back > 0
     assert bits == [alone[length] for length in lengths]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runner import foresee_nothing
 from lowered import Compiled, Heads, Shape
 
 from inferc.config import EngineConfig
@@ -50,6 +49,7 @@ def make_engine(compiled: Compiled, pipeline: bool = True, **options: Any) -> En
         config.num_blocks,
         compiled.block_size,
         groups,
+        overcommit=options.get("overcommit", False),
     )
     return Engine(runner, ModelLimits(90, compiled.max_model_len), sizes, pipeline)
 
@@ -90,8 +90,7 @@ def test_every_group_has_what_its_layers_see(compiled: Compiled, expected: list[
 
 def test_small_pools_preempt_and_change_nothing(compiled: Compiled, expected: list[list[int]]) -> None:
     memory = 9 * 16 * compiled.kv_bytes_per_token
-    engine = make_engine(compiled, max_num_seqs=5, max_num_batched_tokens=12, kv_memory_bytes=memory)
-    foresee_nothing(engine)
+    engine = make_engine(compiled, max_num_seqs=5, max_num_batched_tokens=12, kv_memory_bytes=memory, overcommit=True)
     assert engine.stats().num_blocks == [9, 9, 9]
     assert generate(engine) == expected
     assert engine.stats().num_preemptions > 0

@@ -51,7 +51,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(llm: LLM, alone: list[list[i
     [
         {"max_num_batched_tokens": 4, "max_num_seqs": 4},
         {"max_num_batched_tokens": 256, "chunked_prefill": False},
-        {"kv_memory_bytes": 4 * BLOCK_BYTES},
+        {"kv_memory_bytes": 4 * BLOCK_BYTES, "overcommit": True},
         {"pipeline": False},
     ],
 )

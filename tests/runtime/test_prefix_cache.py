@@ -5,7 +5,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from fake_runner import FULL, foresee_nothing, make_engine
+from fake_runner import FULL, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,8 +102,7 @@ def test_what_was_used_longest_ago_makes_room_and_the_end_of_it_first() -> None:
 
 
 def test_a_preempted_sequence_goes_on_behind_what_is_still_there() -> None:
-    engine = make_engine(prefix_cache=True, num_blocks=9, max_num_seqs=2)
-    foresee_nothing(engine)
+    engine = make_engine(prefix_cache=True, num_blocks=9, max_num_seqs=2, overcommit=True)
     alone = [generate(make_engine(num_blocks=20), prompt, 12) for prompt in (TURN[:8], TURN[8:16])]
     for name, prompt in (("0", TURN[:8]), ("1", TURN[8:16])):
         engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=12))

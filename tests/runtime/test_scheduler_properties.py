@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
-from fake_runner import FULL, VOCAB_SIZE, foresee_nothing, make_engine, next_id, oracle
+from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,11 +106,10 @@ def scenes(draw: st.DrawFn) -> Scene:
         eos=EOS,
         pipeline=draw(st.booleans()),
         prefix_cache=draw(st.booleans()),
+        overcommit=draw(st.booleans()),
     )
     if draw(st.booleans()):
         engine.scheduler.forecast.cost.set_prices(dict(zip(WORK, (0.01, 1e-4, 1e-4, 1e-6, 1e-6), strict=True)))
-    if draw(st.booleans()):
-        foresee_nothing(engine)
     longest = min(max_model_len - 1, engine.scheduler.cache.max_tokens)
     requests = draw(st.lists(arrivals(longest), min_size=1, max_size=7))
     if draw(st.booleans()):

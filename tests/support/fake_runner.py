@@ -193,6 +193,7 @@ def make_engine(
     prefix_cache: bool = False,
     policy: str = "fcfs",
     tbt_ms: float | None = None,
+    overcommit: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
@@ -202,16 +203,12 @@ def make_engine(
         prefix_cache,
         policy,
         tbt_ms,
+        overcommit,
     )
     runner = FakeRunner(config)
     engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline, clock=clock)
     runner.sequences = engine.scheduler.batch.seqs
     return engine
-
-
-def foresee_nothing(engine: Engine) -> None:
-    """Let sequences in as if none ever grew: they are preempted when they do."""
-    engine.scheduler.forecast.total_tokens = lambda seq, spread=0.0: len(seq.token_ids)  # type: ignore[method-assign]
 
 
 def make_slowly(sleep: float) -> Engine:
