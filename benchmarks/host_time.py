@@ -3,8 +3,9 @@
 python benchmarks/host_time.py [--num-seqs 64] [--steps 2000] [--attention full|window|mixed] [--no-prefix-cache]
 
 A null model answers at once with random ids, so all time is the host's. Reported are medians per decode-only step, in
-microseconds: `schedule` makes the plan, `update` lands it, `engine` is all of `Engine.step`, which also hands the
-outputs out; `text` is detokenising them.
+microseconds: `schedule` makes the plan, `update` lands it, `engine` is all of `Engine.step`. `events` writes what the step
+brought for the pipe of an engine in a process of its own, as under `inferc serve`. `text` is detokenising, which is on
+another thread or in another process, while the next step runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from inferc.config import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
+from inferc.runtime.engine_process import EventWriter
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import SchedulerConfig
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
@@ -80,17 +82,20 @@ def make_engine(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -
 def measure(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -> dict[str, float]:
     """Median microseconds of a decode-only step, by part."""
     engine = make_engine(num_seqs, steps, attention, prefix_cache)
-    parts: dict[str, list[float]] = {"schedule": [], "update": [], "engine": [], "text": []}
-    text = Text(MODEL)
+    parts: dict[str, list[float]] = {"schedule": [], "update": [], "engine": [], "events": [], "text": []}
+    text, writer = Text(MODEL), EventWriter()
     streams = [TextStream(text, SamplingParams(stop=("\n\n\n",))) for _ in range(num_seqs)]
     for _ in range(steps):
         before = engine.stats()
         started = time.perf_counter()
         outputs = engine.step()
         stepped = time.perf_counter()
+        writer.encode(outputs)
+        written = time.perf_counter()
         for output in outputs:
             streams[int(output.request_id)].push(output.token_ids, output.finish_reason)
-        parts["text"].append(time.perf_counter() - stepped)
+        parts["text"].append(time.perf_counter() - written)
+        parts["events"].append(written - stepped)
         parts["engine"].append(stepped - started)
         after = engine.stats()
         parts["schedule"].append(after.schedule_seconds - before.schedule_seconds)

@@ -17,10 +17,10 @@ from typing import TypeAlias
 
 from inferc import errors
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
-from inferc.runtime.engine import Engine, EngineStats
+from inferc.runtime.engine import Engine, EngineStats, Outputs
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
-from inferc.runtime.sequence import Output
+from inferc.runtime.sequence import Output, StepOutputs
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +89,12 @@ class Stats:
 
 Command: TypeAlias = Add | Abort | ScoreText | GetStats | Shutdown
 Event: TypeAlias = Output | Failed | Scored | Stats
+Events: TypeAlias = Iterable[Event]  # what a step brought may come as the engine has it, as a StepOutputs
 Sink: TypeAlias = Callable[[Event], None]
+Emit: TypeAlias = Callable[[Events], None]
 
 
-def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable[[list[Event]], None]) -> None:
+def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) -> None:
     """Step while there is work, take commands between steps, until `Shutdown` or a failure of the engine."""
     stopping = False
     try:
@@ -113,7 +115,11 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable
                         return
                 else:
                     _obey(engine, command, emit)
-            events = _events(engine, engine.step()) if engine.has_work else []
+            outputs = engine.step() if engine.has_work else []
+            failed = _end_broken(engine, outputs)
+            if outputs:
+                emit(outputs)
+            events: list[Event] = [*failed]
             events += [Failed(name, why, kind=ObjectiveError.__name__) for name, why in engine.take_refused()]
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
             if events:
@@ -127,19 +133,25 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Callable
         engine.close()
 
 
-def _events(engine: Engine, outputs: Iterable[Output]) -> list[Event]:
-    """A step's outputs; a sequence whose numbers broke ends its whole request."""
-    events: list[Event] = []
-    for output in outputs:
-        if output.finish_reason == "error":
-            engine.abort(output.request_id)
-            events.append(Failed(output.request_id, BROKEN, kind=GenerationError.__name__))
-        else:
-            events.append(output)
-    return events
+def _end_broken(engine: Engine, outputs: Outputs) -> list[Failed]:
+    """A sequence whose numbers broke ends its whole request, and brings nothing."""
+    failed = []
+    if isinstance(outputs, StepOutputs):
+        broken = [
+            row for row, output in outputs.others.items() if output is not None and output.finish_reason == "error"
+        ]
+        names = [outputs.seqs[row].request_id for row in broken]
+        outputs.others.update(dict.fromkeys(broken))
+    else:
+        names = [output.request_id for output in outputs if output.finish_reason == "error"]
+        outputs[:] = [output for output in outputs if output.finish_reason != "error"]
+    for name in names:
+        engine.abort(name)
+        failed.append(Failed(name, BROKEN, kind=GenerationError.__name__))
+    return failed
 
 
-def _obey(engine: Engine, command: Command, emit: Callable[[list[Event]], None]) -> None:
+def _obey(engine: Engine, command: Command, emit: Emit) -> None:
     try:
         if isinstance(command, Add):
             engine.add_request(command.request_id, command.prompt_token_ids, command.params)
@@ -265,7 +277,7 @@ class EngineClient:
                 if not entry.left:
                     del self._open[request_id]
 
-    def _dispatch(self, events: Sequence[Event]) -> None:
+    def _dispatch(self, events: Events) -> None:
         for event in events:
             if event.request_id is None:
                 self._fail_all(event.reason, event.kind)
@@ -292,21 +304,33 @@ class EngineClient:
 
 
 class EngineThread(EngineClient):
-    """An engine in a thread of this process. `make` builds it, before this returns."""
+    """An engine in a thread of this process. `make` builds it, before this returns.
+
+    Sinks are called on another thread: while a step runs, they cost the engine nothing.
+    """
 
     def __init__(self, make: Callable[[], Engine], on_stop: Callable[[str], None] | None = None) -> None:
         super().__init__(on_stop)
         self._engine = make()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Events | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="inferc-engine", daemon=True)
-        self._thread.start()
+        self._reader = threading.Thread(target=self._read, name="inferc-engine-reader", daemon=True)
+        for thread in (self._thread, self._reader):
+            thread.start()
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
+        self._reader.join(timeout)
 
     def _send(self, command: Command) -> None:
         self._inbox.put(command)
 
     def _run(self) -> None:
-        run_engine(self._engine, self._inbox, self._dispatch)
+        run_engine(self._engine, self._inbox, self._outbox.put)
+        self._outbox.put(None)
+
+    def _read(self) -> None:
+        while (events := self._outbox.get()) is not None:
+            self._dispatch(events)
         self._fail_all("the engine was closed")

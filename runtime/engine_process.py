@@ -19,9 +19,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from inferc import errors
 from inferc.errors import InfercError
@@ -32,6 +34,7 @@ from inferc.runtime.engine_loop import (
     Command,
     EngineClient,
     Event,
+    Events,
     Failed,
     GetStats,
     Scored,
@@ -42,7 +45,7 @@ from inferc.runtime.engine_loop import (
 )
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
-from inferc.runtime.sequence import Output
+from inferc.runtime.sequence import Output, Row, StepOutputs
 from inferc.runtime.step import Logprobs
 
 log = logging.getLogger(__name__)
@@ -137,9 +140,10 @@ class EngineProcess(EngineClient):
             raise kind(message["error"])
 
     def _read(self) -> None:
+        reader = EventReader()
         try:
             while True:
-                self._dispatch(decode_events(self._pipe.recv_bytes()))
+                self._dispatch(reader.decode(self._pipe.recv_bytes()))
         except (EOFError, OSError):
             pass
         is_expected = self._process.wait() == 0 or self._closing
@@ -176,35 +180,85 @@ def decode_command(data: bytes) -> Command:
     return command
 
 
-def encode_events(events: list[Event]) -> bytes:
-    """Outputs as one list of rows, since there is one for every running sequence in every step."""
-    outputs, others = [], []
-    for event in events:
-        if isinstance(event, Output):
-            rows = event.logprobs
-            logprobs = None if rows is None else [(each.token_id, each.logprob, each.rank, each.top) for each in rows]
-            row = (event.request_id, event.index, event.token_ids, event.finish_reason, logprobs, event.num_cached)
-            outputs.append(row)
-        else:
-            others.append({"event": type(event).__name__, **dataclasses.asdict(event)})
-    return json.dumps({"outputs": outputs, "others": others}, separators=(",", ":")).encode()
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """Of a sequence, on the parent's side."""
+
+    request_id: str
+    index: int
 
 
-def decode_events(data: bytes) -> list[Event]:
-    message = json.loads(data)
-    events: list[Event] = []
-    for request_id, index, token_ids, finish_reason, rows, num_cached in message["outputs"]:
-        logprobs = None if rows is None else [_decode_logprobs(*row) for row in rows]
-        events.append(Output(request_id, index, token_ids, finish_reason, logprobs, num_cached))
-    for entry in message["others"]:
-        kind = entry.pop("event")
-        if kind == "Scored":
-            events.append(Scored(entry["request_id"], Score(**entry["score"])))
-        elif kind == "Stats":
-            events.append(Stats(entry["request_id"], EngineStats(**entry["stats"])))
-        else:
-            events.append(Failed(**entry))
-    return events
+class EventWriter:
+    """Events as messages. Whose rows a step's are is said only when they change; then a step is a list of ids."""
+
+    def __init__(self) -> None:
+        self._seqs: Sequence[Row] | None = None
+
+    def encode(self, events: Events) -> bytes:
+        if not isinstance(events, StepOutputs):
+            return _dump({"events": [_encode_event(event) for event in events]})
+        message: dict[str, Any] = {"ids": events.token_ids.tolist()}
+        if events.seqs is not self._seqs:
+            self._seqs = events.seqs
+            message["rows"] = [(seq.request_id, seq.index) for seq in events.seqs]
+        if events.others:
+            message["others"] = [
+                (row, None if output is None else _encode_output(output)) for row, output in events.others.items()
+            ]
+        return _dump(message)
+
+
+class EventReader:
+    """The events of an EventWriter's messages, in their order."""
+
+    def __init__(self) -> None:
+        self._rows: list[Name] = []
+
+    def decode(self, data: bytes) -> Events:
+        message = json.loads(data)
+        if "events" in message:
+            return [_decode_event(entry) for entry in message["events"]]
+        if "rows" in message:
+            self._rows = [Name(*row) for row in message["rows"]]
+        others = {
+            row: None if output is None else _decode_output(self._rows[row], *output)
+            for row, output in message.get("others", ())
+        }
+        return StepOutputs(self._rows, np.array(message["ids"], np.int32), others)
+
+
+def _dump(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def _encode_output(output: Output) -> tuple[Any, ...]:
+    rows = output.logprobs
+    logprobs = None if rows is None else [(each.token_id, each.logprob, each.rank, each.top) for each in rows]
+    return output.token_ids, output.finish_reason, logprobs, output.num_cached
+
+
+def _decode_output(
+    name: Name, token_ids: list[int], finish_reason: str | None, rows: list[Any] | None, num_cached: int | None
+) -> Output:
+    logprobs = None if rows is None else [_decode_logprobs(*row) for row in rows]
+    return Output(name.request_id, name.index, token_ids, finish_reason, logprobs, num_cached)
+
+
+def _encode_event(event: Event) -> dict[str, Any]:
+    if isinstance(event, Output):
+        return {"event": "Output", "name": (event.request_id, event.index), "output": _encode_output(event)}
+    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def _decode_event(entry: dict[str, Any]) -> Event:
+    kind = entry.pop("event")
+    if kind == "Output":
+        return _decode_output(Name(*entry["name"]), *entry["output"])
+    if kind == "Scored":
+        return Scored(entry["request_id"], Score(**entry["score"]))
+    if kind == "Stats":
+        return Stats(entry["request_id"], EngineStats(**entry["stats"]))
+    return Failed(**entry)
 
 
 def _decode_logprobs(token_id: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Logprobs:
@@ -235,10 +289,12 @@ def main(fd: int) -> int:
         return 1
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     failures: list[Event] = []
+    writer = EventWriter()
 
-    def emit(events: list[Event]) -> None:
-        failures.extend(event for event in events if event.request_id is None)
-        pipe.send_bytes(encode_events(events))
+    def emit(events: Events) -> None:
+        if not isinstance(events, StepOutputs):
+            failures.extend(event for event in events if event.request_id is None)
+        pipe.send_bytes(writer.encode(events))
 
     threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
     run_engine(engine, inbox, emit)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.step import I32, Logprobs
@@ -73,15 +75,27 @@ class Output:
     num_cached: int | None = None
 
 
+class Row(Protocol):
+    """Whose output it is."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def index(self) -> int: ...
+
+
 @dataclass(slots=True)
 class StepOutputs:
     """What one step brought, to be iterated as an Output a row: a token of each of `seqs`, and of few of them more.
+
+    The same list of `seqs` comes again in the next steps, as long as nobody joins or leaves.
 
     others: by row, the Output that has more than a token (an end, log probabilities, what was cached); None for a row that
     brought nothing, of a sequence that had ended meanwhile.
     """
 
-    seqs: list[Sequence]
+    seqs: SequenceOf[Row]
     token_ids: I32
     others: dict[int, Output | None]
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from fake_runner import make_engine, next_id, oracle
 
@@ -20,14 +21,15 @@ from inferc.runtime.engine import Engine, EngineStats
 from inferc.runtime.engine_loop import Abort, Add, EngineClient, EngineThread, Event, Failed, Scored, Stats
 from inferc.runtime.engine_process import (
     EngineProcess,
+    EventReader,
+    EventWriter,
+    Name,
     decode_command,
-    decode_events,
     encode_command,
-    encode_events,
 )
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
-from inferc.runtime.sequence import Output
+from inferc.runtime.sequence import Output, StepOutputs
 from inferc.runtime.step import Logprobs
 
 FACTORY = "fake_runner:make_engine"
@@ -305,7 +307,19 @@ def test_messages_survive_the_pipe() -> None:
         Scored("s", Score([-1.5], [3])),
         Stats("t", EngineStats(finished={"stop": 2})),
     ]
-    assert decode_events(encode_events(events)) == events
+    reader, writer = EventReader(), EventWriter()
+    assert list(reader.decode(writer.encode(events))) == events
+    names = [Name("a", 0), Name("b", 3)]
+    sizes = []
+    for ids in ([5, 6], [7, 8], [9, 10]):
+        others = {1: Output("b", 3, [ids[1]], "length"), 0: None} if ids[0] == 7 else {}
+        step = StepOutputs(names, np.array(ids, np.int32), others)
+        data = writer.encode(step)
+        assert list(reader.decode(data)) == list(step)
+        sizes.append(len(data))
+    assert sizes[2] < sizes[0], "whose rows they are is said once"
+    step = StepOutputs(names[::-1], np.array([1, 2], np.int32), {})
+    assert list(reader.decode(writer.encode(step))) == [Output("b", 3, [1]), Output("a", 0, [2])]
 
 
 def _json(message: dict[str, object]) -> bytes:
