@@ -64,7 +64,6 @@ class Batch:
     tokens        [num_slots, max_model_len + 1] ids of each sequence
     num_known     how many of them have reached the host
     num_computed  tokens whose K,V are in the cache once the steps in flight are done
-    late          the last token is still being sampled: only the runner knows it
     last_step     number of the last step the slot took part in
     predicted     length at which the sequence is expected to end
     num_found     tokens that were in the cache as it joined
@@ -90,7 +89,6 @@ class Batch:
         self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
         self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
-        self.late: Bool = np.zeros(num_slots, np.bool_)
         self.last_id: I32 = np.zeros(num_slots, np.int32)
         self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
@@ -118,7 +116,7 @@ class Batch:
         self.clients[slot] = seq.client
         self.tbt[slot] = np.inf if seq.params.tbt_ms is None else seq.params.tbt_ms / 1000
         self.prompt_len[slot], self.max_total[slot] = seq.prompt_len, seq.max_total
-        self.late[slot], self.last_id[slot] = False, seq.token_ids[-1]
+        self.last_id[slot] = seq.token_ids[-1]
         self._set_stop_ids(slot, seq)
         self._set_params(slot, seq)
         return slot
@@ -212,7 +210,6 @@ class Batch:
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete
-        self.late[slots] = complete
         self.last_step[slots] = step
         return plan
 
@@ -259,7 +256,7 @@ class Batch:
 
     def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
         """Rows whose id is still being sampled, and their slots."""
-        is_late = self.late[slots]
+        is_late = self.num_tokens[slots] > self.num_known[slots]
         count = np.count_nonzero(is_late)
         if count == len(slots) == len(shape.row_slots):
             return shape.logits_rows, shape.seq_slots

@@ -48,8 +48,10 @@ class BlockPool:
             del self.block_of[self.hash_of.pop(block)]
             self.free.append(block)
             self.num_evicted += 1
-        blocks = [self.free.pop() for _ in range(count)]
-        self.ref_count[blocks] += 1
+        first = len(self.free) - count
+        blocks = self.free[: first - 1 if first else None : -1]
+        del self.free[first:]
+        self.ref_count[blocks] = 1
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -263,13 +265,13 @@ class KVCacheManager:
 
         Also False if a slot has more in one group than in another: `grow` then says what each lacks.
         """
-        count, ends = len(slots), self.num_grown[slots]
-        if any(pool.num_free < count for pool in self.pools) or (self.ends[:, slots] != ends).any():
+        count, ends, least = len(slots), self.ends[:, slots], self.num_grown[slots]
+        if any(pool.num_free < count for pool in self.pools) or np.count_nonzero(ends != least):
             return False
         for pool, table in zip(self.pools, self.tables, strict=True):
-            table[slots, ends] = pool.take(count)
-        self.ends[:, slots] += 1
-        self.num_grown[slots] += 1
+            table[slots, least] = pool.take(count)
+        least += 1
+        self.ends[:, slots] = self.num_grown[slots] = least
         self._changed += slots.tolist()
         return True
 

@@ -87,6 +87,18 @@ class SchedulerConfig:
         return CacheLimits(self.block_size, self.max_model_len, self.max_num_seqs, self.max_num_batched_tokens)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Whose a step's tokens are. Decode steps between which nobody joins or leaves have the same."""
+
+    seq_slots: I32  # of the plan
+    slots: I64
+    seqs: list[Sequence]
+    stop_ids: I32  # [stops, S]
+    max_total: I64
+    first_len: I64  # with the first sampled token
+
+
 class Scheduler:
     """Owns `waiting`, the running batch and the token budget."""
 
@@ -111,7 +123,8 @@ class Scheduler:
         self._step = self._landed = 0
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
-        self._rows: tuple[I32, I64, list[Sequence]] | None = None  # of the last step that landed: its slots, and whose
+        self._rows: _Rows | None = None  # of the last step that landed
+        self._places: I64 = np.arange(config.block_size)
         self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
         self._next_look = 0.0
 
@@ -428,7 +441,7 @@ class Scheduler:
         cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
         last = cache.num_grown[slots] - 1
         # All its tokens are known: only the one behind it may be on its way.
-        ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + np.arange(size)].astype("<u4").tobytes()
+        ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()
         names, count = [], 4 * size
         for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
             seq = seqs[slot]
@@ -487,7 +500,7 @@ class Scheduler:
         step, oldest = self._in_flight.popleft()
         assert oldest is plan, "steps land in the order they were scheduled"
         self._landed = step
-        outputs = self._append(plan.sample.seq_slots, result, step)
+        outputs = self._append(plan.sample.seq_slots, result)
         if self._leaving:
             still: deque[tuple[int, Sequence]] = deque()
             for last_step, seq in self._leaving:
@@ -498,17 +511,16 @@ class Scheduler:
             self._leaving = still
         return outputs
 
-    def _append(self, seq_slots: I32, result: StepResult, step: int) -> StepOutputs:
-        batch, ids = self.batch, result.token_ids
-        slots, seqs = self._who(seq_slots)
+    def _append(self, seq_slots: I32, result: StepResult) -> StepOutputs:
+        batch, ids, rows_of = self.batch, result.token_ids, self._who(seq_slots)
+        slots, seqs = rows_of.slots, rows_of.seqs
         known = batch.num_known[slots]
         batch.tokens[slots, known] = batch.last_id[slots] = ids
         known += 1
         batch.num_known[slots] = known
-        batch.late[slots] &= batch.last_step[slots] > step
-        stopped = (batch.stop_ids[:, slots] == ids).any(axis=0)
-        ended = stopped | (known >= batch.max_total[slots])
-        is_first = known - batch.prompt_len[slots] == 1
+        stopped = (rows_of.stop_ids == ids).any(axis=0)
+        ended = stopped | (known >= rows_of.max_total)
+        is_first = known == rows_of.first_len
         has_more = ended | is_first | ~batch.is_running[slots]
         if result.failed is not None:
             has_more |= result.failed
@@ -536,13 +548,15 @@ class Scheduler:
                 self.forecast.lengths.learn(seq)
         return StepOutputs(seqs, ids, others)
 
-    def _who(self, seq_slots: I32) -> tuple[I64, list[Sequence]]:
+    def _who(self, seq_slots: I32) -> _Rows:
         """Slots, and whose they are: a slot stays its sequence's own until its last step has landed."""
-        if self._rows is None or self._rows[0] is not seq_slots:
-            seqs = [seq for slot in seq_slots.tolist() if (seq := self.batch.seqs[slot]) is not None]
-            assert len(seqs) == len(seq_slots), "a slot has lost its sequence"
-            self._rows = (seq_slots, seq_slots.astype(np.int64), seqs)
-        return self._rows[1:]
+        if self._rows is None or self._rows.seq_slots is not seq_slots:
+            batch, slots = self.batch, seq_slots.astype(np.int64)
+            seqs = [seq for slot in slots.tolist() if (seq := batch.seqs[slot]) is not None]
+            assert len(seqs) == len(slots), "a slot has lost its sequence"
+            limits = batch.stop_ids[:, slots], batch.max_total[slots], batch.prompt_len[slots] + 1
+            self._rows = _Rows(seq_slots, slots, seqs, *limits)
+        return self._rows
 
     def _end(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
