@@ -195,6 +195,16 @@ class Engine:
             raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
         self._scorer.add(request_id, ids)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended."""
+        return list(self._requests)
+
+    @property
+    def open_requests(self) -> Iterable[list[Sequence]]:
+        """The sequences of each request that have not ended."""
+        return self._requests.values()
+
     def take_scores(self) -> list[tuple[str, Score]]:
         """The scores that are done since the last call, with their request ids."""
         return self._scorer.take()

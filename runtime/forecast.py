@@ -120,7 +120,8 @@ class Forecast:
         beside: what else is in each of these steps.
         """
         todo = max(1, num_tokens - num_found)
-        steps = -(-todo // self.chunk)
+        chunk = self.chunk if beside is None else max(1, self.chunk - int(beside.tokens))
+        steps = -(-todo // chunk)
         keys = steps * (num_found + todo / 2)
         pairs = todo * (num_found + todo / 2) if todo > 1 else 0.0
         step, *prices = map(float, self.cost.prices)

@@ -239,7 +239,8 @@ class KVCacheManager:
         """Let one block of each of some slots be found, all before it being published."""
         for pool, table in zip(self.pools, self.tables, strict=True):
             for block, name in zip(table[slots, blocks].tolist(), hashes, strict=True):
-                pool.publish(block, name)
+                if block:  # not given back
+                    pool.publish(block, name)
         self.num_published[slots] = blocks + 1
 
     def grow(self, slot: int, num_tokens: int, whole: int = 0) -> bool:
@@ -346,6 +347,7 @@ class KVCacheManager:
             assert used + pool.num_free == pool.size, f"{used} used and {pool.num_free} free of {pool.size}"
             assert not pool.ref_count[[*pool.free, *pool.kept]].any(), "a free block is referred to"
             assert pool.hash_of == {block: name for name, block in pool.block_of.items()}, "hashes are not one to one"
+            assert 0 not in pool.hash_of, "block 0 can be found"
             assert pool.kept.keys() <= pool.hash_of.keys() and not pool.hash_of.keys() & set(pool.free)
 
 

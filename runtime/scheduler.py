@@ -174,11 +174,13 @@ class Scheduler:
         self.wake_at = None
         self._budget = self.config.max_num_batched_tokens
         self._num_new.fill(0)
-        preemptions = self.num_preemptions
         if self.cache.gives_back:
             self._give_back()
         if self.policy.demotes:
             self._demote()
+        if self.policy.preempts and not self.hold:
+            self._make_room()
+        preemptions = self.num_preemptions
         self._schedule_decodes()
         if self.foresees:
             self._limit_budget()
@@ -221,6 +223,23 @@ class Scheduler:
         if len(slots):
             batch.sort()
             self._no_room = (None, 0)  # they may give way now
+
+    def _make_room(self) -> None:
+        """Preempt the last of the running ones, as long as they give way to who waits and has no room.
+
+        Before anything is scheduled: blocks that are published hold what the step will compute. What a step in flight uses
+        comes free when it has landed, so one is preempted at a time.
+        """
+        batch = self.batch
+        while self.waiting and self.num_running and not self._leaving:
+            seq, slot = self.waiting.head(), int(batch.order[-1])
+            victim = batch.seqs[slot]
+            assert victim is not None
+            if not self.policy.gives_way(victim, seq) or not self.waiting.precedes(seq, victim):
+                return
+            if batch.free_slots and self._has_room(seq, self._find(seq)):
+                return
+            self._preempt(slot)
 
     def _limit_budget(self) -> None:
         """No more of prompts than those who decode have time for."""
@@ -340,11 +359,10 @@ class Scheduler:
         start = len(found) * cache.block_size
         if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
             return False
-        while not (batch.free_slots and self._has_room(seq, found)):
-            if not self._make_room(seq):
-                self._no_room = (seq, cache.num_gains)
-                self._quota = 0
-                return False
+        if not (batch.free_slots and self._has_room(seq, found)):
+            self._no_room = (seq, cache.num_gains)
+            self._quota = 0
+            return False
         self.waiting.remove(seq)
         seq.num_found = start
         slot = batch.join(seq, start)
@@ -383,18 +401,6 @@ class Scheduler:
         total = self.forecast.total_tokens(seq, SPREAD)
         num_found = len(found) * cache.block_size
         return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots])
-
-    def _make_room(self, seq: Sequence) -> bool:
-        """Preempt the last of the running ones, if it gives way to `seq`; what it has may come free only later."""
-        if not self.policy.preempts or not self.num_running or self._leaving:
-            return False
-        slot = int(self.batch.order[-1])
-        victim = self.batch.seqs[slot]
-        assert victim is not None
-        if victim in self.joined or not self.policy.gives_way(victim, seq) or not self.waiting.precedes(seq, victim):
-            return False
-        self._preempt(slot)
-        return True
 
     def _rerank(self) -> None:
         """Rank the first ones again: what the cache has of them has changed."""

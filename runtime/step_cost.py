@@ -51,6 +51,7 @@ class StepCost:
         self._targets: F64 = np.zeros(len(WORK))
         self._errors = 0.0  # of the predictions made before each step, relative; as a fading sum, like the weight
         self._weight = 0.0
+        self._is_fixed = False
 
     @property
     def is_known(self) -> bool:
@@ -72,10 +73,11 @@ class StepCost:
         """Take prices that were fitted before, and observe no more."""
         self._prices = np.array([prices[name] for name in WORK])
         self.num_steps = MIN_STEPS
+        self._is_fixed = True
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
-        if seconds <= 0.0:
+        if seconds <= 0.0 or self._is_fixed:
             return
         if self.is_known:
             self._errors = self._errors * FORGETTING + abs(self.seconds(work) - seconds) / seconds

@@ -39,6 +39,7 @@ from inferc.cli_common import (
 from inferc.cli_explain import explain
 from inferc.cli_generate import chat, generate
 from inferc.cli_serve import serve
+from inferc.cli_simulate import simulate
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -270,6 +271,7 @@ def _ranges(numbers: list[int]) -> str:
 command(app, "generate")(generate)
 command(app, "chat")(chat)
 command(app, "serve")(serve)
+command(app, "simulate")(simulate)
 
 
 @command(app, "eval")

@@ -147,8 +147,9 @@ def test_a_prompt_takes_the_sum_of_its_chunks() -> None:
     together = sum(forecast.cost.seconds(chunk) for chunk in chunks)
     assert forecast.prompt_seconds(400, 100) == pytest.approx(together, rel=0.01)
     beside = StepWork(8, 8, 800)
-    more = 3 * (forecast.cost.seconds(beside) - PRICES[0])
-    assert forecast.prompt_seconds(400, 100, beside) == pytest.approx(together + more, rel=0.01)
+    chunks = [StepWork.of(np.array([end]), np.array([92])) for end in (192, 284, 376)]  # what decodes leave of a step
+    together = sum(forecast.cost.seconds(chunk) + forecast.cost.seconds(beside) - PRICES[0] for chunk in chunks)
+    assert forecast.prompt_seconds(376, 100, beside) == pytest.approx(together, rel=0.01)
 
 
 def test_service_is_prefill_and_decode() -> None:

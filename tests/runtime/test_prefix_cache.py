@@ -118,6 +118,15 @@ def test_a_preempted_sequence_goes_on_behind_what_is_still_there() -> None:
     assert 0 < computed_again < 16
 
 
+def test_a_block_that_is_filled_as_it_leaves_sight_is_not_found() -> None:
+    engine = make_engine(prefix_cache=True, groups=(CHUNK,))
+    assert CHUNK.window % 4 == 0, "a chunk of queries ends with a block"
+    engine.add_request("0", TURN[:3], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,), (CHUNK, FULL), (WINDOW, CHUNK)])
 def test_windows_need_only_what_the_next_query_sees(groups: tuple[CacheGroup, ...]) -> None:
     engine = make_engine(prefix_cache=True, groups=groups, num_blocks=40)
