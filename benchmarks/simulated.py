@@ -1,0 +1,112 @@
+"""How near `inferc simulate` comes to the engine itself: the same requests played to both.
+
+python benchmarks/simulated.py OUT TRACE [--scale 16] [--requests 40] [--speed 0.01] [--policy fcfs …] [--kv-tokens N]
+    [--ttft-ms MS] [--calibrate 30] [--out FILE]
+
+OUT is an artifact, TRACE as in `inferc simulate`. Prices of steps are measured right before and after the engine plays, since a
+machine's speed moves; the simulation takes the mean of both. Every policy gets an engine of its own, with an empty cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from inferc.runtime.artifact import load_artifact
+from inferc.runtime.calibrate import CostFile, measure_cost
+from inferc.runtime.load import load_engine
+from inferc.runtime.simulate import Replica, play
+from inferc.runtime.simulation_report import Summary, summarize
+from inferc.runtime.step_cost import StepCost
+from inferc.runtime.trace import Trace, read_trace
+
+COMPARED = (
+    "ttft_mean",
+    "ttft_p50",
+    "ttft_p99",
+    "tbt_p50",
+    "tbt_p99",
+    "latency_mean",
+    "output_tokens_per_s",
+    "hit_rate",
+)
+
+
+def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Both summaries of a policy, and their ratios."""
+    artifact = load_artifact(options.artifact)
+    sizes: dict[str, Any] = {"max_num_seqs": options.max_num_seqs, "policy": policy}
+    if options.kv_tokens is not None:
+        sizes["kv_memory_bytes"] = options.kv_tokens * artifact.kv_bytes_per_token
+    objectives = (options.ttft_ms, None)
+    engine = load_engine(artifact, **sizes)
+    config = engine.scheduler.config
+
+    def calibrate() -> CostFile:
+        return measure_cost(engine, policy, options.calibrate, artifact.kv_bytes_per_token)
+
+    before = calibrate()
+    engine.close()
+    engine = load_engine(artifact, **sizes)
+    replica = Replica.real(engine, time.perf_counter, time.sleep)
+    measured = summarize(policy, options.speed, play([replica], trace, objectives), *objectives)
+    engine.runner = replica.runner.runner
+    after = calibrate()
+    engine.close()
+    cost = StepCost()
+    cost.set_prices({name: (price + after.prices[name]) / 2 for name, price in before.prices.items()})
+    # The prompts' lengths and ids need the same room as in the engine.
+    simulated = Replica.simulated(dataclasses.replace(config), engine.model.vocab_size, cost)
+    predicted = summarize(policy, options.speed, play([simulated], trace, objectives), *objectives)
+    return {
+        "policy": policy,
+        "measured": dataclasses.asdict(measured),
+        "simulated": dataclasses.asdict(predicted),
+        "ratios": ratios(measured, predicted),
+        "prices_before": before.prices,
+        "prices_after": after.prices,
+        "cost_error": [before.error, after.error],
+    }
+
+
+def ratios(measured: Summary, predicted: Summary) -> dict[str, float]:
+    """Simulated over measured."""
+    found = {}
+    for name in COMPARED:
+        real, made_up = getattr(measured, name), getattr(predicted, name)
+        found[name] = round(made_up / real, 3) if real else float(made_up == real)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--scale", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--speed", type=float, default=0.01)
+    parser.add_argument("--policy", action="append")
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--kv-tokens", type=int)
+    parser.add_argument("--ttft-ms", type=float)
+    parser.add_argument("--calibrate", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    trace = read_trace(options.trace).scaled(options.scale).first(options.requests).faster(options.speed)
+    print(f"{len(trace.requests)} requests in {trace.seconds:.0f} s")
+    rows = [compare(trace, policy, options) for policy in options.policy or ["fcfs"]]
+    for row in rows:
+        print(row["policy"], "simulated / measured:", json.dumps(row["ratios"]))
+        for kind in ("measured", "simulated"):
+            print(f"  {kind:9}", json.dumps({name: round(row[kind][name], 4) for name in (*COMPARED, "goodput")}))
+    if options.out is not None:
+        facts = {"scale": options.scale, "speed": options.speed, "requests": options.requests, "rows": rows}
+        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
