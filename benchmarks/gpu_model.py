@@ -35,7 +35,7 @@ from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.memory import kv_available
 from inferc.runtime.cuda.runner import CudaRunner
 from inferc.runtime.engine import Engine, ModelLimits
-from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.scheduler_config import SchedulerConfig
 
 STD = 0.02
 FILL_BLOCK = 1024

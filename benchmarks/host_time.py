@@ -23,7 +23,7 @@ from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.engine_process import EventWriter
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
 from inferc.runtime.text import Text, TextStream
 

@@ -19,7 +19,8 @@ import numpy as np
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.kv_cache import root_hash
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler import Scheduler, SchedulerConfig
+from inferc.runtime.scheduler import Scheduler
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.scoring import Score, Scorer
 from inferc.runtime.sequence import Output, Sequence, StepOutputs, sequence_seed
 from inferc.runtime.step import F32, I32, StepPlan, StepResult

@@ -13,7 +13,7 @@ from inferc.kv_pools import CacheGroup, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.sampling_params import generation_defaults
-from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.scheduler_config import SchedulerConfig
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from inferc.runtime.forecast import Forecast
 from inferc.runtime.sequence import Sequence
 
 PATIENCE = 50.0  # sjf and lpm: a second of work costs this many of waiting
-LEVEL_SECONDS = 30.0  # mlq: what a demotion costs
-FIRST_LEVEL_TOKENS = 64  # mlq: sampled on the first level; each next one is twice as long
+LEVEL_SECONDS = 120.0  # mlq: what a demotion costs
+FIRST_LEVEL_TOKENS = 64  # mlq: of the first level; each next one is twice as long
+PROMPT_TOKENS = 8  # mlq: tokens of a prompt that count as one that is sampled
 NO_HURRY = 60.0  # slo: seconds to the first token of a request that says nothing
 
 
@@ -59,7 +60,7 @@ class Priority(Policy):
 
 
 class MultiLevelQueue(Policy):
-    """Multi-level feedback: what has sampled many tokens ranks behind what has just come.
+    """Multi-level feedback: what has got much ranks behind what has just come; a long prompt begins on a lower level.
 
     Source: Wu et al. 2023, "Fast Distributed Inference Serving for Large Language Models" (skip-join MLFQ).
     """
@@ -68,7 +69,7 @@ class MultiLevelQueue(Policy):
     demotes = preempts = True
 
     def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
-        return seq.arrived + LEVEL_SECONDS * level_of(seq.num_output)
+        return seq.arrived + LEVEL_SECONDS * level_of(served_tokens(seq.prompt_len, seq.num_output))
 
     def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
         # A third of a level's worth behind, or two sequences would take turns.
@@ -139,11 +140,17 @@ def parse_policy(name: str) -> Policy:
     raise ConfigError(f"policy is {name!r}, expected one of {', '.join(NAMES)} (as in window:50ms)")
 
 
-def level_of(num_output: int) -> int:
-    """mlq: how often a sequence that has sampled as many tokens was demoted."""
-    return (num_output // FIRST_LEVEL_TOKENS + 1).bit_length() - 1
+def served_tokens(prompt_len: int, num_output: int) -> int:
+    """mlq: what a sequence has got."""
+    return prompt_len // PROMPT_TOKENS + num_output
 
 
-def level_end(num_output: int) -> int:
+def level_of(served: int) -> int:
+    """mlq: the level of a sequence that has got as many tokens; 0 is the first."""
+    return (served // FIRST_LEVEL_TOKENS + 1).bit_length() - 1
+
+
+def level_end(prompt_len: int, num_output: int) -> int:
     """mlq: the number of sampled tokens at which a sequence is demoted next."""
-    return FIRST_LEVEL_TOKENS * ((2 << level_of(num_output)) - 1)
+    level = level_of(served_tokens(prompt_len, num_output))
+    return FIRST_LEVEL_TOKENS * ((2 << level) - 1) - prompt_len // PROMPT_TOKENS

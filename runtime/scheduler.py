@@ -27,13 +27,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from inferc.errors import ConfigError
-from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.batch import Batch
 from inferc.runtime.forecast import Forecast
 from inferc.runtime.goodput import hopeless, never_met
 from inferc.runtime.kv_cache import KVCacheManager, extend_hashes, hash_block
 from inferc.runtime.policies import level_end, parse_policy
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status, StepOutputs
 from inferc.runtime.step import F64, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
@@ -45,46 +44,6 @@ SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
 LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
 NUM_LOOKED_AT = 256  # of each client's line, by such a look
 NUM_RERANKED = 32
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0.
-
-    policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
-    now, and preempt the last when blocks are missing.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_blocks: tuple[int, ...]
-    block_size: int
-    groups: tuple[CacheGroup, ...]
-    chunked_prefill: bool = True
-    prefix_cache: bool = False
-    policy: str = "fcfs"
-    tbt_ms: float | None = None
-    overcommit: bool = False
-
-    def __post_init__(self) -> None:
-        parse_policy(self.policy)
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs};"
-                " raise it, so that every sequence can decode in every step"
-            )
-        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must be at least"
-                f" max_model_len {self.max_model_len}; raise it, or turn chunked prefill on"
-            )
-        if min(self.num_blocks) < 2:
-            raise ConfigError(f"the KV cache has {min(self.num_blocks)} blocks; it needs 2 or more, raise --kv-memory")
-
-    @property
-    def limits(self) -> CacheLimits:
-        return CacheLimits(self.block_size, self.max_model_len, self.max_num_seqs, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -219,7 +178,7 @@ class Scheduler:
             assert seq is not None
             batch.sync(slot)
             seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
-            batch.level_end[slot] = level_end(seq.num_output)
+            batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
         if len(slots):
             batch.sort()
             self._no_room = (None, 0)  # they may give way now
@@ -368,7 +327,7 @@ class Scheduler:
         slot = batch.join(seq, start)
         seq.status = Status.RUNNING
         batch.predicted[slot] = self.forecast.total_tokens(seq, SPREAD)
-        batch.level_end[slot] = level_end(seq.num_output)
+        batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
         cache.adopt(slot, found)
         count = cache.extend(slot, start, min(length - start, self._budget), whole=length)
         assert count, "an admitted sequence has blocks"

@@ -15,7 +15,7 @@ import numpy as np
 from inferc.errors import ObjectiveError
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Sequence as RunningSequence
 from inferc.runtime.step import F32, F64, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_cost import StepCost, StepWork

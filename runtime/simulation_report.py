@@ -133,8 +133,8 @@ def _plot_runs(axes: Any, runs: Mapping[str, Playback], summaries: Sequence[Summ
     first, second, third, fourth = axes
     for name, played in runs.items():
         served = [each for each in played.times if each.first is not None]
-        _distribution(first, [1000 * each.ttft for each in served], name)
-        _distribution(second, [1000 * each.latency for each in served], name)
+        _distribution(first, [1000 * each.ttft for each in served], len(played.times), name)
+        _distribution(second, [1000 * each.latency for each in served], len(played.times), name)
         samples = played.samples
         fourth.plot(samples[:, 0], samples[:, 2], label=name, linewidth=LINE_WIDTH)
     first.set(title="Time to first token", xlabel="ms", ylabel="share of requests", xscale="log")
@@ -149,9 +149,10 @@ def _plot_runs(axes: Any, runs: Mapping[str, Playback], summaries: Sequence[Summ
         ax.legend(fontsize=8, frameon=False)
 
 
-def _distribution(ax: Any, values: Sequence[float], name: str) -> None:
+def _distribution(ax: Any, values: Sequence[float], total: int, name: str) -> None:
+    """Of all requests; those that were refused have no time."""
     ordered = np.sort(np.maximum(values, 1e-3))
-    ax.plot(ordered, np.arange(1, len(ordered) + 1) / max(1, len(ordered)), label=name, linewidth=LINE_WIDTH)
+    ax.plot(ordered, np.arange(1, len(ordered) + 1) / total, label=name, linewidth=LINE_WIDTH)
 
 
 def _plot_loads(axes: Any, summaries: Sequence[Summary]) -> None:

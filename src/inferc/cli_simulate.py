@@ -14,7 +14,7 @@ from inferc.errors import ConfigError
 
 if TYPE_CHECKING:
     from inferc.runtime.calibrate import CostFile
-    from inferc.runtime.scheduler import SchedulerConfig
+    from inferc.runtime.scheduler_config import SchedulerConfig
     from inferc.runtime.simulate import Playback
     from inferc.runtime.simulation_report import Summary
     from inferc.runtime.trace import Trace
@@ -200,7 +200,7 @@ def _config(
     tbt_ms: float | None,
 ) -> SchedulerConfig:
     from inferc.kv_pools import CacheGroup
-    from inferc.runtime.scheduler import SchedulerConfig
+    from inferc.runtime.scheduler_config import SchedulerConfig
 
     num_blocks = prices.num_blocks if kv_tokens is None else 1 + -(-kv_tokens // prices.block_size)
     longest = max(each.prompt_len for each in trace.requests) + trace.longest_output

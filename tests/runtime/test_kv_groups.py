@@ -14,7 +14,7 @@ from inferc.runtime import abi
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.scheduler_config import SchedulerConfig
 
 LAYERS = (
     Heads(kv_heads=2, dim=16),

@@ -102,7 +102,8 @@ def test_a_higher_priority_takes_blocks_but_not_more_than_it_needs() -> None:
 
 def test_levels_get_longer() -> None:
     assert [level_of(count) for count in (0, 63, 64, 191, 192, 448)] == [0, 0, 1, 1, 2, 3]
-    assert [level_end(count) for count in (0, 63, 64, 192)] == [64, 64, 192, 448]
+    assert [level_end(0, count) for count in (0, 63, 64, 192)] == [64, 64, 192, 448]
+    assert (level_end(160, 0), level_end(160, 44), level_end(600, 0)) == (44, 172, 117), "a prompt counts an eighth"
 
 
 def test_a_short_job_passes_one_that_has_got_much() -> None:

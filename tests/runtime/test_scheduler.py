@@ -10,7 +10,8 @@ from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id
 from inferc.errors import ConfigError, RequestError
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler import Scheduler, SchedulerConfig
+from inferc.runtime.scheduler import Scheduler
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status
 from inferc.runtime.step import StepPlan, StepResult
 

@@ -10,7 +10,7 @@ from fake_runner import FULL, make_engine
 
 from inferc.errors import ConfigError
 from inferc.runtime.calibrate import SHIPPED, measure_cost, read_cost
-from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.simulate import Playback, Replica, VirtualClock, play
 from inferc.runtime.simulation_report import Summary, plot, summarize
 from inferc.runtime.step_cost import WORK, StepCost

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler import SchedulerConfig
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.step import F32, I32, Logprobs, StepPlan, StepResult
 
 VOCAB_SIZE = 50

@@ -1,0 +1,152 @@
+"""What each scheduling policy is for: simulated over two workloads, in which each should win its own column.
+
+python benchmarks/policies.py [--trace FILE] [--cost FILE] [--out FILE.json] [--plot FILE.png]
+
+`mixed`: three kinds of requests, told apart by how their prompts begin: 60 % chat turns with short answers, 15 % summaries (long
+prompts, short answers) and 25 % essays (short prompts, long answers), by Poisson. `conversation`: the Mooncake trace given by
+--trace, lengths and times divided by 8, with a cache for a twentieth of its prompts' blocks. Both at --load times what the engine
+can do, with 16 sequences at once.
+
+Goodput counts who got the first token within three times what the longest prompt takes alone, and the others within --tbt-ms of one
+another on average. A job is short if its prompt and its answer are below the median. Capacity is what first come, first served completes when all
+requests are there at once. The table is about time: fairness between clients and priorities have tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inferc.kv_pools import CacheGroup
+from inferc.runtime.calibrate import SHIPPED, CostFile, read_cost
+from inferc.runtime.scheduler_config import SchedulerConfig
+from inferc.runtime.simulate import Playback, Replica, play
+from inferc.runtime.simulation_report import plot, summarize
+from inferc.runtime.trace import Trace, TraceRequest, read_trace
+
+POLICIES = ("fcfs", "sjf", "mlq", "lpm", "slo", "static", "window:500ms")
+BLOCK_TOKENS = 16
+KINDS = {  # share of requests, and the means of prompt and answer in tokens
+    "chat": (0.60, 120, 25),
+    "summary": (0.15, 600, 40),
+    "essay": (0.25, 60, 400),
+}
+
+
+def mixed(count: int, seed: int = 0) -> Trace:
+    """Requests that come at one a second; `faster` makes it the load that is wanted."""
+    rng = np.random.default_rng(seed)
+    names = list(KINDS)
+    requests, at = [], 0.0
+    for i in range(count):
+        at += float(rng.exponential())
+        kind = int(rng.choice(len(names), p=[KINDS[name][0] for name in names]))
+        _, prompt_mean, output_mean = KINDS[names[kind]]
+        prompt_len = BLOCK_TOKENS + int(prompt_mean * rng.lognormal(-0.08, 0.4))
+        output_len = max(1, int(output_mean * rng.lognormal(-0.08, 0.4)))
+        blocks = (kind, *(10**6 + 1000 * i + j for j in range(-(-prompt_len // BLOCK_TOKENS) - 1)))
+        requests.append(TraceRequest(at, prompt_len, output_len, blocks))
+    return Trace(tuple(requests), BLOCK_TOKENS)
+
+
+def config_of(prices: CostFile, trace: Trace, policy: str, kv_tokens: int | None) -> SchedulerConfig:
+    longest = max(each.prompt_len for each in trace.requests) + trace.longest_output
+    num_blocks = prices.num_blocks if kv_tokens is None else 1 + -(-max(kv_tokens, longest) // prices.block_size)
+    return SchedulerConfig(
+        *(16, prices.max_num_batched_tokens, longest + 1, (num_blocks,), prices.block_size),
+        (CacheGroup("full", 0, prices.kv_bytes_per_token),),
+        prefix_cache=True,
+        policy=policy,
+    )
+
+
+def run(
+    prices: CostFile, trace: Trace, policy: str, kv_tokens: int | None, objectives: tuple[float | None, float | None]
+) -> Playback:
+    replica = Replica.simulated(config_of(prices, trace, policy, kv_tokens), prices.vocab_size, prices.cost)
+    return play([replica], trace, objectives)
+
+
+def workload(
+    prices: CostFile, name: str, trace: Trace, kv_tokens: int | None, load: float, tbt_ms: float
+) -> tuple[dict[str, Any], dict[str, Playback]]:
+    """All policies on one trace, at `load` times the capacity."""
+    burst = dataclasses.replace(
+        trace, requests=tuple(dataclasses.replace(each, arrival=0.0) for each in trace.requests)
+    )
+    capacity = len(trace.requests) / run(prices, burst, "fcfs", kv_tokens, (None, None)).seconds
+    trace = trace.faster(load * capacity * trace.seconds / len(trace.requests))
+    # As long as the longest prompt takes, three times over.
+    work = max(each.prompt_len for each in trace.requests) * prices.prices["tokens"]
+    objectives = (round(3000 * work, -2), tbt_ms)
+    middle = [
+        float(np.median([getattr(each, name) for each in trace.requests])) for name in ("prompt_len", "output_len")
+    ]
+    rows, runs = [], {}
+    for policy in POLICIES:
+        played = runs[policy] = run(prices, trace, policy, kv_tokens, objectives)
+        summary = summarize(policy, 1.0, played, *objectives)
+        short = [
+            each.latency
+            for each in played.times
+            if each.first is not None and each.request.prompt_len <= middle[0] and each.request.output_len <= middle[1]
+        ]
+        row = {**dataclasses.asdict(summary), "short_latency_p99": 1000 * float(np.percentile(short, 99))}
+        rows.append(row)
+        print(
+            f"  {policy:13} latency mean {summary.latency_mean / 1000:7.2f} s, P99 of short jobs"
+            f" {row['short_latency_p99'] / 1000:7.2f} s, TTFT P99 {summary.ttft_p99 / 1000:7.2f} s, goodput"
+            f" {summary.goodput:6.1%}, hits {summary.hit_rate:6.1%}, refused {summary.refused}, lengths off by"
+            f" {summary.length_error:.2f} (mean: {summary.length_error_of_mean:.2f}), preempted"
+            f" {summary.preemptions_per_1000:.1f}/1000"
+        )
+    return {
+        "workload": name,
+        "requests_per_s": load * capacity,
+        "ttft_ms": objectives[0],
+        "tbt_ms": tbt_ms,
+        "rows": rows,
+    }, runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--cost", type=Path, default=SHIPPED)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--load", type=float, default=1.2)
+    parser.add_argument("--tbt-ms", type=float, default=300.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="of the first workload")
+    options = parser.parse_args()
+    prices = read_cost(options.cost)
+    traces: list[tuple[str, Trace, int | None]] = [("mixed", mixed(options.requests), None)]
+    if options.trace is not None:
+        trace = read_trace(options.trace).scaled(8).first(options.requests)
+        blocks = len({block for each in trace.requests for block in each.blocks})
+        traces.append(("conversation", trace, blocks * trace.block_tokens // 20))
+    results = []
+    for name, trace, kv_tokens in traces:
+        print(f"{name}: {len(trace.requests)} requests, {prices.model} on {prices.machine}")
+        result, runs = workload(prices, name, trace, kv_tokens, options.load, options.tbt_ms)
+        results.append(result)
+        if options.plot is not None and len(results) == 1:
+            kept = {policy: played for policy, played in runs.items() if not policy.startswith("window")}
+            summaries = [
+                summarize(policy, 1.0, played, result["ttft_ms"], options.tbt_ms) for policy, played in kept.items()
+            ]
+            title = f"{name}, {result['requests_per_s']:.2f} requests/s: {prices.model} on {prices.machine}, simulated"
+            plot(options.plot, title, kept, summaries)
+    if options.out is not None:
+        options.out.write_text(
+            json.dumps({"model": prices.model, "machine": prices.machine, "workloads": results}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
