@@ -102,14 +102,14 @@ class Forecast:
         self.lengths = LengthPredictor()
         self.chunk = chunk
 
-    def total_tokens(self, seq: Sequence, spread: float = 0.0) -> int:
-        """The length at which a sequence is expected to end. spread: mean errors to add, to be on the safe side.
+    def total_tokens(self, seq: Sequence) -> int:
+        """The length at which a sequence is expected to end.
 
         One that has outlived its prediction is given as much again as it has sampled.
         """
         if seq.params.ignore_eos and not seq.stop_ids and not seq.params.stop:
             return seq.max_total
-        predicted = math.exp(min(30.0, self.lengths.predict(seq) + spread * self.lengths.error))
+        predicted = math.exp(min(30.0, self.lengths.predict(seq)))
         if predicted <= seq.num_output:
             predicted = 2.0 * seq.num_output
         return min(seq.max_total, seq.prompt_len + math.ceil(predicted))

@@ -165,14 +165,17 @@ class KVCacheManager:
                 return False
         return True
 
-    def fits_later(self, length: int, total: int, num_found: int, beside: I64, totals: I64, found: I64) -> bool:
+    def fits_later(
+        self, length: int, total: int, num_found: int, beside: I64, totals: I64, found: I64, error: float = 0.0
+    ) -> bool:
         """Whether a sequence of `length` can be let in so that all get the blocks that they are expected to need.
 
         The need is the greatest when one of them ends: those that are still there have grown by then, those that ended
         before gave back what they alone had. Source: Gong et al. 2025, "Past-Future Scheduler for LLM Serving".
 
         total, totals [B]: expected lengths at the end, of the sequence and of the slots `beside`; num_found, found [B]:
-        their tokens that others may have as well.
+        their tokens that others may have as well. error: of what is still to come of each, as a share of it; errors of several
+        even out, and what is left of them is kept in reserve.
         """
         size = self.block_size
         own = self.blocks_for(length)
@@ -187,7 +190,8 @@ class KVCacheManager:
             before = np.cumsum(freed) - freed
             grown = np.cumsum(left) - left  # of those that ended before, which `before` gives back too
             still = np.arange(len(left), 0, -1)
-            if (still * left + grown - before).max() > pool.num_free - (own - num_found // size):
+            reserve = error * float(np.sqrt(np.square(left).sum()))
+            if (still * left + grown - before).max() + reserve > pool.num_free - (own - num_found // size):
                 return False
         return True
 

@@ -39,7 +39,7 @@ from inferc.runtime.step_cost import StepWork
 from inferc.runtime.waiting import WaitingQueue
 
 LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
-SPREAD = 0.25  # of the error of predicted lengths, kept as a reserve of blocks
+CAUTION = 1.0  # how many times the error of predicted lengths is kept in reserve
 SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
 LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
 NUM_LOOKED_AT = 256  # of each client's line, by such a look
@@ -326,7 +326,7 @@ class Scheduler:
         seq.num_found = start
         slot = batch.join(seq, start)
         seq.status = Status.RUNNING
-        batch.predicted[slot] = self.forecast.total_tokens(seq, SPREAD)
+        batch.predicted[slot] = self.forecast.total_tokens(seq)
         batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
         cache.adopt(slot, found)
         count = cache.extend(slot, start, min(length - start, self._budget), whole=length)
@@ -357,9 +357,9 @@ class Scheduler:
         totals = batch.predicted[slots]
         # Who has outlived the prediction is given as much again.
         totals = np.where(totals > known, totals, np.minimum(most, 2 * known - batch.prompt_len[slots] + 1))
-        total = self.forecast.total_tokens(seq, SPREAD)
-        num_found = len(found) * cache.block_size
-        return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots])
+        total = self.forecast.total_tokens(seq)
+        num_found, error = len(found) * cache.block_size, CAUTION * self.forecast.lengths.error
+        return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
 
     def _rerank(self) -> None:
         """Rank the first ones again: what the cache has of them has changed."""
