@@ -114,6 +114,28 @@ def workload(
     }, runs
 
 
+def preemptions(prices: CostFile) -> list[dict[str, Any]]:
+    """First come, first served in little memory: who is let in by what fits now, or by what is foreseen."""
+    trace, rows = mixed(1500).faster(2.0), []
+    for kv_tokens in (4000, 6000, 12000):
+        for overcommit in (True, False):
+            config = config_of(prices, trace, "fcfs", kv_tokens)
+            config = dataclasses.replace(config, overcommit=overcommit, max_num_seqs=64)
+            played = play([Replica.simulated(config, prices.vocab_size, prices.cost)], trace)
+            usage = played.samples[100:-1, 3]  # full by then
+            row = {
+                "kv_tokens": kv_tokens,
+                "overcommit": overcommit,
+                "preemptions_per_1000": 1000 * played.num_preemptions / len(trace.requests),
+                "kv_usage_mean": float(usage.mean()),
+                "kv_usage_p90": float(np.percentile(usage, 90)),
+                "seconds": played.seconds,
+            }
+            rows.append(row)
+            print("  " + ", ".join(f"{key} {value:.3g}" for key, value in row.items()))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
@@ -142,9 +164,15 @@ def main() -> None:
             ]
             title = f"{name}, {result['requests_per_s']:.2f} requests/s: {prices.model} on {prices.machine}, simulated"
             plot(options.plot, title, kept, summaries)
+    print("preemptions:")
+    preempted = preemptions(prices)
     if options.out is not None:
         options.out.write_text(
-            json.dumps({"model": prices.model, "machine": prices.machine, "workloads": results}, indent=1) + "\n"
+            json.dumps(
+                {"model": prices.model, "machine": prices.machine, "workloads": results, "preemptions": preempted},
+                indent=1,
+            )
+            + "\n"
         )
 
 
