@@ -141,6 +141,10 @@ class InferenceService:
             num_preemptions=stats.num_preemptions,
             admitted_tokens=stats.admitted_tokens,
             cached_tokens=stats.cached_tokens,
+            num_refused=stats.num_refused,
+            length_error=stats.length_error,
+            length_error_of_mean=stats.length_error_of_mean,
+            step_cost_error=stats.cost_error,
         )
 
     def _check_model(self, name: str) -> None:

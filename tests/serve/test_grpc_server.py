@@ -359,6 +359,11 @@ def test_an_objective_that_can_not_be_met_is_told_as_such(tiny_artifact: Path) -
             client.complete("abc", priority=2000)
         (answer,) = client.complete("abc", max_tokens=5, ignore_eos=True)
         assert len(answer.token_ids) == 5
+        for _ in range(20):  # answers from which lengths are learned
+            client.complete("abc", max_tokens=3, ignore_eos=True)
+        loads = client.loads()
+        assert loads.num_refused == 1 and loads.step_cost_error > 0
+        assert 0 < loads.length_error and 0 < loads.length_error_of_mean
 
 
 def test_sigterm_cuts_off_what_takes_too_long(tiny_artifact: Path) -> None:

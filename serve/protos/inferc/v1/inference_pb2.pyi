@@ -242,7 +242,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_requests", "prompt_tokens", "output_tokens", "num_preemptions", "admitted_tokens", "cached_tokens")
+    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_requests", "prompt_tokens", "output_tokens", "num_preemptions", "admitted_tokens", "cached_tokens", "num_refused", "length_error", "length_error_of_mean", "step_cost_error")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,10 @@ class GetLoadsResponse(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_ERROR_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_ERROR_OF_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_ERROR_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_usage: float
@@ -261,4 +265,8 @@ class GetLoadsResponse(_message.Message):
     num_preemptions: int
     admitted_tokens: int
     cached_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., admitted_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    num_refused: int
+    length_error: float
+    length_error_of_mean: float
+    step_cost_error: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., admitted_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., num_refused: _Optional[int] = ..., length_error: _Optional[float] = ..., length_error_of_mean: _Optional[float] = ..., step_cost_error: _Optional[float] = ...) -> None: ...
