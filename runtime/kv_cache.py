@@ -1,20 +1,56 @@
 """Which block of the KV pool holds what: free blocks, block tables, reference counts, and what can be found again.
 
 A full block is published under the hash of all tokens up to its end. When the last sequence that has it leaves, it stays
-where it is, and whoever begins with the same tokens takes it as it lies, until its place is needed: then the one goes
-that was used the longest time ago. Knows block ids only; the bytes are the model runner's.
+where it is, and whoever begins with the same tokens takes it as it lies, until its place is needed: then the one goes, of
+the lowest priority, that was used the longest time ago. Knows block ids only; the bytes are the model runner's.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.step import I32, I64
+
+
+class Kept:
+    """Blocks that nobody has and that can be found, in the order in which they go: by priority, then by last use."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, OrderedDict[int, None]] = {0: OrderedDict()}
+        self.priority_of: dict[int, int] = {}  # of blocks that can be found, also of those in use; 0 where absent
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._levels[self.priority_of.get(block, 0)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._levels.values()))
+
+    def __iter__(self) -> Iterator[int]:
+        return (block for _, level in sorted(self._levels.items()) for block in level)
+
+    def add(self, block: int) -> None:
+        self._levels[self.priority_of.get(block, 0)][block] = None
+
+    def remove(self, block: int) -> None:
+        del self._levels[self.priority_of.get(block, 0)][block]
+
+    def pop(self) -> int:
+        """The first to go; it has no priority any more."""
+        level = next(level for _, level in sorted(self._levels.items()) if level)
+        block, _ = level.popitem(last=False)
+        self.priority_of.pop(block, None)
+        return block
+
+    def raise_to(self, block: int, priority: int) -> None:
+        """A block that is in use is now also one of this priority."""
+        if priority > self.priority_of.get(block, 0):
+            self.priority_of[block] = priority
+            self._levels.setdefault(priority, OrderedDict())
 
 
 class BlockPool:
@@ -29,7 +65,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.size = num_blocks - 1  # that can be given out
         self.free = list(range(num_blocks - 1, 0, -1))  # taken from the end
-        self.kept: OrderedDict[int, None] = OrderedDict()  # taken from the front
+        self.kept = Kept()
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.block_of: dict[bytes, int] = {}  # by the hash that it was published under
         self.hash_of: dict[int, bytes] = {}
@@ -44,7 +80,7 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Of at most `num_free` blocks."""
         for _ in range(count - len(self.free)):
-            block, _ = self.kept.popitem(last=False)
+            block = self.kept.pop()
             del self.block_of[self.hash_of.pop(block)]
             self.free.append(block)
             self.num_evicted += 1
@@ -54,12 +90,14 @@ class BlockPool:
         self.ref_count[blocks] = 1
         return blocks
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of some blocks that were found."""
+    def hold(self, blocks: Sequence[int], priority: int = 0) -> None:
+        """One more reference to each of some blocks that were found, by who gives them a priority."""
         for block in blocks:
             if self.ref_count[block] == 0:
-                del self.kept[block]
+                self.kept.remove(block)
             self.ref_count[block] += 1
+            if priority:
+                self.kept.raise_to(block, priority)
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Give up one reference to each block. Of those without any left the first of a sequence are taken last: what
@@ -70,15 +108,17 @@ class BlockPool:
                 continue
             self.num_gains += 1
             if block in self.hash_of:
-                self.kept[block] = None
+                self.kept.add(block)
             else:
                 self.free.append(block)
 
-    def publish(self, block: int, name: bytes) -> None:
-        """Let a block be found by the hash `name`, unless another one is."""
+    def publish(self, block: int, name: bytes, priority: int = 0) -> None:
+        """Let a block that is in use be found by the hash `name`, unless another one is."""
         if name not in self.block_of and block not in self.hash_of:
             self.block_of[name], self.hash_of[block] = block, name
             self.num_gains += 1
+            if priority:
+                self.kept.raise_to(block, priority)
 
 
 class KVCacheManager:
@@ -221,30 +261,30 @@ class KVCacheManager:
                     count, is_seen = at - 1, False
         return count
 
-    def adopt(self, slot: int, hashes: Sequence[bytes]) -> None:
+    def adopt(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """Give an empty slot the blocks that `find` counted."""
         for index, (group, pool, table) in enumerate(zip(self.groups, self.pools, self.tables, strict=True)):
             begin = self._first_block(group, len(hashes))
             blocks = [pool.block_of[name] for name in hashes[begin:]]
-            pool.hold(blocks)
+            pool.hold(blocks, priority)
             table[slot, begin : len(hashes)] = blocks
             self.begins[index, slot], self.ends[index, slot] = begin, len(hashes)
         self.num_grown[slot] = self.num_published[slot] = len(hashes)
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
 
-    def publish(self, slot: int, hashes: Sequence[bytes]) -> None:
+    def publish(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """Let the first blocks of `slot`, which are or will be computed before any later step, be found by these hashes."""
         for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
             for block in range(max(int(self.num_published[slot]), int(self.begins[index, slot])), len(hashes)):
-                pool.publish(int(table[slot, block]), hashes[block])
+                pool.publish(int(table[slot, block]), hashes[block], priority)
         self.num_published[slot] = len(hashes)
 
-    def publish_last(self, slots: I64, blocks: I64, hashes: Sequence[bytes]) -> None:
+    def publish_last(self, slots: I64, blocks: I64, hashes: Sequence[bytes], priorities: Sequence[int]) -> None:
         """Let one block of each of some slots be found, all before it being published."""
         for pool, table in zip(self.pools, self.tables, strict=True):
-            for block, name in zip(table[slots, blocks].tolist(), hashes, strict=True):
+            for block, name, priority in zip(table[slots, blocks].tolist(), hashes, priorities, strict=True):
                 if block:  # not given back
-                    pool.publish(block, name)
+                    pool.publish(block, name, priority)
         self.num_published[slots] = blocks + 1
 
     def grow(self, slot: int, num_tokens: int, whole: int = 0) -> bool:
@@ -352,7 +392,8 @@ class KVCacheManager:
             assert not pool.ref_count[[*pool.free, *pool.kept]].any(), "a free block is referred to"
             assert pool.hash_of == {block: name for name, block in pool.block_of.items()}, "hashes are not one to one"
             assert 0 not in pool.hash_of, "block 0 can be found"
-            assert pool.kept.keys() <= pool.hash_of.keys() and not pool.hash_of.keys() & set(pool.free)
+            assert pool.kept.priority_of.keys() <= pool.hash_of.keys(), "what cannot be found has a priority"
+            assert set(pool.kept) <= pool.hash_of.keys() and not pool.hash_of.keys() & set(pool.free)
 
 
 def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "") -> bytes:

@@ -18,6 +18,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_N = 128
 MAX_NAME = 256
 MAX_PRIORITY = 1000
+MAX_CACHE_PRIORITY = 10
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class SamplingParams:
     `include_stop_str_in_output`; `stop_token_ids` come on top of the model's own end tokens, which `ignore_eos` turns
     off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all. Only requests with the same
     `cache_salt` share cached prefixes: whoever has another can not learn from its latency what was asked before.
+
+    K and V of a higher `cache_priority` go from the prefix cache only when none of a lower one is left.
 
     For the scheduler: a higher `priority` goes first under that policy; `client` names who asks, and clients share the
     engine evenly; `ttft_ms` and `tbt_ms` are the times to the first token, and between two, that are asked for, in
@@ -58,6 +61,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    cache_priority: int = 0
     priority: int = 0
     client: str = ""
     ttft_ms: float | None = None
@@ -103,6 +107,7 @@ class SamplingParams:
         for name in ("cache_salt", "client"):
             if not isinstance(value := getattr(self, name), str) or len(value) > MAX_NAME:
                 raise RequestError(f"{name}: expected a string of at most {MAX_NAME} characters")
+        _integer("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
         _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name in ("ttft_ms", "tbt_ms"):
             if (limit := getattr(self, name)) is not None:

@@ -328,7 +328,7 @@ class Scheduler:
         seq.status = Status.RUNNING
         batch.predicted[slot] = self.forecast.total_tokens(seq)
         batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
-        cache.adopt(slot, found)
+        cache.adopt(slot, found, seq.params.cache_priority)
         count = cache.extend(slot, start, min(length - start, self._budget), whole=length)
         assert count, "an admitted sequence has blocks"
         self.joined.append(seq)
@@ -399,7 +399,7 @@ class Scheduler:
         seq = self.batch.seqs[slot]
         assert seq is not None
         extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
-        self.cache.publish(slot, seq.hashes[:count])
+        self.cache.publish(slot, seq.hashes[:count], seq.params.cache_priority)
 
     def _publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
@@ -407,7 +407,7 @@ class Scheduler:
         last = cache.num_grown[slots] - 1
         # All its tokens are known: only the one behind it may be on its way.
         ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()
-        names, count = [], 4 * size
+        names, priorities, count = [], [], 4 * size
         for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
             seq = seqs[slot]
             assert seq is not None
@@ -416,7 +416,8 @@ class Scheduler:
                 name = hashes[-1] if hashes else seq.root
                 hashes.append(hash_block(name, ids[row * count : row * count + count]))
             names.append(hashes[block])
-        cache.publish_last(slots, last, names)
+            priorities.append(seq.params.cache_priority)
+        cache.publish_last(slots, last, names, priorities)
 
     def _preempt(self, slot: int) -> None:
         """Back among the waiting, to be computed again."""

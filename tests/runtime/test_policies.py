@@ -371,6 +371,7 @@ def test_an_objective_of_a_request_limits_steps_under_slo() -> None:
     [
         ({"priority": 1001}, "priority is 1001; expected at most 1000"),
         ({"priority": 1.5}, "priority: expected an integer"),
+        ({"cache_priority": 11}, "cache_priority is 11; expected at most 10"),
         ({"client": "x" * 257}, "client: expected a string of at most 256"),
         ({"ttft_ms": 0.0}, r"ttft_ms is 0.0; expected a value in \(0.0"),
         ({"tbt_ms": float("nan")}, "tbt_ms: expected a finite number"),

@@ -135,9 +135,37 @@ def test_windows_need_only_what_the_next_query_sees(groups: tuple[CacheGroup, ..
     assert cached(engine) == 16
     held = engine.scheduler.cache.pools[[group.gives_back for group in groups].index(True)]
     gone = [name for name in held.block_of if held.block_of[name] in list(held.kept)[:1]]
-    del held.kept[block := held.block_of.pop(gone[0])], held.hash_of[block]
+    held.kept.remove(block := held.block_of.pop(gone[0]))
+    del held.hash_of[block]
     held.free.append(block)
     assert generate(engine, TURN, 3) == expected
+
+
+def test_what_has_a_priority_goes_last_and_in_order() -> None:
+    engine = make_engine(prefix_cache=True, num_blocks=13)  # 12 blocks of 4
+    kept, other = [1] * 9, [2] * 9
+
+    def found(prompt: list[int], priority: int = 0) -> int:
+        engine.add_request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1, cache_priority=priority))
+        before = engine.stats().cached_tokens
+        while engine.has_work:
+            engine.step()
+            engine.scheduler.check_integrity()
+        return engine.stats().cached_tokens - before
+
+    found(kept, 3)
+    found(other)
+    for i in range(10, 40):  # many that nobody asks for again
+        found([i] * 20)
+    assert (found(kept), found(other)) == (8, 0)
+    for i in range(10, 40):  # finding it with a lower priority took it none
+        found([i] * 20)
+    assert found(kept) == 8
+    found(other, 5)
+    for i in range(10, 40):
+        found([i] * 20, 4)  # these push out what has less
+    assert (found(kept), found(other)) == (0, 8)
+    assert found(list(range(40)), 0) == 0 and engine.scheduler.cache.num_evicted > 100, "and running sequences get all"
 
 
 def test_without_it_nothing_is_kept() -> None:

@@ -61,6 +61,7 @@ def params_of(rng: random.Random) -> SamplingParams:
         client=rng.choice(["", "a", "b", str(rng.randint(0, 50))]),
         ttft_ms=rng.choice([None, 100.0, 3000.0]),
         cache_salt=rng.choice(["", "", "salt"]),
+        cache_priority=rng.choice([0, 0, 0, 1, 10]),
     )
 
 
