@@ -50,8 +50,10 @@ def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str,
         return measure_cost(engine, policy, options.calibrate, artifact.kv_bytes_per_token)
 
     before = calibrate()
+    learned = engine.scheduler.forecast.cost  # as of a server that has run for a while
     engine.close()
     engine = load_engine(artifact, **sizes)
+    engine.scheduler.forecast.cost = learned
     replica = Replica.real(engine, time.perf_counter, time.sleep)
     measured = summarize(policy, options.speed, play([replica], trace, objectives), *objectives)
     engine.runner = replica.runner.runner
