@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inferc.config import available_cores
-from inferc.machine import cpuinfo
+from inferc.machine import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "numpy")
@@ -44,13 +44,6 @@ def commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("+changes" if git(*CHANGES) else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-def cpu_model() -> str:
-    for line in cpuinfo().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def report(result: dict[str, Any], out: Path | None) -> None:

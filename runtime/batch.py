@@ -52,8 +52,8 @@ class _Shape:
     logits_rows: I32
     sample: SampleRows  # but for counters and banned ids
     has_min_output: bool
-    row_of: I64  # [num_slots] of each slot that is in it
-    tables: tuple[_Tables, _Tables]
+    row_of: I64 | None = None  # [num_slots] of each slot that is in it; where tables are kept
+    tables: tuple[_Tables, _Tables] = field(default_factory=lambda: (_Tables(), _Tables()))
     turn: int = 0
 
 
@@ -89,7 +89,6 @@ class Batch:
         self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
         self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
-        self.last_id: I32 = np.zeros(num_slots, np.int32)
         self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
         self.repetition, self.presence, self.frequency = floats(), floats(), floats()
@@ -116,7 +115,6 @@ class Batch:
         self.clients[slot] = seq.client
         self.tbt[slot] = np.inf if seq.params.tbt_ms is None else seq.params.tbt_ms / 1000
         self.prompt_len[slot], self.max_total[slot] = seq.prompt_len, seq.max_total
-        self.last_id[slot] = seq.token_ids[-1]
         self._set_stop_ids(slot, seq)
         self._set_params(slot, seq)
         return slot
@@ -192,7 +190,9 @@ class Batch:
         max_blocks = cache.blocks_for(int(end.max()))
         late_rows, late_slots = self._late(slots, shape)
         plan = StepPlan(
-            token_ids=self.last_id[slots] if all_decode else self._token_ids(slots, start, end, shape.query_start_loc),
+            token_ids=self.tokens[slots, start]
+            if all_decode
+            else self._token_ids(slots, start, end, shape.query_start_loc),
             positions=positions,
             query_start_loc=shape.query_start_loc,
             seq_lens=end.astype(np.int32),
@@ -231,6 +231,9 @@ class Batch:
             slots = np.fromiter(stale, np.int64, len(stale))
             slots = slots[self.is_running[slots]]
             if len(slots):
+                if shape.row_of is None:
+                    shape.row_of = np.zeros(len(self.seqs), np.int64)
+                    shape.row_of[shape.row_slots] = np.arange(len(shape.row_slots))
                 rows = shape.row_of[slots]
                 for kept, table in zip(tables.of_groups, cache.tables, strict=True):
                     kept[rows] = table[slots, : tables.width]
@@ -241,8 +244,6 @@ class Batch:
         query_start_loc = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(num_new, out=query_start_loc[1:])
         sampled = slots[complete]
-        row_of = np.zeros(len(self.seqs), np.int64)
-        row_of[slots] = np.arange(len(slots))
         return _Shape(
             seq_slots=slots.astype(np.int32),
             query_start_loc=query_start_loc,
@@ -250,8 +251,6 @@ class Batch:
             logits_rows=query_start_loc[1:][complete] - 1,
             sample=self._gather(sampled),
             has_min_output=bool(self.min_output[sampled].any()),
-            row_of=row_of,
-            tables=(_Tables(), _Tables()),
         )
 
     def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:

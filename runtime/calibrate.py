@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from inferc.config import available_cores
 from inferc.errors import ConfigError
+from inferc.machine import cpu_model
 from inferc.runtime.engine import Engine
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.step_cost import WORK, StepCost
+from inferc.whole_file import whole_file
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "costs" / "qwen3-0.6b-int8-cpu.json"
@@ -51,14 +53,9 @@ class CostFile:
         return cost
 
     def save(self, path: Path) -> None:
-        """Written whole or not at all."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        """Raises ConfigError where the file cannot be written."""
+        with whole_file(path) as partial:
             partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise ConfigError(f"cannot write the cost file {path}: {error}") from None
 
 
 def read_cost(path: Path) -> CostFile:
@@ -113,7 +110,7 @@ def measure_cost(
     cost = scheduler.forecast.cost
     return CostFile(
         model=model,
-        machine=_machine(),
+        machine=f"{cpu_model()}, {available_cores()} cores",
         prices=dict(zip(WORK, map(float, cost.prices), strict=True)),
         error=cost.error,
         num_steps=cost.num_steps,
@@ -145,16 +142,3 @@ def _run(engine: Engine, level: int, seconds: float) -> None:
         engine.abort(name)
     while engine.has_work:
         engine.step()
-
-
-def _machine() -> str:
-    """The processor's name and how many cores this process may use."""
-    from inferc.config import available_cores
-
-    name = "unknown processor"
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    except OSError:
-        pass
-    return f"{name}, {available_cores()} cores"

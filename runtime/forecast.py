@@ -12,7 +12,7 @@ import numpy as np
 
 from inferc.runtime.sequence import Sequence
 from inferc.runtime.step import F64
-from inferc.runtime.step_cost import StepCost, StepWork
+from inferc.runtime.step_cost import FadingMean, StepCost, StepWork
 
 NUM_BUCKETS = 24  # for the words of each end of a prompt
 NUM_WORDS = 8  # that are looked at, at each end
@@ -33,8 +33,7 @@ class LengthPredictor:
         self._weights: F64 = np.zeros(size)
         self._inverse: F64 = np.eye(size) / 0.1  # of the features' second moments; one over what holds the weights at 0
         self._mean = math.log(UNKNOWN_LENGTH)
-        self._error = self._error_of_mean = 0.0  # as fading sums, like the weight
-        self._weight = 0.0
+        self._error, self._error_of_mean = FadingMean(FORGETTING), FadingMean(FORGETTING)
         self.num_lengths = 0
 
     @property
@@ -44,12 +43,12 @@ class LengthPredictor:
     @property
     def error(self) -> float:
         """Mean absolute error of the logarithm, of the predictions made before each answer; 0.69 is a factor of 2."""
-        return self._error / self._weight if self._weight else 0.0
+        return self._error.value
 
     @property
     def error_of_mean(self) -> float:
         """The same of one who always predicts the mean so far."""
-        return self._error_of_mean / self._weight if self._weight else 0.0
+        return self._error_of_mean.value
 
     def features(self, seq: Sequence) -> F64:
         row: F64 = np.zeros(len(self._weights))
@@ -75,9 +74,8 @@ class LengthPredictor:
         row = self.features(seq)
         miss = length - self._mean - float(self._weights @ row)
         if self.is_known:
-            self._error = self._error * FORGETTING + abs(miss)
-            self._error_of_mean = self._error_of_mean * FORGETTING + abs(length - self._mean)
-            self._weight = self._weight * FORGETTING + 1.0
+            self._error.add(abs(miss))
+            self._error_of_mean.add(abs(length - self._mean))
         # The first answers move the mean, which is then left to the weights: with a mean that moves they would chase it.
         self.num_lengths += 1
         if self.num_lengths <= MIN_LENGTHS:

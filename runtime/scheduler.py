@@ -481,7 +481,7 @@ class Scheduler:
         batch, ids, rows_of = self.batch, result.token_ids, self._who(seq_slots)
         slots, seqs = rows_of.slots, rows_of.seqs
         known = batch.num_known[slots]
-        batch.tokens[slots, known] = batch.last_id[slots] = ids
+        batch.tokens[slots, known] = ids
         known += 1
         batch.num_known[slots] = known
         stopped = (rows_of.stop_ids == ids).any(axis=0)

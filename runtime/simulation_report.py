@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from inferc.errors import ConfigError, InfercError
 from inferc.runtime.simulate import Playback
+from inferc.whole_file import whole_file
 
 LINE_WIDTH = 1.6
 
@@ -106,14 +106,10 @@ def plot(path: Path, title: str, runs: Mapping[str, Playback], summaries: Sequen
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        figure.savefig(partial, dpi=140)
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+        with whole_file(path) as partial:
+            figure.savefig(partial, dpi=140)
     finally:
-        partial.unlink(missing_ok=True)
         plt.close(figure)
 
 

@@ -41,6 +41,22 @@ class StepWork:
         return np.array((1.0, *astuple(self)))
 
 
+class FadingMean:
+    """A mean in which each value weighs `forgetting` times the one after it; 0 before there is one."""
+
+    def __init__(self, forgetting: float) -> None:
+        self._forgetting = forgetting
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        self._sum = self._sum * self._forgetting + value
+        self._weight = self._weight * self._forgetting + 1.0
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else 0.0
+
+
 class StepCost:
     """Prices of a unit of each kind of WORK, in seconds. Least squares of relative errors, no price below zero."""
 
@@ -49,8 +65,7 @@ class StepCost:
         self._prices: F64 | None = np.array(PRIOR)
         self._products: F64 = np.zeros((len(WORK), len(WORK)))
         self._targets: F64 = np.zeros(len(WORK))
-        self._errors = 0.0  # of the predictions made before each step, relative; as a fading sum, like the weight
-        self._weight = 0.0
+        self._errors = FadingMean(FORGETTING)  # of the predictions made before each step, relative
         self._is_fixed = False
 
     @property
@@ -60,7 +75,7 @@ class StepCost:
     @property
     def error(self) -> float:
         """Mean relative error of the predictions so far, the last ones most."""
-        return self._errors / self._weight if self._weight else 0.0
+        return self._errors.value
 
     @property
     def prices(self) -> F64:
@@ -80,8 +95,7 @@ class StepCost:
         if seconds <= 0.0 or self._is_fixed:
             return
         if self.is_known:
-            self._errors = self._errors * FORGETTING + abs(self.seconds(work) - seconds) / seconds
-            self._weight = self._weight * FORGETTING + 1.0
+            self._errors.add(abs(self.seconds(work) - seconds) / seconds)
         row = work.row / seconds
         self._products = self._products * FORGETTING + np.outer(row, row)
         self._targets = self._targets * FORGETTING + row

@@ -6,12 +6,12 @@ Neither torch nor a stage: `inferc eval` records a profile, `inferc compile` rea
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from inferc.errors import ConfigError
+from inferc.whole_file import whole_file
 
 
 @dataclass
@@ -28,13 +28,8 @@ class ExpertLoads:
     def save(self, path: Path) -> None:
         """Raises ConfigError where the file cannot be written; a file that is there stays whole until then."""
         data = {"expert_loads": {str(layer): self.layers[layer] for layer in sorted(self.layers)}}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with whole_file(path) as partial:
             partial.write_text(json.dumps(data) + "\n")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     @staticmethod
     def load(path: Path) -> ExpertLoads:
