@@ -25,8 +25,11 @@ from inferc.runtime.scoring import Score, Scorer
 from inferc.runtime.sequence import Output, Sequence, StepOutputs, sequence_seed
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
+from inferc.runtime.tiers import Mover
 
 log = logging.getLogger(__name__)
+
+STORE_SECONDS = 5.0  # after the last step, for what is to be found by the next run
 
 Outputs: TypeAlias = StepOutputs | list[Output]  # of a step, to be iterated once
 
@@ -79,6 +82,12 @@ class EngineStats:
     cost_error: float = 0.0  # of the predicted seconds of steps, mean and relative
     num_given_back: int = 0  # blocks that left every window while their sequences ran
     num_evicted: int = 0  # blocks of the prefix cache that made room
+    num_stored: int = 0  # blocks that were copied to the lower tier
+    num_raised: int = 0  # blocks of the lower tier that sequences found there
+    num_swapped: int = 0  # blocks of preempted sequences that were kept from others until they were copied
+    num_sunk: int = 0  # blocks of running sequences that came to lie in the lower tier
+    num_damaged: int = 0  # blocks of earlier runs that were not what they should be
+    lower_usage: float = 0.0  # of the lower tier, of the group that is fullest there
     admitted_tokens: int = 0  # of prompts, when they were let in for the first time
     cached_tokens: int = 0  # of these, found in the prefix cache
     prompt_tokens: int = 0
@@ -95,7 +104,7 @@ class Engine:
     """Requests in, tokens out. Not thread-safe: one thread calls it (see engine_loop.py).
 
     pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
-    (the weights' check). clock: seconds; what the scheduler goes by.
+    (the weights' check). clock: seconds; what the scheduler goes by. mover: of the KV cache's lower tier, if there is one.
     """
 
     def __init__(
@@ -106,11 +115,14 @@ class Engine:
         pipeline: bool = True,
         before_first_output: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        mover: Mover | None = None,
     ) -> None:
         self.runner = runner
         self._before_first_output = before_first_output
         self.model = model
-        self.scheduler = Scheduler(config, clock)
+        self.scheduler = Scheduler(config, clock, mover)
+        self._mover = mover
+        self._is_whole = True  # all steps so far have done what they should
         self._clock = clock
         self._landed_at = 0.0
         self._submitted_at: deque[float] = deque()  # of the steps in flight
@@ -228,15 +240,16 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token")
         self._check_ids("prompt", prompt)
         limit = self.model.max_model_len
+        held = self.scheduler.cache.max_tokens if room else self.scheduler.cache.max_tokens_at_once
         if len(prompt) + room > limit:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, and the model takes {limit - room} of its {limit}"
                 + (" (one is left for the answer)" if room else "")
                 + "; shorten it, or compile with a larger --max-model-len if the model allows one"
             )
-        if len(prompt) > self.scheduler.cache.max_tokens:
+        if len(prompt) > held:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens, and the whole KV cache holds {self.scheduler.cache.max_tokens};"
+                f"the prompt has {len(prompt)} tokens, and the whole KV cache holds {held};"
                 " shorten it, or raise --kv-memory"
             )
 
@@ -257,12 +270,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._scorer.has_work or self.scheduler.has_work)
+        """Whether a step is of any use: also to store what nobody has any more in the lower tier."""
+        tiers = self.scheduler.tiers
+        return bool(
+            self._in_flight or self._scorer.has_work or self.scheduler.has_work or (tiers is not None and tiers.is_busy)
+        )
 
     @property
     def idle_seconds(self) -> float | None:
         """How long a step would find nothing to do, unless a request comes; None: it finds something."""
-        if self._in_flight or self._scorer.has_work or self.scheduler.has_begun or self.scheduler.wake_at is None:
+        if self._in_flight or self._scorer.has_work or self.scheduler.wake_at is None:
             return None
         return max(0.0, self.scheduler.wake_at - self._clock())
 
@@ -271,6 +288,12 @@ class Engine:
 
         Raises InfercError if the runner failed; the engine cannot go on then.
         """
+        self._is_whole = False
+        outputs = self._score_and_step()
+        self._is_whole = True
+        return outputs
+
+    def _score_and_step(self) -> Outputs:
         if not self._scorer.has_work:
             return self._step()
         outputs: list[Output] = []
@@ -290,6 +313,8 @@ class Engine:
         if plan is not None:
             for seq in self.scheduler.joined:
                 self._reset_slot(seq)
+            if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_below):
+                self._mover.read_ahead(plan.block_tables)
             self.runner.submit(plan)
             self._in_flight.append(plan)
             self._submitted_at.append(self._clock())
@@ -352,6 +377,11 @@ class Engine:
             scheduler.cache.num_given_back,
             scheduler.cache.num_evicted,
         )
+        if (tiers := scheduler.tiers) is not None:
+            self._stats.num_stored, self._stats.num_damaged = tiers.num_stored, tiers.num_damaged
+            self._stats.num_swapped, self._stats.num_sunk = tiers.num_swapped, tiers.num_sunk
+            self._stats.num_raised, self._stats.lower_usage = scheduler.cache.num_raised, tiers.usage
+            self._stats.num_waiting += tiers.num_fetching
         forecast = scheduler.forecast
         self._stats.length_error, self._stats.cost_error = forecast.lengths.error, forecast.cost.error
         self._stats.length_error_of_mean = forecast.lengths.error_of_mean
@@ -360,4 +390,25 @@ class Engine:
         return replace(self._stats, finished=self._stats.finished.copy())
 
     def close(self) -> None:
+        """Store what the next run may want, for some seconds at most, and give everything back."""
+        if self._mover is not None and self._is_whole:
+            self._store_all()
         self.runner.close()
+        if self._mover is not None:
+            self._mover.close()
+
+    def _store_all(self) -> None:
+        """End all requests, and copy what they and those before have computed to the lower tier."""
+        tiers, end = self.scheduler.tiers, time.monotonic() + STORE_SECONDS
+        assert tiers is not None
+        for request_id in self.request_ids:
+            self.abort(request_id)
+        try:
+            while self._in_flight:
+                self._land()
+        except InfercError:  # what the step should have computed is not there
+            return
+        while self.scheduler.schedule() is None and tiers.is_busy and time.monotonic() < end:
+            time.sleep(0.001)
+        if tiers.is_busy:
+            log.warning("the KV cache was not stored whole within %g s", STORE_SECONDS)

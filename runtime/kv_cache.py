@@ -3,18 +3,23 @@
 A full block is published under the hash of all tokens up to its end. When the last sequence that has it leaves, it stays
 where it is, and whoever begins with the same tokens takes it as it lies, until its place is needed: then the one goes, of
 the lowest priority, that was used the longest time ago. Knows block ids only; the bytes are the model runner's.
+
+Below the arena, in which steps write, there may be a lower tier (tiers.py): blocks with ids of their own behind the arena's,
+which steps can read as they lie and never write. What is found there is used from there.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.step import I32, I64
+
+MOVING = 8  # blocks that are on their way to the lower tier at once, beside those that are waited for
 
 
 class Kept:
@@ -54,21 +59,27 @@ class Kept:
 
 
 class BlockPool:
-    """The blocks of one KV group. Block 0 is reserved: padding is written there.
+    """The blocks of one KV group in one tier, from `first` on. Block 0 is reserved: padding is written there.
 
     A block whose ref_count is 0 can be taken. It is in `free` if nobody can find it: what was freed last is taken first,
     so that blocks which were never needed never become resident memory. Else it is in `kept`, and taken when no other
     is left.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.size = num_blocks - 1  # that can be given out
-        self.free = list(range(num_blocks - 1, 0, -1))  # taken from the end
+    def __init__(self, num_blocks: int, first: int = 1) -> None:
+        self.num_blocks = num_blocks  # ids end here
+        self.size = num_blocks - first  # that can be given out
+        self.free = list(range(num_blocks - 1, first - 1, -1))  # taken from the end
         self.kept = Kept()
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.block_of: dict[bytes, int] = {}  # by the hash that it was published under
         self.hash_of: dict[int, bytes] = {}
+        self.moving: set[int] = set()  # held by the tiers while they are copied
+        self.unchecked: set[int] = set()  # can be found once their bytes are known to be whole
+        self.generation = np.zeros(num_blocks, np.int64)  # how often each was taken
+        self.idle: dict[int, None] | None = (
+            None  # where there is a lower tier: blocks that came to be `kept`, in their order
+        )
         self.num_evicted = 0
         self.num_gains = 0  # how often there came to be more free blocks, or more to find
 
@@ -82,13 +93,38 @@ class BlockPool:
         for _ in range(count - len(self.free)):
             block = self.kept.pop()
             del self.block_of[self.hash_of.pop(block)]
+            self.unchecked.discard(block)
             self.free.append(block)
             self.num_evicted += 1
         first = len(self.free) - count
         blocks = self.free[: first - 1 if first else None : -1]
         del self.free[first:]
         self.ref_count[blocks] = 1
+        self.generation[blocks] += 1
         return blocks
+
+    def find(self, name: bytes) -> int | None:
+        """The block with this hash, if its bytes can be used."""
+        block = self.block_of.get(name)
+        return None if block in self.unchecked else block
+
+    def forget(self, block: int) -> None:
+        """Let a block not be found any more."""
+        del self.block_of[self.hash_of[block]]
+        if block in self.kept:
+            self.kept.remove(block)
+            self.free.append(block)
+        self.kept.priority_of.pop(block, None)
+        del self.hash_of[block]
+        self.unchecked.discard(block)
+
+    def restore(self, names: Mapping[int, bytes]) -> None:
+        """Blocks of an empty pool that hold something from an earlier run, the one used longest ago first; not checked."""
+        self.free = [block for block in self.free if block not in names]
+        for block, name in names.items():
+            self.block_of[name], self.hash_of[block] = block, name
+            self.kept.add(block)
+        self.unchecked.update(names)
 
     def hold(self, blocks: Sequence[int], priority: int = 0) -> None:
         """One more reference to each of some blocks that were found, by who gives them a priority."""
@@ -109,6 +145,8 @@ class BlockPool:
             self.num_gains += 1
             if block in self.hash_of:
                 self.kept.add(block)
+                if self.idle is not None:
+                    self.idle[block] = None
             else:
                 self.free.append(block)
 
@@ -120,6 +158,21 @@ class BlockPool:
             if priority:
                 self.kept.raise_to(block, priority)
 
+    def check_integrity(self, held: I32) -> None:
+        """held: the blocks that tables refer to, as often as they do; `moving` ones are referred to once more."""
+        references = np.bincount([*held.tolist(), *self.moving], minlength=self.num_blocks)
+        assert references[0] == 0, "block 0 is reserved and in a table"
+        assert (references == self.ref_count).all(), "ref counts do not add up"
+        assert len(set(self.free)) == len(self.free), "a block is free twice"
+        used = int((self.ref_count > 0).sum())
+        assert used + self.num_free == self.size, f"{used} used and {self.num_free} free of {self.size}"
+        assert not self.ref_count[[*self.free, *self.kept]].any(), "a free block is referred to"
+        assert self.hash_of == {block: name for name, block in self.block_of.items()}, "hashes are not one to one"
+        assert 0 not in self.hash_of, "block 0 can be found"
+        assert self.kept.priority_of.keys() <= self.hash_of.keys(), "what cannot be found has a priority"
+        assert set(self.kept) <= self.hash_of.keys() and not self.hash_of.keys() & set(self.free)
+        assert self.unchecked <= self.hash_of.keys(), "what cannot be found is to be checked"
+
 
 class KVCacheManager:
     """Block tables of the running sequences, by slot, over one pool per KV group.
@@ -128,6 +181,7 @@ class KVCacheManager:
     those which give nothing back may get a prompt's blocks at once; `begin` rises as blocks leave the group's window.
 
     tables[g] [num_slots, max_blocks] i32, 0 outside of [begin, end); begins, ends [num_groups, num_slots] i64
+    num_below [num_groups, num_slots] i64 how many of a slot's blocks are of the lower tier
     num_grown [num_slots] i64     the least `end` of a slot: blocks it has got in every group
     num_published [num_slots] i64 blocks from the first on that were published, or found
     next_unseen [num_slots] i64   the first position whose query sees nothing of a block that the slot holds
@@ -139,32 +193,52 @@ class KVCacheManager:
         num_blocks: Sequence[int],
         limits: CacheLimits,
         chunked_prefill: bool = True,
+        num_lower: Sequence[int] = (),
     ) -> None:
+        """num_lower: blocks of each group's lower tier, if there is one."""
         self.block_size = limits.block_size
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for count in num_blocks)
+        self.lower = tuple(
+            BlockPool(count + more, first=count)
+            for count, more in (zip(num_blocks, num_lower, strict=True) if num_lower else ())
+        )
+        for pool in self.pools if self.lower else ():
+            pool.idle = {}
         max_blocks = limits.blocks_for(limits.max_model_len)
         num_slots = limits.max_num_seqs
         self.tables: tuple[I32, ...] = tuple(np.zeros((num_slots, max_blocks), np.int32) for _ in self.groups)
         self.begins: I64 = np.zeros((len(self.groups), num_slots), np.int64)
         self.ends: I64 = np.zeros((len(self.groups), num_slots), np.int64)
+        self.num_below: I64 = np.zeros((len(self.groups), num_slots), np.int64)
         self.num_grown: I64 = np.zeros(num_slots, np.int64)
         self.num_published: I64 = np.zeros(num_slots, np.int64)
         self._first_unseen = self._unseen_from([0] * len(self.groups))
         self.next_unseen: I64 = np.full(num_slots, self._first_unseen, np.int64)
         self.gives_back = any(group.gives_back for group in self.groups)
         self.num_given_back = 0
+        self.num_raised = 0  # blocks of the lower tier that sequences found
         self._changed: list[int] = []
         sizes = list(zip(self.groups, self.pools, strict=True))
-        # A step computes what there is room for, so a sequence never holds more than there is.
+        # A step computes what there is room for, so a sequence never holds more of the arena than there is.
         self._most = [min(group.most_blocks(limits), pool.size) for group, pool in sizes]
         least = 1 if chunked_prefill else limits.max_model_len  # tokens that a step must be able to compute
-        self.max_tokens = min(
-            limits.max_model_len
-            if group.gives_back and group.held_blocks(limits, limits.max_model_len, least) <= pool.size
-            else pool.size * self.block_size
-            for group, pool in sizes
-        )
+
+        def longest(spare: Sequence[int]) -> int:
+            return min(
+                limits.max_model_len
+                if group.gives_back and group.held_blocks(limits, limits.max_model_len, least) <= pool.size
+                else (pool.size + (0 if group.gives_back else more)) * self.block_size
+                for (group, pool), more in zip(sizes, spare, strict=True)
+            )
+
+        self.max_tokens_at_once = longest([0] * len(sizes))
+        """The longest sequence that the arena holds when it has it to itself."""
+        chunk = limits.blocks_for(limits.max_num_batched_tokens) + 1
+        # What a sequence has of the arena beyond this goes to the lower tier while it runs: others find room beside it.
+        self.keep = [max(1, min(pool.size * 3 // 4, pool.size - 2 * chunk)) for pool in self.pools]
+        below = [max(0, pool.size - MOVING) for pool in self.lower] if chunked_prefill else []
+        self.max_tokens = longest(below) if below else self.max_tokens_at_once
         """The longest sequence that can be computed when it has the pools to itself."""
 
     @property
@@ -180,7 +254,7 @@ class KVCacheManager:
     @property
     def num_gains(self) -> int:
         """Changes when a sequence that found no room may find some."""
-        return sum(pool.num_gains for pool in self.pools)
+        return sum(pool.num_gains for pool in (*self.pools, *self.lower))
 
     @property
     def num_evicted(self) -> int:
@@ -191,7 +265,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int, beside: I64, found: Sequence[bytes] = ()) -> bool:
-        """Whether a sequence of `num_tokens` has room in every group, at all times of its prefill.
+        """Whether a sequence of `num_tokens` has room in every group, at all times of its prefill, but for what of it
+        goes to the lower tier.
 
         beside: slots that shall find one more block each, if they may still come to hold more than they do.
         found: what it would `adopt` first.
@@ -200,10 +275,21 @@ class KVCacheManager:
         for index, (group, pool, most) in enumerate(zip(self.groups, self.pools, self._most, strict=True)):
             spare = np.count_nonzero(self.ends[index, beside] - self.begins[index, beside] < most)
             own = found[self._first_block(group, len(found)) :]
-            kept = sum(pool.block_of[name] in pool.kept for name in own)
-            if max(1, min(blocks, most) - len(own)) + spare + kept > pool.num_free:
+            kept = sum(pool.block_of[name] in pool.kept for name in own if name in pool.block_of)
+            missing = min(blocks, most) - len(own)
+            if self.sinks(index, blocks):
+                missing = min(blocks - len(own), self.keep[index])
+            if max(1, missing) + spare + kept > pool.num_free:
                 return False
         return True
+
+    def sinks(self, index: int, num_blocks: int) -> bool:
+        """Whether a sequence of so many blocks has some of a group in the lower tier while it runs."""
+        return bool(self.lower) and not self.groups[index].gives_back and num_blocks > self.pools[index].size
+
+    def sinks_of(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` has some in the lower tier, in any group."""
+        return any(self.sinks(index, self.blocks_for(num_tokens)) for index in range(len(self.groups)))
 
     def fits_later(
         self, length: int, total: int, num_found: int, beside: I64, totals: I64, found: I64, error: float = 0.0
@@ -218,12 +304,17 @@ class KVCacheManager:
         even out, and what is left of them is kept in reserve.
         """
         size = self.block_size
-        own = self.blocks_for(length)
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             if group.gives_back:
                 continue  # holds no more in the end than at first
-            held = np.append(self.ends[index, beside], own)
-            left = np.maximum(-(-np.append(totals, total) // size) - held, 0)
+            own, goals = self.blocks_for(length), -(-np.append(totals, total) // size)
+            held = self.ends[index, beside]
+            if self.lower:  # what goes there while they run is no need of the arena's
+                held = held - self.num_below[index, beside]
+                goals = np.where(goals > pool.size, self.keep[index], goals)
+                own = min(own, int(goals[-1]))
+            held = np.append(held, own)
+            left = np.maximum(goals - held, 0)
             freed = held - np.append(found, num_found) // size + left
             order = np.argsort(left, kind="stable")
             left, freed = left[order], freed[order]
@@ -242,31 +333,44 @@ class KVCacheManager:
     def find(self, hashes: Sequence[bytes]) -> int:
         """How many of a sequence's first blocks can be found: in every group all that the query behind them sees."""
         count = len(hashes)
-        for group, pool in zip(self.groups, self.pools, strict=True):
+        for index, group in enumerate(self.groups):
             if not group.gives_back:
                 found = range(count)
-                count = next((index for index in found if hashes[index] not in pool.block_of), count)
-        windows = [pair for pair in zip(self.groups, self.pools, strict=True) if pair[0].gives_back]
+                count = next((at for at in found if not self._has(index, hashes[at])), count)
+        windows = [(index, group) for index, group in enumerate(self.groups) if group.gives_back]
         there = [count] * len(windows)  # from here to `count` all can be found
         is_seen = False
         while count and not is_seen:
             is_seen = True
-            for index, (group, pool) in enumerate(windows):
-                at = min(there[index], count)
+            for row, (index, group) in enumerate(windows):
+                at = min(there[row], count)
                 first = self._first_block(group, count)
-                while at > first and hashes[at - 1] in pool.block_of:
+                while at > first and self._has(index, hashes[at - 1]):
                     at -= 1
-                there[index] = at
+                there[row] = at
                 if at > first:  # with more blocks than are before the missing one the query still sees that
                     count, is_seen = at - 1, False
         return count
+
+    def _has(self, index: int, name: bytes) -> bool:
+        if name in self.pools[index].block_of:
+            return True
+        return bool(self.lower) and self.lower[index].find(name) is not None
 
     def adopt(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """Give an empty slot the blocks that `find` counted."""
         for index, (group, pool, table) in enumerate(zip(self.groups, self.pools, self.tables, strict=True)):
             begin = self._first_block(group, len(hashes))
-            blocks = [pool.block_of[name] for name in hashes[begin:]]
-            pool.hold(blocks, priority)
+            blocks = [pool.block_of.get(name, 0) for name in hashes[begin:]]
+            pool.hold([block for block in blocks if block], priority)
+            if 0 in blocks:
+                names = [name for name, block in zip(hashes[begin:], blocks, strict=True) if not block]
+                below = [self.lower[index].block_of[name] for name in names]
+                self.lower[index].hold(below, priority)
+                self.num_below[index, slot] = len(below)
+                self.num_raised += len(below)
+                found = iter(below)
+                blocks = [block or next(found) for block in blocks]
             table[slot, begin : len(hashes)] = blocks
             self.begins[index, slot], self.ends[index, slot] = begin, len(hashes)
         self.num_grown[slot] = self.num_published[slot] = len(hashes)
@@ -346,16 +450,39 @@ class KVCacheManager:
         once: it writes into them in the next step at the earliest, and a step begins when the one before it is done
         (`Runner`). No query ever comes back to an earlier position: a sequence that has to begins again from nothing.
         """
-        for index, (group, pool, table) in enumerate(zip(self.groups, self.pools, self.tables, strict=True)):
+        for index, group in enumerate(self.groups):
             begin, end = int(self.begins[index, slot]), group.first_key(position) // self.block_size
             if end > begin:
                 assert end <= self.ends[index, slot], "blocks are given back before they were held"
-                pool.drop(table[slot, begin:end].tolist())
-                table[slot, begin:end] = 0
+                self._drop(index, slot, begin, end)
                 self.begins[index, slot] = end
                 self.num_given_back += end - begin
                 self._changed.append(slot)
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
+
+    def _drop(self, index: int, slot: int, begin: int, end: int) -> None:
+        """Give up the blocks [begin, end) of a slot; their entries become 0."""
+        pool, table = self.pools[index], self.tables[index]
+        blocks: list[int] = table[slot, begin:end].tolist()
+        if self.num_below[index, slot]:
+            below = [block for block in blocks if block >= pool.num_blocks]
+            self.lower[index].drop(below)
+            self.num_below[index, slot] -= len(below)
+            blocks = [block for block in blocks if block < pool.num_blocks]
+        pool.drop(blocks)
+        table[slot, begin:end] = 0
+
+    def sink(self, index: int, block: int, below: int, slots: I64) -> int:
+        """Let those of some slots that have a block of the arena have its copy in the lower tier instead; how many did."""
+        table = self.tables[index]
+        rows, columns = np.nonzero(table[slots] == block)
+        for slot in slots[rows].tolist():
+            self.lower[index].hold([below])
+            self.pools[index].drop([block])
+            self.num_below[index, slot] += 1
+            self._changed.append(slot)
+        table[slots[rows], columns] = below
+        return len(rows)
 
     def _unseen_from(self, begins: Sequence[int]) -> int:
         """The first position whose query sees nothing of one of these blocks, one a group."""
@@ -364,10 +491,8 @@ class KVCacheManager:
 
     def release(self, slot: int) -> None:
         """Free all blocks of `slot`."""
-        for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
-            begin, end = int(self.begins[index, slot]), int(self.ends[index, slot])
-            pool.drop(table[slot, begin:end].tolist())
-            table[slot, begin:end] = 0
+        for index in range(len(self.groups)):
+            self._drop(index, slot, int(self.begins[index, slot]), int(self.ends[index, slot]))
         self.begins[:, slot] = self.ends[:, slot] = self.num_grown[slot] = self.num_published[slot] = 0
         self.next_unseen[slot] = self._first_unseen
 
@@ -378,22 +503,16 @@ class KVCacheManager:
         """
         assert (self.num_grown == self.ends.min(0)).all(), "num_grown is not the least of a slot's ends"
         assert (self.begins <= self.ends).all(), "a slot gave back more than it had"
-        for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
+        for index, table in enumerate(self.tables):
             blocks = np.arange(table.shape[1])
             held = (blocks >= self.begins[index, :, None]) & (blocks < self.ends[index, :, None])
             assert not table[~held].any(), "a table holds blocks beyond its count"
-            assert held.sum(1).max() <= self._most[index], "a slot holds more than it can ever need"
-            references = np.bincount(table[held], minlength=pool.num_blocks)
-            assert references[0] == 0, "block 0 is reserved and in a table"
-            assert (references == pool.ref_count).all(), "ref counts do not add up"
-            assert len(set(pool.free)) == len(pool.free), "a block is free twice"
-            used = int((pool.ref_count > 0).sum())
-            assert used + pool.num_free == pool.size, f"{used} used and {pool.num_free} free of {pool.size}"
-            assert not pool.ref_count[[*pool.free, *pool.kept]].any(), "a free block is referred to"
-            assert pool.hash_of == {block: name for name, block in pool.block_of.items()}, "hashes are not one to one"
-            assert 0 not in pool.hash_of, "block 0 can be found"
-            assert pool.kept.priority_of.keys() <= pool.hash_of.keys(), "what cannot be found has a priority"
-            assert set(pool.kept) <= pool.hash_of.keys() and not pool.hash_of.keys() & set(pool.free)
+            is_below = table >= self.pools[index].num_blocks
+            assert (is_below.sum(1) == self.num_below[index]).all(), "blocks of the lower tier are miscounted"
+            assert (held & ~is_below).sum(1).max() <= self._most[index], "a slot holds more than it can ever need"
+            self.pools[index].check_integrity(table[held & ~is_below])
+            if self.lower:
+                self.lower[index].check_integrity(table[held & is_below])
 
 
 def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "") -> bytes:

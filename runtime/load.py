@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict
 from inferc.errors import UnsupportedError
@@ -14,6 +14,9 @@ from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.sampling_params import generation_defaults
 from inferc.runtime.scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from inferc.runtime.kv_disk import DiskTier
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +35,17 @@ def load_engine(
     before the first token leaves. Raises ConfigError or ArtifactError.
     """
     artifact = path if isinstance(path, Artifact) else load_artifact(path, target=target)
+    target = target or str(artifact.manifest["targets"][0])
     config = from_dict(EngineConfig, options)
     check = artifact.verify_weights()
     groups = cache_groups(artifact.whole_kv_groups)
-    runner, resolved = _make_runner(artifact, target or str(artifact.manifest["targets"][0]), config, groups)
+    disk = _open_disk(artifact, target, config, groups)
+    try:
+        runner, resolved = _make_runner(artifact, target, config, groups, disk)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
     sizes = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
@@ -48,8 +58,9 @@ def load_engine(
         policy=config.policy,
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
+        num_lower=() if disk is None else disk.num_blocks,
     )
-    engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
+    engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait, mover=disk)
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
         log.info(
             "the KV cache holds %d tokens and the model takes %d: longer requests are refused or cut; raise --kv-memory",
@@ -74,8 +85,27 @@ def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
     return generation_defaults(artifact.model.get("generation") or {})
 
 
-def _make_runner(
+def _open_disk(
     artifact: Artifact, target: str, config: EngineConfig, groups: tuple[CacheGroup, ...]
+) -> DiskTier | None:
+    """The lower tier of the KV cache, if one is asked for."""
+    if config.kv_disk is None:
+        return None
+    if target != "cpu" or len(artifact.ranks) > 1:
+        what = f"{len(artifact.ranks)} ranks" if len(artifact.ranks) > 1 else f"target {target}"
+        raise UnsupportedError(f"--kv-disk: found {what}, and it needs the cpu target in one rank; leave it out")
+    from inferc.runtime.abi import choose_isa
+    from inferc.runtime.kv_disk import DiskTier
+
+    # Another instruction set may compute other bits.
+    model, kv_dtype = model_limits(artifact).cache_identity
+    identity = {"model": model, "kv_dtype": kv_dtype, "isa": choose_isa(config.isa, artifact.isas)}
+    sizes = [artifact.block_size * group.bytes_per_token for group in groups]
+    return DiskTier(Path(config.kv_disk), identity, sizes, config.kv_disk_bytes)
+
+
+def _make_runner(
+    artifact: Artifact, target: str, config: EngineConfig, groups: tuple[CacheGroup, ...], disk: DiskTier | None
 ) -> tuple[Runner, ResolvedEngineConfig]:
     """What runs the artifact's steps, and the config with every "auto" settled for it."""
     if target.startswith("cuda"):
@@ -96,7 +126,13 @@ def _make_runner(
         return RankGroup(artifact, resolved), resolved
     from inferc.runtime.model_runner import ModelRunner
 
-    return ModelRunner(artifact, resolved), resolved
+    if disk is None:
+        return ModelRunner(artifact, resolved), resolved
+    runner = ModelRunner(artifact, resolved, files=list(zip(disk.files, disk.num_blocks, strict=True)))
+    disk.attach(
+        [runner.blocks(group) for group in range(len(groups))], [len(of["layers"]) for of in artifact.kv_groups]
+    )
+    return runner, resolved
 
 
 def _make_cuda_runner(

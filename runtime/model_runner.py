@@ -25,6 +25,7 @@ from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedErr
 from inferc.kv_pools import cache_groups, num_parts, row_size
 from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
+from inferc.runtime.file_map import map_file
 from inferc.runtime.step import F32, I32, I64, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
 from inferc.runtime.step_limits import StepLimits, outside
@@ -32,6 +33,7 @@ from inferc.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)
 
+MAP_NORESERVE = 0x4000  # of Linux; mmap has it from Python 3.13 on
 Observer = Callable[[dict[str, Any], int, NDArray[Any]], None]
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
@@ -69,7 +71,8 @@ class ModelRunner:
     """Steps of one artifact on this machine's CPU.
 
     poison fills the arena and the KV pool with NaN first, so that tests see a read of what was never written.
-    first_core: of those to pin to, if threads are pinned; the next are other runners'.
+    first_core: of those to pin to, if threads are pinned; the next are other runners'. files: of each KV group a descriptor
+    and how many blocks of that file lie behind those of the pool, for steps to read.
     Raises ConfigError for an ISA this machine lacks, UnsupportedError for step inputs that it cannot fill.
     """
 
@@ -80,6 +83,7 @@ class ModelRunner:
         *,
         poison: bool = False,
         first_core: int = 0,
+        files: Sequence[tuple[int, int]] = (),
     ) -> None:
         if isinstance(config, EngineConfig):
             config = config.resolve(artifact.max_model_len, artifact.block_size, cache_groups(artifact.kv_groups))
@@ -96,13 +100,16 @@ class ModelRunner:
         self._maxima = [_align(self.max_num_tokens), _align(self.max_num_seqs), _align(self.max_num_tokens)]
         tokens, seqs, rows = self._maxima
         self.limits = StepLimits(
-            *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size)
+            *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size),
+            num_lower=tuple(count for _, count in files),
         )
         self.arena_bytes: int = artifact.memory.arena_bytes(tokens, rows, seqs, config.num_threads)
         self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
-        counts = zip(self.num_blocks, self._groups, strict=True)
-        pools = [count * self.block_size * int(group["bytes_per_token"]) for count, group in counts]
-        self._pools = [_allocate("the KV cache", size, "--kv-memory", poison) for size in pools]
+        sizes = [self.block_size * int(group["bytes_per_token"]) for group in self._groups]
+        self._pools = [
+            _allocate_pool(count, size, files[group] if files else None, poison)
+            for group, (count, size) in enumerate(zip(self.num_blocks, sizes, strict=True))
+        ]
         self._pool_table = np.array([pool.ctypes.data for pool in self._pools], np.uintp)
         self._weights = np.array([artifact.view(weight).ctypes.data for weight in artifact.weights], np.uintp)
         self._counts: list[NDArray[np.uint32] | None] = [None] * self.max_num_seqs
@@ -249,6 +256,10 @@ class ModelRunner:
         arguments = (group, pool, ids.ctypes.data, len(ids), canonical.ctypes.data)
         self._call(lambda: self._done(getattr(self._library, function)(*arguments), function))
 
+    def blocks(self, group: int) -> NDArray[np.uint8]:
+        """The bytes of a KV group's blocks, those of its file last: [blocks, bytes of a block], [layers] outermost in each."""
+        return self._pools[group].reshape(-1, self.block_size * int(self._groups[group]["bytes_per_token"]))
+
     # --------------------------------------------------------------------------------------- plumbing
 
     def set_observer(self, observer: Observer | None) -> None:
@@ -373,6 +384,25 @@ def _hidden_out(artifact: Compiled) -> tuple[int, np.dtype[Any]] | None:
 
 def _align(count: int) -> int:
     return -(-count // 64) * 64
+
+
+def _allocate_pool(count: int, block_bytes: int, file: tuple[int, int] | None, poison: bool) -> NDArray[np.uint8]:
+    """The blocks of a KV group, and behind them those of a file."""
+    size = count * block_bytes
+    if file is None:
+        return _allocate("the KV cache", size, "--kv-memory", poison)
+    descriptor, behind = file
+    # The file begins with a page, wherever the arena does.
+    first = -size % mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, first + size + behind * block_bytes, flags=flags)
+    array = np.frombuffer(memory, np.uint8)
+    map_file(array.ctypes.data + first + size, descriptor, behind * block_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, (first + size) // mmap.PAGESIZE * mmap.PAGESIZE)
+    if poison:
+        array[first : first + size] = 0xFF
+    return array[first:]
 
 
 def _allocate(what: str, size: int, option: str, poison: bool) -> NDArray[np.uint8]:

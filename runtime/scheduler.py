@@ -13,6 +13,10 @@ Where the prefix cache is on, a sequence begins behind the blocks that are found
 soon as a step that fills it is scheduled: steps run one after the other, and in a step each layer stores the K and V of
 all its tokens before any is read.
 
+Where the cache has a lower tier (tiers.py), a preempted sequence's blocks may be copied there before anybody gets them, and a
+sequence longer than the arena has its oldest there while it runs. One that waits for what an earlier run left there is in
+no line.
+
 A prompt's blocks are taken as it is admitted, but in the KV groups that give blocks back only those of the next chunk:
 a chunk then takes what there is room for. Sequences never wait for one another in a circle: the first gets the blocks
 of all the others if it needs them, and alone every sequence fits that the engine accepts.
@@ -36,6 +40,7 @@ from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status, StepOutputs
 from inferc.runtime.step import F64, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
+from inferc.runtime.tiers import Mover, Tiers
 from inferc.runtime.waiting import WaitingQueue
 
 LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
@@ -44,6 +49,7 @@ SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
 LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
 NUM_LOOKED_AT = 256  # of each client's line, by such a look
 NUM_RERANKED = 32
+MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
 
 
 @dataclass(frozen=True)
@@ -61,17 +67,26 @@ class _Rows:
 class Scheduler:
     """Owns `waiting`, the running batch and the token budget."""
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic, mover: Mover | None = None
+    ) -> None:
+        """mover: of the lower tier, if `config.num_lower` says that there is one."""
         self.config = config
         self.clock = clock
         self.policy = parse_policy(config.policy)
         self.forecast = Forecast(config.max_num_batched_tokens)
-        self.foresees = self.policy.foresees or config.tbt_ms is not None  # steps must be observed
+        self.foresees = self.policy.foresees or config.tbt_ms is not None or mover is not None  # steps must be observed
         self.waiting = WaitingQueue()
         self.refused: list[tuple[Sequence, str]] = []  # ended by the policy, and why
         self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
         self.batch = Batch(config.max_num_seqs, config.max_model_len)
-        self.cache = KVCacheManager(config.groups, config.num_blocks, config.limits, config.chunked_prefill)
+        self.cache = KVCacheManager(
+            config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower
+        )
+        self.tiers: Tiers | None = None
+        if mover is not None:
+            sizes = [config.block_size * group.bytes_per_token for group in config.groups]
+            self.tiers = Tiers(self.cache, mover, self.forecast, sizes, clock)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
@@ -93,7 +108,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.has_begun)
+        return bool(self.waiting or self.has_begun or (self.tiers is not None and self.tiers.num_fetching))
 
     @property
     def has_begun(self) -> bool:
@@ -103,7 +118,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         seq.client = self.waiting.open(seq.params.client)
         seq.arrived = self.clock()
-        self._queue(seq)
+        if self.tiers is None or not self.tiers.fetch(seq, len(self._find(seq)), self._most_found(seq)):
+            self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
         seq.level = self.policy.level(seq)
@@ -133,6 +149,8 @@ class Scheduler:
         self.wake_at = None
         self._budget = self.config.max_num_batched_tokens
         self._num_new.fill(0)
+        if self.tiers is not None:
+            self._move()
         if self.cache.gives_back:
             self._give_back()
         if self.policy.demotes:
@@ -151,6 +169,8 @@ class Scheduler:
         if np.count_nonzero(num_new) < len(slots):
             slots, num_new = slots[num_new > 0], num_new[num_new > 0]
         if not len(slots):
+            if self.tiers is not None and self.tiers.is_busy:
+                self.wake_at = self.clock() + MOVE_SECONDS
             return None
         self._step += 1
         if self.waiting.num_clients > 1:
@@ -159,6 +179,13 @@ class Scheduler:
         plan = self.batch.plan(slots, num_new, self.cache, self._step)
         self._in_flight.append((self._step, plan))
         return plan
+
+    def _move(self) -> None:
+        """Let what moves between the tiers of the cache move on."""
+        assert self.tiers is not None
+        batch = self.batch
+        for seq in self.tiers.look(batch.order, batch.num_tokens, batch.seqs, self._step, self._landed):
+            self._queue(seq)
 
     def _give_back(self) -> None:
         """Free the blocks that left every window; a step of 64 sequences has a handful of them."""
@@ -239,18 +266,41 @@ class Scheduler:
     def _grow_or_preempt(self, slot: int) -> None:
         """One more block for a decoding sequence, at the cost of the last that came, be it itself."""
         while not self.cache.grow(slot, int(self.batch.num_tokens[slot])):
-            if self._are_blocks_coming():  # sit this step out
+            if self._are_blocks_coming() or self._sinks(slot):  # sit this step out
                 self._budget += 1
                 self._num_new[slot] = 0
                 return
-            victim = int(self.batch.order[-1])
-            self._preempt(victim)
-            if victim == slot:
+            if self._make_way(slot) == slot:
                 return
 
+    def _make_way(self, slot: int) -> int:
+        """Preempt the last of the running ones, be it `slot` itself. One that can not have more than the arena now ends."""
+        victim = int(self.batch.order[-1])
+        seq, tiers = self.batch.seqs[victim], self.tiers
+        assert seq is not None
+        is_long = self.cache.sinks_of(int(self.batch.num_tokens[victim]))
+        if victim != slot or tiers is None or not (tiers.is_paused and is_long):
+            self._preempt(victim)
+            return victim
+        self._num_new[slot] = 0
+        self._finish(seq)
+        self.refused.append((seq, "it is longer than --kv-memory holds, and the files of --kv-disk take no more"))
+        return slot
+
     def _are_blocks_coming(self) -> bool:
-        """Whether sequences that left hold blocks until the step in flight lands."""
+        """Whether sequences that left hold blocks until the step in flight lands, or some are being copied."""
+        if self.tiers is not None and self.tiers.are_blocks_coming:
+            return True
         return any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
+
+    def _sinks(self, slot: int) -> bool:
+        """Whether a sequence that is alone and finds no block will find one, for having more in the lower tier."""
+        if self.tiers is None or self.num_running > 1:
+            return False
+        wanted = self.cache.blocks_for(self.config.max_num_batched_tokens)
+        groups = range(len(self.cache.groups))
+        sunk = [self.tiers.sink(index, slot, self.batch.seqs, wanted, self._step, self.batch.order) for index in groups]
+        return any(sunk)
 
     def _schedule_prefills(self) -> None:
         """Go on with prompts of which a part is computed. One that gets less than it could leaves no block to others."""
@@ -278,10 +328,9 @@ class Scheduler:
         start = int(self.batch.num_computed[slot])
         while not (count := self.cache.extend(slot, start, wanted)):
             victim = int(self.batch.order[-1])
-            if self._are_blocks_coming() or (victim == slot and self.num_running > 1):
+            if self._are_blocks_coming() or (victim == slot and self.num_running > 1) or self._sinks(slot):
                 return 0
-            self._preempt(victim)
-            if victim == slot:
+            if self._make_way(slot) == slot:
                 return 0
         return count
 
@@ -329,7 +378,8 @@ class Scheduler:
         batch.predicted[slot] = self.forecast.total_tokens(seq)
         batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
         cache.adopt(slot, found, seq.params.cache_priority)
-        count = cache.extend(slot, start, min(length - start, self._budget), whole=length)
+        whole = 0 if cache.sinks_of(length) else length
+        count = cache.extend(slot, start, min(length - start, self._budget), whole)
         assert count, "an admitted sequence has blocks"
         self.joined.append(seq)
         self._num_new[slot] = count
@@ -388,8 +438,11 @@ class Scheduler:
         if not self.config.prefix_cache:
             return []
         extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
-        most = (len(seq.token_ids) - 1) // self.cache.block_size
-        return seq.hashes[: self.cache.find(seq.hashes[:most])]
+        return seq.hashes[: self.cache.find(seq.hashes[: self._most_found(seq)])]
+
+    def _most_found(self, seq: Sequence) -> int:
+        """Blocks that can be found of a sequence at most."""
+        return (len(seq.token_ids) - 1) // self.cache.block_size
 
     def _publish(self, slot: int, num_tokens: int) -> None:
         """Let the full blocks of a slot's first tokens be found, which are known and computed, or are in this step."""
@@ -400,6 +453,9 @@ class Scheduler:
         assert seq is not None
         extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
         self.cache.publish(slot, seq.hashes[:count], seq.params.cache_priority)
+
+    def _publish_known(self, slot: int) -> None:
+        self._publish(slot, int(min(self.batch.num_computed[slot], self.batch.num_known[slot])))
 
     def _publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
@@ -427,6 +483,11 @@ class Scheduler:
         self._num_new[slot] = 0
         self.num_preemptions += 1
         seq.num_preemptions += 1
+        if self.tiers is not None:
+            self._publish_known(slot)
+            held = self.cache.ends[:, slot] - self.cache.begins[:, slot]
+            if self.tiers.may_swap(int(self.batch.num_computed[slot]), held.tolist()):
+                self.tiers.save(slot, seq.hashes, self._step)
         seq.status = Status.WAITING
         self._vacate(seq)
         self._queue(seq)
@@ -438,14 +499,17 @@ class Scheduler:
 
     def _drop(self, seq: Sequence) -> None:
         """End a sequence that waits."""
-        self.waiting.remove(seq)
+        if self.tiers is not None and self.tiers.is_fetching(seq):
+            self.tiers.abandon(seq)
+        else:
+            self.waiting.remove(seq)
         self.waiting.close(seq.client)
         seq.status = Status.FINISHED
 
     def _vacate(self, seq: Sequence) -> None:
         """Take a running sequence out of the batch; its slot is free as soon as no step in flight uses it."""
         assert seq.slot is not None
-        self._publish(seq.slot, int(min(self.batch.num_computed[seq.slot], self.batch.num_known[seq.slot])))
+        self._publish_known(seq.slot)
         self.batch.leave(seq.slot)
         self._no_room = (None, 0)  # its spare block is not kept for it any more, even if it frees none
         last_step = int(self.batch.last_step[seq.slot])

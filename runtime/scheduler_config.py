@@ -14,7 +14,7 @@ class SchedulerConfig:
     """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0.
 
     policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
-    now, and preempt the last when blocks are missing.
+    now, and preempt the last when blocks are missing. num_lower: blocks of each group's lower tier, if there is one.
     """
 
     max_num_seqs: int
@@ -28,6 +28,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     tbt_ms: float | None = None
     overcommit: bool = False
+    num_lower: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         parse_policy(self.policy)
@@ -41,6 +42,7 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must be at least"
                 f" max_model_len {self.max_model_len}; raise it, or turn chunked prefill on"
             )
+        assert self.prefix_cache or not self.num_lower, "what lies in the lower tier is found by the prefix cache"
         if min(self.num_blocks) < 2:
             raise ConfigError(f"the KV cache has {min(self.num_blocks)} blocks; it needs 2 or more, raise --kv-memory")
 

@@ -23,6 +23,7 @@ class StepLimits:
     vocab_size: int
     num_blocks: tuple[int, ...]  # of each KV group
     block_size: int
+    num_lower: tuple[int, ...] = ()  # of each group, behind its blocks: they can be read and not be written
 
     def check(self, plan: StepPlan) -> None:
         """Raise RequestError naming what of the plan is out of bounds."""
@@ -34,7 +35,7 @@ class StepLimits:
             "a token id": outside(plan.token_ids, self.vocab_size),
             "a logits row": outside(plan.logits_rows, plan.num_tokens),
             "a slot": any(map(outside, plan.slot_mapping, slot_limits)),
-            "a block": any(map(outside, plan.block_tables, self.num_blocks)),
+            "a block": any(map(outside, plan.block_tables, self._num_readable)),
             "a sequence slot": outside(plan.seq_slots, self.max_num_seqs),
             "a sampled slot": outside(plan.sample.seq_slots, self.max_num_seqs),
             "a late slot": outside(plan.late_slots, self.max_num_seqs),
@@ -49,6 +50,11 @@ class StepLimits:
                 raise RequestError(f"step plan: {what} is out of range")
         assert len(plan.slot_mapping) == len(plan.block_tables) == len(self.num_blocks), "one table per KV group"
         assert len(plan.positions) == plan.num_tokens == plan.query_start_loc[-1], "rows of the plan disagree"
+
+    @property
+    def _num_readable(self) -> list[int]:
+        lower = self.num_lower or (0,) * len(self.num_blocks)
+        return [count + below for count, below in zip(self.num_blocks, lower, strict=True)]
 
 
 def outside(values: NDArray[Any], limit: int) -> bool:

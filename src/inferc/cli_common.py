@@ -64,6 +64,18 @@ PrefixCache = Annotated[
         help="Keep K and V that were computed, for prompts that begin with the same tokens.",
     ),
 ]
+KVDisk = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-disk",
+        metavar="DIR",
+        help="Keep K and V in files there as well: of what the memory has no room for, and for the next run.",
+    ),
+]
+KVDiskSize = Annotated[
+    str,
+    typer.Option("--kv-disk-size", metavar="BYTES", help="Of these files: 16GiB, at most half of what is free there."),
+]
 Policy = Annotated[
     str,
     typer.Option(
@@ -231,6 +243,8 @@ def engine_options(
     prefix_cache: bool = True,
     policy: str = "fcfs",
     tbt_ms: float | None = None,
+    kv_disk: Path | None = None,
+    kv_disk_size: str = "auto",
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -248,9 +262,11 @@ def engine_options(
         "prefix_cache": prefix_cache,
         "policy": policy,
         "tbt_ms": tbt_ms,
+        "kv_disk": None if kv_disk is None else str(kv_disk),
+        "kv_disk_bytes": "auto" if kv_disk_size == "auto" else parse_bytes(kv_disk_size),
     }
     for name, value in options.items():
-        limit = MAX_BYTES if name == "kv_memory_bytes" else MAX_COUNT
+        limit = MAX_BYTES if name.endswith("_bytes") else MAX_COUNT
         if isinstance(value, int) and value > limit:
             raise ConfigError(f"{name} is {value}, expected at most {limit}")
     return options

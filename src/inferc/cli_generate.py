@@ -13,6 +13,8 @@ from inferc.cli_common import (
     Deterministic,
     Isa,
     Json,
+    KVDisk,
+    KVDiskSize,
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
@@ -62,6 +64,8 @@ def generate(
     prefix_cache: PrefixCache = True,
     policy: Policy = "fcfs",
     tbt_ms: TbtMs = None,
+    kv_disk: KVDisk = None,
+    kv_disk_size: KVDiskSize = "auto",
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -84,6 +88,8 @@ def generate(
             prefix_cache=prefix_cache,
             policy=policy,
             tbt_ms=tbt_ms,
+            kv_disk=kv_disk,
+            kv_disk_size=kv_disk_size,
         ),
     ) as llm:
         params = llm.sampling_params(**asked)

@@ -15,6 +15,8 @@ from inferc.cli_common import (
     Deterministic,
     Isa,
     Json,
+    KVDisk,
+    KVDiskSize,
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
@@ -52,6 +54,8 @@ def serve(
     prefix_cache: PrefixCache = True,
     policy: Policy = "fcfs",
     tbt_ms: TbtMs = None,
+    kv_disk: KVDisk = None,
+    kv_disk_size: KVDiskSize = "auto",
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -71,6 +75,8 @@ def serve(
         *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache),
         policy=policy,
         tbt_ms=tbt_ms,
+        kv_disk=kv_disk,
+        kv_disk_size=kv_disk_size,
     )
     config = ServeConfig(out, host, grpc_port, from_dict(EngineConfig, options), drain_seconds)
 

@@ -174,6 +174,8 @@ class EngineConfig:
     max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: DEFAULT_TOKEN_BUDGET
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
     prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
+    kv_disk: str | None = None  # a folder for what the arena has no room for, and for the next run
+    kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of kv_disk.py, at most half of what is free there
     policy: str = "fcfs"  # who goes first, see inferc.runtime.policies
     overcommit: bool = False  # let in what fits now, also where blocks are expected to be missing later on
     tbt_ms: float | None = None  # no step shall take longer while somebody decodes
@@ -182,7 +184,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        _check_positive(self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes")
+        _check_positive(
+            self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes", "kv_disk_bytes"
+        )
+        if self.kv_disk is not None and not self.prefix_cache:
+            raise ConfigError(
+                "a KV cache on disk holds what the prefix cache finds, which is off; turn the one on or the other off"
+            )
         if self.tbt_ms is not None and not 0.0 < self.tbt_ms < math.inf:
             raise ConfigError(f"tbt_ms is {self.tbt_ms:g}, expected a number of milliseconds above 0")
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:

@@ -221,6 +221,14 @@ def test_prompt_longer_than_the_model_allows(tiny_artifact: Path) -> None:
         (("--kv-memory", "lots"), "'lots' is not a size"),
         (("--kv-memory", "1KiB"), "less than two blocks"),
         (
+            ("--kv-disk", "/proc/nowhere"),
+            "--kv-disk /proc/nowhere: No such file or directory; give a folder on a local disk that can be written to",
+        ),
+        (
+            ("--kv-disk", "kv", "--no-prefix-cache"),
+            "a KV cache on disk holds what the prefix cache finds, which is off; turn the one on or the other off",
+        ),
+        (
             ("--policy", "lifo"),
             "policy is 'lifo', expected one of fcfs, priority, mlq, sjf, lpm, slo, static, window:Nms",
         ),

@@ -1,5 +1,5 @@
-"""A sequence gets the same bits alone, in a batch, in chunks, on any number of threads, after preemption, and behind a
-prefix that was found in the cache.
+"""A sequence gets the same bits alone, in a batch, in chunks, on any number of threads, after preemption, behind a
+prefix that was found in the cache, and where what it has lies on a disk.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.runtime.artifact import inspect_artifact
 from inferc.runtime.engine import EngineStats
+from inferc.runtime.load import load_engine
+from inferc.runtime.step_cost import WORK
 
 Bits = list[tuple[int, float]]  # token id and log probability of every new token
 NEW_TOKENS = 12
@@ -47,7 +49,7 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def run(
-    artifact: Path, prompts: list[list[int]], num_new: int = NEW_TOKENS, **engine: int
+    artifact: Path, prompts: list[list[int]], num_new: int = NEW_TOKENS, **engine: Any
 ) -> tuple[list[Bits], EngineStats]:
     """The new tokens with their log probabilities, sampled with a seed of each prompt's own; and the engine's counters."""
     with inferc.LLM(artifact, **engine) as llm:
@@ -114,3 +116,39 @@ def test_a_prefix_found_in_the_cache_gives_the_same_bits(artifact: Path) -> None
     assert bits == [run(artifact, [ids], prefix_cache=False)[0][0] for ids in prompts]
     again, stats = run(artifact, prompts, max_num_seqs=1, max_num_batched_tokens=16)
     assert stats.cached_tokens > 0 and again == bits
+
+
+def test_what_lies_on_disk_gives_the_same_bits(artifact: Path, tmp_path: Path) -> None:
+    """Of an earlier run, and of a sequence of which the arena holds two blocks of five."""
+    prompts = [prompt(length) for length in (110, 75, 40)]
+    alone = [run(artifact, [ids], 35, num_threads=1)[0][0] for ids in prompts]
+    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    sizes = {"kv_memory_bytes": 3 * block_bytes, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    bits, stats = run(artifact, prompts, 35, kv_disk=str(tmp_path), kv_disk_bytes=100 * block_bytes, **sizes)
+    assert bits == alone and stats.num_sunk > 0 and stats.num_stored >= 9
+    bits, stats = run(artifact, prompts, 35, kv_disk=str(tmp_path), kv_disk_bytes=100 * block_bytes, **sizes)
+    assert bits == alone and stats.cached_tokens == 96 + 64 + 32
+    assert stats.num_raised > 0 and stats.num_damaged == 0
+
+
+def test_a_swapped_sequence_gives_the_same_bits(artifact: Path, tmp_path: Path) -> None:
+    prompts = [prompt(length) for length in (75, 70, 40, 16)]
+    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 96, "kv_memory_bytes": 8 * block_bytes}
+    disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_bytes": 100 * block_bytes}
+    engine = load_engine(artifact, max_num_seqs=4, overcommit=True, **sizes, **disk)
+    # Of a machine on which to compute is dear: whoever is preempted is swapped.
+    engine.scheduler.forecast.cost.set_prices(dict.fromkeys(WORK, 1.0))
+    tokens: dict[str, list[int]] = {str(len(ids)): [] for ids in prompts}
+    for ids in prompts:
+        params = inferc.SamplingParams(temperature=0.9, seed=len(ids), max_tokens=45, ignore_eos=True)
+        engine.add_request(str(len(ids)), ids, params)
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+        engine.scheduler.check_integrity()
+    stats = engine.stats()
+    engine.close()
+    assert stats.num_preemptions > 0 and stats.num_swapped > 0
+    for ids in prompts:
+        assert tokens[str(len(ids))] == [token for token, _ in run(artifact, [ids], 45)[0][0]]

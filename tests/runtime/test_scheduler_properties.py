@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
+from fake_mover import FakeMover
 from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +91,9 @@ def scenes(draw: st.DrawFn) -> Scene:
             low, high = 1, draw(st.sampled_from([group.window // block_size + 3, high]))
         num_blocks.append(1 + draw(st.integers(low, high)))
     clock = Clock(draw(st.sampled_from([0.01, 1.0, 20.0])))
+    prefix_cache = draw(st.booleans())
+    num_lower = draw(st.sampled_from([0, 0, 10, 30])) if prefix_cache else 0
+    mover = FakeMover(draw(st.integers(0, 100)), rate=draw(st.sampled_from([1e-12, 1e-3]))) if num_lower else None
     engine = make_engine(
         policy=draw(st.sampled_from(["fcfs", *(name.replace("N", "50") for name in NAMES)])),
         tbt_ms=draw(st.sampled_from([None, 15.0])),
@@ -105,16 +109,20 @@ def scenes(draw: st.DrawFn) -> Scene:
         chunked_prefill=chunked,
         eos=EOS,
         pipeline=draw(st.booleans()),
-        prefix_cache=draw(st.booleans()),
+        prefix_cache=prefix_cache,
+        num_lower=num_lower,
+        mover=mover,
         overcommit=draw(st.booleans()),
     )
     if draw(st.booleans()):
         engine.scheduler.forecast.cost.set_prices(dict(zip(WORK, (0.01, 1e-4, 1e-4, 1e-6, 1e-6), strict=True)))
-    longest = min(max_model_len - 1, engine.scheduler.cache.max_tokens)
+    cache = engine.scheduler.cache
+    longest = min(max_model_len - 1, cache.max_tokens)
     requests = draw(st.lists(arrivals(longest), min_size=1, max_size=7))
     if draw(st.booleans()):
         engine.runner.broken_prompt = requests[0].prompt  # type: ignore[attr-defined]
     texts: list[tuple[int, list[int]]] = []
+    longest = min(longest, cache.max_tokens_at_once)
     if longest > 1:
         text = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=longest)
         texts = draw(st.lists(st.tuples(st.integers(0, 15), text), max_size=2))
@@ -145,7 +153,8 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
         len(text) for _, text in scene.texts
     )
     last_arrival = max([arrival.step for arrival in requests] + [step for step, _ in scene.texts])
-    for step in range(last_arrival + 20 + 4 * work):  # a sequence that starves never ends
+    slower = 20 if engine.scheduler.tiers else 1  # for steps in which all wait for what moves
+    for step in range(last_arrival + 20 + 4 * work * slower):  # a sequence that starves never ends
         for i, (arrival_step, text) in enumerate(scene.texts):
             if arrival_step == step:
                 engine.score(f"text {i}", text)
@@ -209,7 +218,7 @@ def check(scene: Scene) -> None:
                 assert arrival.abort_after is not None, "neither ended nor aborted"
                 assert got == want[: len(got)]
     cache = engine.scheduler.cache
-    assert cache.num_free == tuple(pool.size for pool in cache.pools), "blocks leak"
+    assert all(pool.num_free == pool.size for pool in (*cache.pools, *cache.lower)), "blocks leak"
     assert len(engine.scheduler.batch.free_slots) == engine.scheduler.config.max_num_seqs, "slots leak"
 
 

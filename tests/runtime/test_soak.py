@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from fake_mover import FakeMover
 from fake_runner import FULL, VOCAB_SIZE, make_engine
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
@@ -28,16 +29,20 @@ class Clock:
 
 def engine_of(rng: random.Random, clock: Callable[[], float]) -> Engine:
     seqs = rng.randint(1, 12)
+    prefix_cache = rng.random() < 0.7
+    num_lower = rng.choice([0, 12, 40]) if prefix_cache else 0
     made = make_engine(
         max_num_seqs=seqs,
         max_num_batched_tokens=rng.randint(seqs, 40),
-        max_model_len=48,
+        max_model_len=rng.choice([48, 48, 120]),
         num_blocks=rng.randint(14, 60),
         block_size=4,
         groups=rng.choice(GROUPS),
         eos=(7,),
         pipeline=rng.random() < 0.8,
-        prefix_cache=rng.random() < 0.7,
+        prefix_cache=prefix_cache,
+        num_lower=num_lower,
+        mover=FakeMover(rng.getrandbits(16), rate=rng.choice([1e-12, 1e-3])) if num_lower else None,
         policy=rng.choice(["fcfs", *(name.replace("N", "50") for name in NAMES)]),
         tbt_ms=rng.choice([None, None, 20.0]),
         overcommit=rng.random() < 0.5,
@@ -84,6 +89,8 @@ def run_epoch(rng: random.Random, steps: int) -> dict[str, int]:
             name = str(counts["requests"])
             counts["requests"] += 1
             ids = [3] * rng.randint(1, 20) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 8))]
+            if rng.random() < 0.02:
+                ids *= 3
             try:
                 if rng.random() < 0.03:
                     engine.score(name, [*ids, 1])
@@ -94,7 +101,8 @@ def run_epoch(rng: random.Random, steps: int) -> dict[str, int]:
             except ObjectiveError:
                 counts["refused"] += 1
             except RequestError:
-                assert len(ids) + 16 > engine.scheduler.cache.max_tokens
+                cache = engine.scheduler.cache
+                assert len(ids) + 16 > min(cache.max_tokens_at_once, engine.model.max_model_len - 1)
         if begun and rng.random() < 0.03:
             name = rng.choice(list(begun))
             engine.abort(name)
@@ -121,7 +129,7 @@ def run_epoch(rng: random.Random, steps: int) -> dict[str, int]:
     assert not begun and not scores and not engine.request_ids
     engine.scheduler.check_integrity()
     cache, scheduler = engine.scheduler.cache, engine.scheduler
-    assert cache.num_free == tuple(pool.size for pool in cache.pools), "blocks leak"
+    assert all(pool.num_free == pool.size for pool in (*cache.pools, *cache.lower)), "blocks leak"
     assert len(scheduler.batch.free_slots) == scheduler.config.max_num_seqs, "slots leak"
     assert not len(scheduler.waiting) and not scheduler.waiting.num_clients, "clients leak"
     return {**counts, "steps": step, "preempted": engine.stats().num_preemptions}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from fake_mover import FakeMover
 from numpy.typing import NDArray
 
 from inferc.kv_pools import CacheGroup
@@ -63,8 +64,10 @@ class FakeRunner:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        lower = config.num_lower or (0,) * len(config.num_blocks)
         self.pools: list[NDArray[np.int64]] = [
-            np.full(count * config.block_size, -1, np.int64) for count in config.num_blocks
+            np.full((count + below) * config.block_size, -1, np.int64)
+            for count, below in zip(config.num_blocks, lower, strict=True)
         ]
         self.texts: dict[int, list[int]] = {}  # by slot: what its sequence is so far
         self.sequences: list[Any] = []  # the scheduler's, by slot: what begins in the cache must be its first tokens
@@ -139,10 +142,11 @@ class FakeRunner:
         ids[plan.late_rows] = self.last[plan.late_slots]
         assert ((ids >= 0) & (ids < VOCAB_SIZE)).all(), "a late id that was never sampled"
         contexts: dict[int, list[int]] = {}
-        for mapping in plan.slot_mapping:
+        for mapping, count in zip(plan.slot_mapping, config.num_blocks, strict=True):
             assert len(set(mapping.tolist())) == plan.num_tokens and mapping.min() >= size, (
                 "slots clash, or block 0 is used"
             )
+            assert mapping.max() < count * size, "a step writes below the arena"
         for pool, mapping in zip(self.pools, plan.slot_mapping, strict=True):
             pool[mapping] = ids  # of all sequences, before any is read, as a layer of a model does
         for b in range(plan.num_seqs):
@@ -195,6 +199,8 @@ def make_engine(
     tbt_ms: float | None = None,
     overcommit: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    num_lower: int = 0,
+    mover: FakeMover | None = None,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
@@ -204,9 +210,13 @@ def make_engine(
         policy,
         tbt_ms,
         overcommit,
+        (num_lower,) * len(groups) if num_lower else (),
     )
     runner = FakeRunner(config)
-    engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline, clock=clock)
+    if num_lower:
+        mover = mover or FakeMover()
+        mover.attach(runner.pools, config)
+    engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline, clock=clock, mover=mover)
     runner.sequences = engine.scheduler.batch.seqs
     return engine
 

@@ -1,0 +1,232 @@
+"""The lower tier of the KV cache in files, which steps read by memory map and a later run finds again.
+
+DIR/<hash of what decides the bits>/
+    tier.json     what decides them, and the sizes
+    journal       what lies where: records of 64 bytes, appended
+    group-N       blocks of KV group N, as they lie in the pool; sparse, of the size that the tier may have
+    lock          held by the engine that uses it
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import queue
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from inferc.errors import ConfigError
+from inferc.runtime.file_map import ReadAhead, read_whole
+from inferc.runtime.kv_cache import MOVING
+from inferc.runtime.kv_journal import Journal, Stored, write_all
+from inferc.runtime.step import I32
+from inferc.runtime.step_cost import FadingMean
+from inferc.runtime.tiers import Done
+from inferc.whole_file import whole_file
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+DEFAULT_BYTES = 16 << 30
+SECONDS_PER_BYTE = 1e-9  # before anything was moved
+Bytes = NDArray[np.uint8]
+
+
+class DiskTier:
+    """Files below `folder` for the blocks of one artifact, at most `size_bytes` of them, and a thread that moves them.
+
+    identity: what decides the bits of a block; another one has files of its own. block_bytes: of each KV group.
+    num_blocks: of each group. Raises ConfigError for a folder that cannot be used, or is in use, or a size too small.
+    """
+
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], block_bytes: Sequence[int], size_bytes: int | Literal["auto"]
+    ) -> None:
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self.folder = folder / digest[:16]
+        self.block_bytes = tuple(block_bytes)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.folder / "lock")
+            self.num_blocks = self._sizes(size_bytes)
+            self._journal = self._open_journal(identity)
+            self._files = [self._open_file(index) for index in range(len(block_bytes))]
+        except OSError as error:
+            raise ConfigError(
+                f"--kv-disk {folder}: {error.strerror or error}; give a folder on a local disk that can be written to"
+            ) from None
+        self._staging = [np.zeros(size, np.uint8) for size in block_bytes]
+        self._memory: list[Bytes] = []  # of each pool, the places of the files behind the arena's blocks
+        self._num_layers: list[int] = []
+        self._checksums: dict[tuple[int, int], bytes] = {}  # of what was copied, until it is committed
+        self._rate = FadingMean(0.98)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: deque[Done] = deque()
+        self._thread = threading.Thread(target=self._work, name="inferc-kv-disk", daemon=True)
+        self._ahead = ReadAhead()
+
+    @property
+    def files(self) -> list[int]:
+        """A file descriptor of each group's blocks."""
+        return self._files
+
+    def names(self, group: int) -> dict[int, bytes]:
+        first = len(self._memory[group]) - self.num_blocks[group]
+        return {first + place: stored.name for (index, place), stored in self._journal.live.items() if index == group}
+
+    def attach(self, memory: Sequence[Bytes], num_layers: Sequence[int]) -> None:
+        """Begin to work on the pools of a runner: [blocks of the arena and of the files, block_bytes] of each group."""
+        self._memory, self._num_layers = list(memory), list(num_layers)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End what was asked for, and let others have the files."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+        self._ahead.close()
+        self._journal.close()
+        for file in (*self._files, self._lock):
+            os.close(file)
+        self._memory = []
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def _sizes(self, size_bytes: int | Literal["auto"]) -> tuple[int, ...]:
+        """As many blocks of each group: a sequence has as many of all that attend to everything."""
+        each = sum(self.block_bytes)
+        if size_bytes != "auto":
+            size = size_bytes
+        else:
+            there = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
+            size = min(DEFAULT_BYTES, (shutil.disk_usage(self.folder).free + there) // 2)
+        count = min(size // each, 2**31 // 2)
+        if count <= MOVING:
+            raise ConfigError(
+                f"--kv-disk-size {size} holds {count} blocks of {each} bytes, expected {MOVING + 1} or more;"
+                f" give {each * (MOVING + 1)} at least"
+            )
+        return (count,) * len(self.block_bytes)
+
+    def _open_journal(self, identity: Mapping[str, Any]) -> Journal:
+        header = {"format": FORMAT, "identity": dict(identity), "block_bytes": list(self.block_bytes)}
+        path, about = self.folder / "journal", self.folder / "tier.json"
+        is_valid = path.exists() and _read_json(about) == header
+        if path.exists() and not is_valid:
+            log.warning("%s is damaged or of another version of inferc: the KV cache on disk begins empty", about)
+        with whole_file(about) as partial:
+            partial.write_text(json.dumps(header, indent=1) + "\n")
+        return Journal(path, self.num_blocks, is_valid)
+
+    def _open_file(self, index: int) -> int:
+        """Sparse; where somebody has cut it zeros are read, which have no block's checksum."""
+        file = os.open(self.folder / f"group-{index}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(file, self.num_blocks[index] * self.block_bytes[index])
+        return file
+
+    # ------------------------------------------------------------------------------------------------ moves
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return self._rate.value or SECONDS_PER_BYTE
+
+    def copy(self, group: int, block: int, below: int) -> None:
+        self._jobs.put(lambda: self._timed(self._copy, group, below, block))
+
+    def commit(self, group: int, below: int, name: bytes) -> None:
+        self._jobs.put(lambda: self._commit(group, below, name))
+
+    def check(self, group: int, below: int) -> None:
+        self._jobs.put(lambda: self._timed(self._check, group, below))
+
+    def forget(self, group: int, below: int) -> None:
+        self._jobs.put(lambda: self._journal.take_back(group, self._place(group, below)))
+
+    def take_done(self) -> list[Done]:
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def read_ahead(self, tables: Sequence[I32]) -> None:
+        """Begin to read what a step will find in the files, layer by layer, if steps have been waiting for the disk."""
+        if not self._ahead.is_needed():
+            return
+        spans: list[list[tuple[int, int]]] = []
+        for table, memory, count, layers in zip(tables, self._memory, self.num_blocks, self._num_layers, strict=True):
+            blocks = np.unique(table[table >= len(memory) - count]).tolist()
+            size = memory.shape[1] // layers
+            base = memory.ctypes.data
+            spans += [
+                [(base + block * memory.shape[1] + layer * size, size) for block in blocks] for layer in range(layers)
+            ]
+        self._ahead.read([span for layer in spans for span in layer])
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except OSError as error:  # of the journal: bytes without a record are of no use to later runs, that is all
+                log.warning("%s: %s", self.folder, error.strerror or error)
+
+    def _timed(self, move: Callable[..., str | None], group: int, below: int, *more: int) -> None:
+        started = time.perf_counter()
+        try:
+            failure = move(group, below, *more)
+        except OSError as error:
+            failure = f"{self.folder}: {error.strerror or error}"
+        if failure is None:
+            self._rate.add((time.perf_counter() - started) / self.block_bytes[group])
+        self._done.append(Done((group, below), failure))
+
+    def _place(self, group: int, below: int) -> int:
+        return below - (len(self._memory[group]) - self.num_blocks[group])
+
+    def _copy(self, group: int, below: int, block: int) -> str | None:
+        place, data = self._place(group, below), self._staging[group]
+        np.copyto(data, self._memory[group][block])  # which may change: what is written has the checksum in any case
+        self._journal.take_back(group, place)
+        write_all(self._files[group], data.data, place * self.block_bytes[group])
+        self._checksums[group, place] = xxhash.xxh3_128_digest(data.data)
+        return None
+
+    def _commit(self, group: int, below: int, name: bytes) -> None:
+        place = self._place(group, below)
+        self._journal.commit(group, place, Stored(name, self._checksums.pop((group, place))))
+
+    def _check(self, group: int, below: int) -> str | None:
+        place, data, path = self._place(group, below), self._memory[group][below], self.folder / f"group-{group}"
+        if (failure := read_whole(data.ctypes.data, len(data))) is not None:
+            return f"{path}, block {place}: {failure}"
+        stored = self._journal.live.get((group, place))
+        if stored is None or xxhash.xxh3_128_digest(data.data) != stored.checksum:
+            return f"{path}, block {place}: its checksum does not match"
+        return None
+
+
+def _lock(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise ConfigError(
+            f"--kv-disk {path.parent.parent} is in use by another engine; give each a folder of its own"
+        ) from None
+    return file
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
