@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -71,6 +71,7 @@ class BlockPool:
         self.hash_of: dict[int, bytes] = {}
         self.num_evicted = 0
         self.num_gains = 0  # how often there came to be more free blocks, or more to find
+        self.on_evict: Callable[[bytes], None] | None = None  # hears of what can not be found any more
 
     @property
     def num_free(self) -> int:
@@ -81,9 +82,12 @@ class BlockPool:
         """Of at most `num_free` blocks."""
         for _ in range(count - len(self.free)):
             block = self.kept.pop()
-            del self.block_of[self.hash_of.pop(block)]
+            name = self.hash_of.pop(block)
+            del self.block_of[name]
             self.free.append(block)
             self.num_evicted += 1
+            if self.on_evict is not None:
+                self.on_evict(name)
         first = len(self.free) - count
         blocks = self.free[: first - 1 if first else None : -1]
         del self.free[first:]

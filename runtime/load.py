@@ -48,6 +48,7 @@ def load_engine(
         policy=config.policy,
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
+        kv_events=config.kv_events,
     )
     engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait)
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:

@@ -31,6 +31,7 @@ from inferc.runtime.batch import Batch
 from inferc.runtime.forecast import Forecast
 from inferc.runtime.goodput import hopeless, never_met
 from inferc.runtime.kv_cache import KVCacheManager, extend_hashes, hash_block
+from inferc.runtime.kv_events import CacheEvents
 from inferc.runtime.policies import level_end, parse_policy
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status, StepOutputs
@@ -72,6 +73,7 @@ class Scheduler:
         self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
         self.batch = Batch(config.max_num_seqs, config.max_model_len)
         self.cache = KVCacheManager(config.groups, config.num_blocks, config.limits, config.chunked_prefill)
+        self.events = CacheEvents(self.cache) if config.kv_events else None
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
@@ -393,13 +395,16 @@ class Scheduler:
 
     def _publish(self, slot: int, num_tokens: int) -> None:
         """Let the full blocks of a slot's first tokens be found, which are known and computed, or are in this step."""
-        count = num_tokens // self.cache.block_size
-        if not self.config.prefix_cache or count <= self.cache.num_published[slot]:
+        count, first = num_tokens // self.cache.block_size, int(self.cache.num_published[slot])
+        if not self.config.prefix_cache or count <= first:
             return
         seq = self.batch.seqs[slot]
         assert seq is not None
         extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
         self.cache.publish(slot, seq.hashes[:count], seq.params.cache_priority)
+        if self.events is not None:
+            ids = self.batch.tokens[slot, first * self.cache.block_size : count * self.cache.block_size]
+            self.events.publish(seq.hashes, first, ids.tobytes(), seq.params.cache_salt)
 
     def _publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
@@ -418,6 +423,12 @@ class Scheduler:
             names.append(hashes[block])
             priorities.append(seq.params.cache_priority)
         cache.publish_last(slots, last, names, priorities)
+        if self.events is not None:
+            for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
+                seq = seqs[slot]
+                assert seq is not None
+                row_ids = ids[row * count : row * count + count]
+                self.events.publish(seq.hashes, block, row_ids, seq.params.cache_salt)
 
     def _preempt(self, slot: int) -> None:
         """Back among the waiting, to be computed again."""

@@ -194,6 +194,7 @@ def make_engine(
     policy: str = "fcfs",
     tbt_ms: float | None = None,
     overcommit: bool = False,
+    kv_events: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
@@ -204,6 +205,7 @@ def make_engine(
         policy,
         tbt_ms,
         overcommit,
+        kv_events,
     )
     runner = FakeRunner(config)
     engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline, clock=clock)
