@@ -18,6 +18,7 @@ import numpy as np
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.kv_cache import root_hash
+from inferc.runtime.kv_events import KvBatch, batch_now
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler
 from inferc.runtime.scheduler_config import SchedulerConfig
@@ -226,6 +227,18 @@ class Engine:
         """Requests that the scheduler has ended since the last call, none of whose tokens were out, and why."""
         refused, self._refused = self._refused, []
         return refused
+
+    @property
+    def collects_kv_events(self) -> bool:
+        return self.scheduler.events is not None
+
+    def take_kv_events(self) -> KvBatch | None:
+        """What the prefix cache came to hold and lost since the last call; None: nothing, or it is not collected.
+
+        They are kept until they are taken, so whoever turned them on has to.
+        """
+        events = self.scheduler.events.take() if self.scheduler.events is not None else None
+        return batch_now(events) if events else None
 
     def _end_refused(self) -> None:
         """End all sequences of the requests of which the scheduler has refused one."""

@@ -18,6 +18,7 @@ from typing import TypeAlias
 from inferc import errors
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import Engine, EngineStats, Outputs
+from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, StepOutputs
@@ -89,15 +90,17 @@ class Stats:
 
 Command: TypeAlias = Add | Abort | ScoreText | GetStats | Shutdown
 Event: TypeAlias = Output | Failed | Scored | Stats
-Events: TypeAlias = Iterable[Event]  # what a step brought may come as the engine has it, as a StepOutputs
+# What a step brought may come as the engine has it, as a StepOutputs; what it did to the cache is nobody's in particular.
+Events: TypeAlias = Iterable[Event] | KvBatch
 Sink: TypeAlias = Callable[[Event], None]
 Emit: TypeAlias = Callable[[Events], None]
 
 
 def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) -> None:
     """Step while there is work, take commands between steps, until `Shutdown` or a failure of the engine."""
-    stopping = False
+    stopping, collects = False, engine.collects_kv_events
     try:
+        _tell(engine, emit)  # that it is new
         while True:
             idle = not engine.has_work
             if idle and stopping:
@@ -124,6 +127,8 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
             if events:
                 emit(events)
+            if collects:
+                _tell(engine, emit)
     except InfercError as error:  # a damaged weight file, for example: the line says it all
         emit([Failed(None, f"the engine has stopped: {error}", kind=type(error).__name__)])
     except Exception as error:
@@ -131,6 +136,11 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
         emit([Failed(None, f"the engine has stopped: {error}")])
     finally:
         engine.close()
+
+
+def _tell(engine: Engine, emit: Emit) -> None:
+    if (batch := engine.take_kv_events()) is not None:
+        emit(batch)
 
 
 def _end_broken(engine: Engine, outputs: Outputs) -> list[Failed]:
@@ -181,9 +191,15 @@ class EngineClient:
     cannot reach another one.
     """
 
-    def __init__(self, on_stop: Callable[[str], None] | None = None) -> None:
-        """on_stop is called once, with the reason, when the engine has stopped for whatever reason."""
+    def __init__(
+        self,
+        on_stop: Callable[[str], None] | None = None,
+        on_kv_events: Callable[[KvBatch], None] | None = None,
+    ) -> None:
+        """on_stop is called once, with the reason, when the engine has stopped for whatever reason. on_kv_events is called
+        with what each step did to the prefix cache, where the engine collects it."""
         self._on_stop = on_stop
+        self._on_kv_events = on_kv_events
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()
         self._stopped: str | None = None  # why no request can be taken any more
@@ -278,6 +294,10 @@ class EngineClient:
                     del self._open[request_id]
 
     def _dispatch(self, events: Events) -> None:
+        if isinstance(events, KvBatch):
+            if self._on_kv_events is not None:
+                self._on_kv_events(events)
+            return
         for event in events:
             if event.request_id is None:
                 self._fail_all(event.reason, event.kind)
@@ -309,8 +329,13 @@ class EngineThread(EngineClient):
     Sinks are called on another thread: while a step runs, they cost the engine nothing.
     """
 
-    def __init__(self, make: Callable[[], Engine], on_stop: Callable[[str], None] | None = None) -> None:
-        super().__init__(on_stop)
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        on_stop: Callable[[str], None] | None = None,
+        on_kv_events: Callable[[KvBatch], None] | None = None,
+    ) -> None:
+        super().__init__(on_stop, on_kv_events)
         self._engine = make()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Events | None] = queue.SimpleQueue()

@@ -43,6 +43,7 @@ from inferc.runtime.engine_loop import (
     Stats,
     run_engine,
 )
+from inferc.runtime.kv_events import KvBatch, decode_batch, encode_batch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, Row, StepOutputs
@@ -66,8 +67,9 @@ class EngineProcess(EngineClient):
         options: Mapping[str, Any],
         factory: str = LOAD_ENGINE,
         on_stop: Callable[[str], None] | None = None,
+        on_kv_events: Callable[[KvBatch], None] | None = None,
     ) -> None:
-        super().__init__(on_stop)
+        super().__init__(on_stop, on_kv_events)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "inferc.runtime.engine_process", str(theirs.fileno())]
         # The child imports from where this process does, and from nowhere else (not the current folder).
@@ -195,6 +197,8 @@ class EventWriter:
         self._seqs: Sequence[Row] | None = None
 
     def encode(self, events: Events) -> bytes:
+        if isinstance(events, KvBatch):
+            return _dump(encode_batch(events))
         if not isinstance(events, StepOutputs):
             return _dump({"events": [_encode_event(event) for event in events]})
         message: dict[str, Any] = {"ids": events.token_ids.tolist()}
@@ -216,6 +220,8 @@ class EventReader:
 
     def decode(self, data: bytes) -> Events:
         message = json.loads(data)
+        if "kv_events" in message:
+            return decode_batch(message)
         if "events" in message:
             return [_decode_event(entry) for entry in message["events"]]
         if "rows" in message:
@@ -292,7 +298,7 @@ def main(fd: int) -> int:
     writer = EventWriter()
 
     def emit(events: Events) -> None:
-        if not isinstance(events, StepOutputs):
+        if not isinstance(events, StepOutputs | KvBatch):
             failures.extend(event for event in events if event.request_id is None)
         pipe.send_bytes(writer.encode(events))
 

@@ -28,8 +28,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from inferc.errors import ConfigError
+from inferc.runtime.block_pool import MOVING
 from inferc.runtime.file_map import ReadAhead, read_whole
-from inferc.runtime.kv_cache import MOVING
 from inferc.runtime.kv_journal import Journal, Stored, write_all
 from inferc.runtime.step import I32
 from inferc.runtime.step_cost import FadingMean

@@ -59,6 +59,7 @@ def load_engine(
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
         num_lower=() if disk is None else disk.num_blocks,
+        kv_events=config.kv_events,
     )
     engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait, mover=disk)
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:

@@ -9,9 +9,7 @@ first always advances. Nobody is let in whose blocks, as far as can be foreseen,
 `update` lands a step. A sequence that leaves while a step in flight still writes to its slot and blocks keeps them
 until that step has landed; if it turned out to have ended, the token sampled there is dropped.
 
-Where the prefix cache is on, a sequence begins behind the blocks that are found by their hashes. A block can be found as
-soon as a step that fills it is scheduled: steps run one after the other, and in a step each layer stores the K and V of
-all its tokens before any is read.
+Where the prefix cache is on (prefix_cache.py), a sequence begins behind the blocks that are found by their hashes.
 
 Where the cache has a lower tier (tiers.py), a preempted sequence's blocks may be copied there before anybody gets them, and a
 sequence longer than the arena has its oldest there while it runs. One that waits for what an earlier run left there is in
@@ -34,8 +32,10 @@ import numpy as np
 from inferc.runtime.batch import Batch
 from inferc.runtime.forecast import Forecast
 from inferc.runtime.goodput import hopeless, never_met
-from inferc.runtime.kv_cache import KVCacheManager, extend_hashes, hash_block
+from inferc.runtime.kv_cache import KVCacheManager
+from inferc.runtime.kv_events import CacheEvents
 from inferc.runtime.policies import level_end, parse_policy
+from inferc.runtime.prefix_cache import PrefixCache
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status, StepOutputs
 from inferc.runtime.step import F64, I32, I64, StepPlan, StepResult
@@ -87,6 +87,8 @@ class Scheduler:
         if mover is not None:
             sizes = [config.block_size * group.bytes_per_token for group in config.groups]
             self.tiers = Tiers(self.cache, mover, self.forecast, sizes, clock)
+        self.events = CacheEvents(self.cache) if config.kv_events else None
+        self.prefixes = PrefixCache(self.cache, self.batch, config.prefix_cache, self.events)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
@@ -98,7 +100,6 @@ class Scheduler:
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
         self._rows: _Rows | None = None  # of the last step that landed
-        self._places: I64 = np.arange(config.block_size)
         self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
         self._next_look = 0.0
 
@@ -118,13 +119,13 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         seq.client = self.waiting.open(seq.params.client)
         seq.arrived = self.clock()
-        if self.tiers is None or not self.tiers.fetch(seq, len(self._find(seq)), self._most_found(seq)):
+        if self.tiers is None or not self.tiers.fetch(seq, len(self.prefixes.find(seq)), self.prefixes.most_found(seq)):
             self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
         seq.level = self.policy.level(seq)
         if self.policy.foresees:
-            seq.num_found = len(self._find(seq)) * self.cache.block_size
+            seq.num_found = len(self.prefixes.find(seq)) * self.cache.block_size
         seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
         self.waiting.add(seq)
 
@@ -132,7 +133,7 @@ class Scheduler:
         """Why a sequence's objectives can not be met by any schedule, or None. Asked before it is added."""
         if not self.policy.refuses or not self.forecast.cost.is_known:
             return None
-        return never_met(seq, len(self._find(seq)) * self.cache.block_size, self.forecast)
+        return never_met(seq, len(self.prefixes.find(seq)) * self.cache.block_size, self.forecast)
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now. Its blocks are free at once, or when the step in flight that uses them lands."""
@@ -223,7 +224,7 @@ class Scheduler:
             assert victim is not None
             if not self.policy.gives_way(victim, seq) or not self.waiting.precedes(seq, victim):
                 return
-            if batch.free_slots and self._has_room(seq, self._find(seq)):
+            if batch.free_slots and self._has_room(seq, self.prefixes.find(seq)):
                 return
             self._preempt(slot)
 
@@ -257,7 +258,7 @@ class Scheduler:
         if np.count_nonzero(crossing):
             slots = slots[crossing]
             if self.config.prefix_cache:
-                self._publish_last(slots)
+                self.prefixes.publish_last(slots)
             if not self.cache.grow_all(slots):
                 for slot in slots.tolist():
                     if self._num_new[slot]:  # not preempted by an older one meanwhile
@@ -317,7 +318,7 @@ class Scheduler:
             self._num_new[slot] = count
             self._budget -= count
             if count:
-                self._publish(slot, int(batch.num_computed[slot]) + count)
+                self.prefixes.publish(slot, int(batch.num_computed[slot]) + count)
 
     def _extend_or_preempt(self, slot: int, wanted: int) -> int:
         """Blocks for the next tokens of a prompt, at the cost of those that came later if there is room for none.
@@ -363,7 +364,7 @@ class Scheduler:
 
     def _let_in(self, seq: Sequence) -> bool:
         batch, cache = self.batch, self.cache
-        length, found = len(seq.token_ids), self._find(seq)
+        length, found = len(seq.token_ids), self.prefixes.find(seq)
         start = len(found) * cache.block_size
         if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
             return False
@@ -378,6 +379,10 @@ class Scheduler:
         batch.predicted[slot] = self.forecast.total_tokens(seq)
         batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
         cache.adopt(slot, found, seq.params.cache_priority)
+        if (
+            self.events is not None and self.tiers is not None
+        ):  # an earlier run may have left it, of which nobody was told
+            self.prefixes.tell(seq, 0, len(found))
         whole = 0 if cache.sinks_of(length) else length
         count = cache.extend(slot, start, min(length - start, self._budget), whole)
         assert count, "an admitted sequence has blocks"
@@ -385,7 +390,7 @@ class Scheduler:
         self._num_new[slot] = count
         self._budget -= count
         self._quota = max(0, self._quota - 1)
-        self._publish(slot, start + count)
+        self.prefixes.publish(slot, start + count)
         if not seq.num_preemptions:
             seq.num_cached = start
             self.num_prompt_tokens += length
@@ -433,48 +438,6 @@ class Scheduler:
             self._drop(seq)
             self.refused.append((seq, "requests ahead of it leave no time for its first token"))
 
-    def _find(self, seq: Sequence) -> list[bytes]:
-        """The hashes of its first blocks that are in the cache; one token at least is left to compute."""
-        if not self.config.prefix_cache:
-            return []
-        extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
-        return seq.hashes[: self.cache.find(seq.hashes[: self._most_found(seq)])]
-
-    def _most_found(self, seq: Sequence) -> int:
-        """Blocks that can be found of a sequence at most."""
-        return (len(seq.token_ids) - 1) // self.cache.block_size
-
-    def _publish(self, slot: int, num_tokens: int) -> None:
-        """Let the full blocks of a slot's first tokens be found, which are known and computed, or are in this step."""
-        count = num_tokens // self.cache.block_size
-        if not self.config.prefix_cache or count <= self.cache.num_published[slot]:
-            return
-        seq = self.batch.seqs[slot]
-        assert seq is not None
-        extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
-        self.cache.publish(slot, seq.hashes[:count], seq.params.cache_priority)
-
-    def _publish_known(self, slot: int) -> None:
-        self._publish(slot, int(min(self.batch.num_computed[slot], self.batch.num_known[slot])))
-
-    def _publish_last(self, slots: I64) -> None:
-        """Let the last block of each of some slots be found, which decoding has filled."""
-        cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
-        last = cache.num_grown[slots] - 1
-        # All its tokens are known: only the one behind it may be on its way.
-        ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()
-        names, priorities, count = [], [], 4 * size
-        for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
-            seq = seqs[slot]
-            assert seq is not None
-            hashes = seq.hashes
-            if len(hashes) == block:
-                name = hashes[-1] if hashes else seq.root
-                hashes.append(hash_block(name, ids[row * count : row * count + count]))
-            names.append(hashes[block])
-            priorities.append(seq.params.cache_priority)
-        cache.publish_last(slots, last, names, priorities)
-
     def _preempt(self, slot: int) -> None:
         """Back among the waiting, to be computed again."""
         seq = self.batch.seqs[slot]
@@ -484,7 +447,7 @@ class Scheduler:
         self.num_preemptions += 1
         seq.num_preemptions += 1
         if self.tiers is not None:
-            self._publish_known(slot)
+            self.prefixes.publish_known(slot)
             held = self.cache.ends[:, slot] - self.cache.begins[:, slot]
             if self.tiers.may_swap(int(self.batch.num_computed[slot]), held.tolist()):
                 self.tiers.save(slot, seq.hashes, self._step)
@@ -509,7 +472,7 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         """Take a running sequence out of the batch; its slot is free as soon as no step in flight uses it."""
         assert seq.slot is not None
-        self._publish_known(seq.slot)
+        self.prefixes.publish_known(seq.slot)
         self.batch.leave(seq.slot)
         self._no_room = (None, 0)  # its spare block is not kept for it any more, even if it frees none
         last_step = int(self.batch.last_step[seq.slot])

@@ -14,7 +14,8 @@ class SchedulerConfig:
     """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0.
 
     policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
-    now, and preempt the last when blocks are missing. num_lower: blocks of each group's lower tier, if there is one.
+    now, and preempt the last when blocks are missing. kv_events: collect what the prefix cache stores and evicts.
+    num_lower: blocks of each group's lower tier, if there is one.
     """
 
     max_num_seqs: int
@@ -28,6 +29,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     tbt_ms: float | None = None
     overcommit: bool = False
+    kv_events: bool = False
     num_lower: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

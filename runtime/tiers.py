@@ -19,8 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
+from inferc.runtime.block_pool import MOVING
 from inferc.runtime.forecast import Forecast
-from inferc.runtime.kv_cache import MOVING, KVCacheManager
+from inferc.runtime.kv_cache import KVCacheManager
 from inferc.runtime.sequence import Sequence as Seq
 from inferc.runtime.step import I32, I64
 

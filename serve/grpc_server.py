@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from inferc.errors import ConfigError, GenerationError, ObjectiveError, RequestError
 from inferc.serve import protocol
 from inferc.serve.async_engine import AsyncEngine, EngineUnavailable, Piece, QueueFull, RequestAborted, RequestIdInUse
+from inferc.serve.kv_events import BatchesGone, EventsOff, KvEventLog
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ObjectiveError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (RequestAborted, grpc.StatusCode.CANCELLED),
     (EngineUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (EventsOff, grpc.StatusCode.FAILED_PRECONDITION),
+    (BatchesGone, grpc.StatusCode.OUT_OF_RANGE),
     (GenerationError, grpc.StatusCode.INTERNAL),
 )
 
@@ -67,9 +70,10 @@ class ModelInfo:
 class InferenceService:
     """The methods of inferc.v1.InferenceService."""
 
-    def __init__(self, engine: AsyncEngine, info: ModelInfo) -> None:
+    def __init__(self, engine: AsyncEngine, info: ModelInfo, kv_events: KvEventLog | None = None) -> None:
         self.engine = engine
         self.info = info
+        self.kv_events = kv_events
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         protocol.check_known(request)
@@ -147,6 +151,15 @@ class InferenceService:
             step_cost_error=stats.cost_error,
         )
 
+    def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest) -> AsyncGenerator[pb.KvEventBatch, None]:
+        """The batches that follow; which is the first is settled when this returns."""
+        protocol.check_known(request)
+        if self.kv_events is None:
+            raise EventsOff("this server does not collect KV events; start it with --kv-events grpc, or an endpoint")
+        events = self.kv_events
+        start = request.start_sequence if request.HasField("start_sequence") else events.end
+        return protocol.kv_batches(events.follow(start), events.epoch)
+
     def _check_model(self, name: str) -> None:
         if name not in ("", self.info.name):
             raise NotServed(f"model {name!r} is not served here; this server has {self.info.name!r}")
@@ -198,8 +211,8 @@ class GrpcServer:
             )
         self.address = f"{address}:{bound}"
 
-    async def start(self, engine: AsyncEngine, info: ModelInfo) -> None:
-        self._add_service(InferenceService(engine, info))
+    async def start(self, engine: AsyncEngine, info: ModelInfo, kv_events: KvEventLog | None = None) -> None:
+        self._add_service(InferenceService(engine, info, kv_events))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -231,6 +244,10 @@ class GrpcServer:
         handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
             _streaming(pb.GenerateRequest, service.generate), response_serializer=_serialize
         )
+        handlers["SubscribeKvEvents"] = grpc.unary_stream_rpc_method_handler(
+            _streaming(pb.SubscribeKvEventsRequest, service.subscribe_kv_events, greets=True),
+            response_serializer=_serialize,
+        )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
@@ -259,10 +276,14 @@ def _unary(
 
 
 def _streaming(
-    kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]]
+    kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]], greets: bool = False
 ) -> Callable[[bytes, Context], Awaitable[None]]:
+    """greets: send headers before the first message, which may be long in coming."""
+
     async def handler(data: bytes, context: Context) -> None:
         async with _errors_as_status(context), aclosing(run(_parse(kind, data))) as messages:
+            if greets:
+                await context.send_initial_metadata(())
             async for message in messages:
                 # Waits while the client does not read; the stream behind `run` gathers what comes meanwhile.
                 await context.write(message)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from inferc.errors import RequestError
+from inferc.runtime.kv_events import CacheEvent, Removed, Stored
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.runtime.step import Logprobs
+from inferc.serve.kv_events import Numbered, block_number
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 FINISH_REASONS = {
@@ -86,3 +90,26 @@ def logprobs(found: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:
 def default_params(defaults: Mapping[str, Any]) -> pb.SamplingParams:
     """A model's generation defaults as GetModelInfo shows them."""
     return pb.SamplingParams(**dict(defaults))
+
+
+async def kv_batches(batches: AsyncGenerator[Numbered, None], epoch: int) -> AsyncGenerator[pb.KvEventBatch, None]:
+    async with aclosing(batches):
+        async for numbered in batches:
+            events = [_kv_event(event) for event in numbered.batch.events]
+            yield pb.KvEventBatch(sequence=numbered.sequence, epoch=epoch, time=numbered.batch.time, events=events)
+
+
+def _kv_event(event: CacheEvent) -> pb.KvEvent:
+    if isinstance(event, Stored):
+        stored = pb.KvBlocksStored(
+            block_hashes=map(block_number, event.names),
+            parent_block_hash=None if event.parent is None else block_number(event.parent),
+            token_ids=np.frombuffer(event.token_ids, "<i4").tolist(),
+            block_size=event.block_size,
+            medium=event.medium,
+            cache_salt=event.salt,
+        )
+        return pb.KvEvent(stored=stored)
+    if isinstance(event, Removed):
+        return pb.KvEvent(removed=pb.KvBlocksRemoved(block_hashes=map(block_number, event.names), medium=event.medium))
+    return pb.KvEvent(cleared=pb.KvBlocksCleared())

@@ -145,8 +145,12 @@ def fail(message: str, code: int) -> int:
 
 def missing(error: ModuleNotFoundError) -> str:
     package = (error.name or "").split(".")[0]
-    extra = {"torch": "compile", "transformers": "compile", "safetensors": "compile", "grpc": "serve"}.get(package)
-    extra = extra or {"grpc_health": "serve", "google": "serve", "triton": "cuda"}.get(package, "dev")
+    extras = {
+        "compile": ("torch", "transformers", "safetensors"),
+        "serve": ("grpc", "grpc_health", "grpc_reflection", "google", "zmq", "msgspec"),
+        "cuda": ("triton",),
+    }
+    extra = next((name for name, packages in extras.items() if package in packages), "dev")
     return f"this command needs the package {package}, which is not installed; pip install 'inferc[{extra}]'"
 
 

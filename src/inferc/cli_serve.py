@@ -56,6 +56,22 @@ def serve(
     tbt_ms: TbtMs = None,
     kv_disk: KVDisk = None,
     kv_disk_size: KVDiskSize = "auto",
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-events",
+            metavar="ENDPOINT|grpc",
+            help="Tell what the prefix cache stores and evicts, prompts' tokens included, to subscribers at ENDPOINT"
+            " (ZeroMQ, tcp://127.0.0.1:5557) and of SubscribeKvEvents; grpc: to the latter alone.",
+        ),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None,
+        typer.Option("--kv-events-replay", metavar="ENDPOINT", help="Where subscribers ask for what they missed."),
+    ] = None,
+    kv_events_topic: Annotated[
+        str, typer.Option("--kv-events-topic", metavar="TOPIC", help="The first frame of each ZeroMQ message.")
+    ] = "",
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -67,6 +83,7 @@ def serve(
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
+    from inferc.serve.kv_events import KvPublisherConfig
     from inferc.serve.server import ServeConfig
     from inferc.serve.server import serve as serve_
 
@@ -78,7 +95,13 @@ def serve(
         kv_disk=kv_disk,
         kv_disk_size=kv_disk_size,
     )
-    config = ServeConfig(out, host, grpc_port, from_dict(EngineConfig, options), drain_seconds)
+    publisher = None
+    if kv_events not in (None, "grpc"):
+        publisher = KvPublisherConfig(kv_events, kv_events_replay, kv_events_topic)
+    elif kv_events_replay is not None or kv_events_topic:
+        raise ConfigError("--kv-events-replay and --kv-events-topic need an endpoint; give --kv-events one")
+    engine = from_dict(EngineConfig, {**options, "kv_events": kv_events is not None})
+    config = ServeConfig(out, host, grpc_port, engine, drain_seconds, publisher)
 
     def report(address: str) -> None:
         seconds = round(_seconds_since_start(), 3)

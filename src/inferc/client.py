@@ -141,6 +141,20 @@ class Client:
         loads: pb.GetLoadsResponse = self._call("GetLoads", pb.GetLoadsRequest(), pb.GetLoadsResponse)
         return loads
 
+    def kv_events(self, start_sequence: int | None = None) -> Iterator[pb.KvEventBatch]:
+        """What the prefix cache comes to hold and loses, from batch `start_sequence` on, or from now on.
+
+        The subscription stands when this returns; closing the iterator, or dropping it, ends it. ServerError with the
+        code OUT_OF_RANGE means that batches were lost: forget what you know of the server.
+        """
+        try:
+            request = pb.SubscribeKvEventsRequest(start_sequence=start_sequence)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"start_sequence: {error}") from None
+        call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(request, timeout=self.timeout)
+        call.initial_metadata()  # waits
+        return _batches(call)
+
     def _stream(self, method: str, response: Any) -> Callable[..., Any]:
         return self._channel.unary_stream(
             f"/{SERVICE}/{method}",
@@ -158,6 +172,15 @@ class Client:
             return call(request, timeout=self.timeout)
         except grpc.RpcError as error:
             raise _error(error) from None
+
+
+def _batches(call: Any) -> Iterator[pb.KvEventBatch]:
+    try:
+        yield from call
+    except grpc.RpcError as error:
+        raise _error(error) from None
+    finally:
+        call.cancel()
 
 
 def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:

@@ -181,6 +181,7 @@ class EngineConfig:
     tbt_ms: float | None = None  # no step shall take longer while somebody decodes
     deterministic: bool = False  # a cpu step always is
     pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
+    kv_events: bool = False  # collect what the prefix cache stores and evicts, for whoever takes it
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -193,6 +194,10 @@ class EngineConfig:
             )
         if self.tbt_ms is not None and not 0.0 < self.tbt_ms < math.inf:
             raise ConfigError(f"tbt_ms is {self.tbt_ms:g}, expected a number of milliseconds above 0")
+        if self.kv_events and not self.prefix_cache:
+            raise ConfigError(
+                "kv_events tell of the prefix cache, and prefix_cache is off; turn it on, or leave them out"
+            )
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}:"

@@ -27,6 +27,7 @@ from inferc.runtime.engine_process import (
     decode_command,
     encode_command,
 )
+from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, StepOutputs
@@ -308,18 +309,24 @@ def test_messages_survive_the_pipe() -> None:
         Stats("t", EngineStats(finished={"stop": 2})),
     ]
     reader, writer = EventReader(), EventWriter()
-    assert list(reader.decode(writer.encode(events))) == events
+    assert _decoded(reader, writer.encode(events)) == events
     names = [Name("a", 0), Name("b", 3)]
     sizes = []
     for ids in ([5, 6], [7, 8], [9, 10]):
         others = {1: Output("b", 3, [ids[1]], "length"), 0: None} if ids[0] == 7 else {}
         step = StepOutputs(names, np.array(ids, np.int32), others)
         data = writer.encode(step)
-        assert list(reader.decode(data)) == list(step)
+        assert _decoded(reader, data) == list(step)
         sizes.append(len(data))
     assert sizes[2] < sizes[0], "whose rows they are is said once"
     step = StepOutputs(names[::-1], np.array([1, 2], np.int32), {})
-    assert list(reader.decode(writer.encode(step))) == [Output("b", 3, [1]), Output("a", 0, [2])]
+    assert _decoded(reader, writer.encode(step)) == [Output("b", 3, [1]), Output("a", 0, [2])]
+
+
+def _decoded(reader: EventReader, data: bytes) -> list[Event]:
+    events = reader.decode(data)
+    assert not isinstance(events, KvBatch)
+    return list(events)
 
 
 def _json(message: dict[str, object]) -> bytes:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from inferc.errors import RequestError
 from inferc.kv_pools import CacheGroup, CacheLimits
+from inferc.runtime.block_pool import BlockPool
 from inferc.runtime.engine import Engine
-from inferc.runtime.kv_cache import BlockPool, KVCacheManager, block_hash, extend_hashes, root_hash
+from inferc.runtime.kv_cache import KVCacheManager, block_hash, extend_hashes, root_hash
 from inferc.runtime.sampling_params import SamplingParams
 
 WINDOW, CHUNK = CacheGroup("window", 6, 8), CacheGroup("chunk", 8, 8)

@@ -198,6 +198,7 @@ def make_engine(
     policy: str = "fcfs",
     tbt_ms: float | None = None,
     overcommit: bool = False,
+    kv_events: bool = False,
     clock: Callable[[], float] = time.monotonic,
     num_lower: int = 0,
     mover: FakeMover | None = None,
@@ -210,6 +211,7 @@ def make_engine(
         policy,
         tbt_ms,
         overcommit,
+        kv_events,
         (num_lower,) * len(groups) if num_lower else (),
     )
     runner = FakeRunner(config)
