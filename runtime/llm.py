@@ -147,6 +147,26 @@ class LLM:
         finally:
             self._client.abort(request_id)
 
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, done: Callable[[RequestOutput | InfercError], None]
+    ) -> str:
+        """Start to complete one prompt. `done` gets the whole answer, or the error, on a thread of the engine's.
+
+        Returns an id. Raises RequestError for what is no prompt, InfercError if the engine has stopped.
+        """
+        request = _Request.begin(self, prompt, params)
+
+        def sink(event: Event) -> None:
+            try:
+                self._take(event.request_id or "", request, event)
+            except InfercError as error:
+                done(error)
+            else:
+                if request.answer.is_finished:
+                    done(request.answer)
+
+        return self._add(request, sink)
+
     def score(self, prompt: Prompt) -> Score:
         """Log probability of each token of a text after its first, given those before it."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()

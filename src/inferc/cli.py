@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inferc import debug
+from inferc.cli_batch import batch
 from inferc.cli_bench import bench_app
 from inferc.cli_common import (
     Isa,
@@ -266,10 +267,11 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-# ------------------------------------------------------------------------------- generate, chat, serve, eval
+# ------------------------------------------------------------------------ generate, chat, batch, serve, eval
 
 command(app, "generate")(generate)
 command(app, "chat")(chat)
+command(app, "batch")(batch)
 command(app, "serve")(serve)
 command(app, "simulate")(simulate)
 

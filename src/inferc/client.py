@@ -31,13 +31,17 @@ class ServerError(InfercError):
 
 @dataclass(frozen=True)
 class Piece:
-    """What came since the piece before it, for output `index`. The last piece of an output has a finish_reason."""
+    """What came since the piece before it, for output `index`. The last piece of an output has a finish_reason.
+
+    The last one of all has the usage.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    usage: pb.Usage | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Client:
                     tuple(message.token_ids),
                     FINISH_REASONS.get(message.finish_reason),
                     tuple(message.logprobs),
+                    message.usage if message.HasField("usage") else None,
                 )
         except grpc.RpcError as error:
             raise _error(error) from None
@@ -127,10 +132,9 @@ class Client:
     def tokenize(self, text: str) -> list[int]:
         return list(self._call("Tokenize", pb.TokenizeRequest(text=text), pb.TokenizeResponse).token_ids)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        return str(
-            self._call("Detokenize", pb.DetokenizeRequest(token_ids=_token_ids(token_ids)), pb.DetokenizeResponse).text
-        )
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        request = pb.DetokenizeRequest(token_ids=_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
+        return str(self._call("Detokenize", request, pb.DetokenizeResponse).text)
 
     def model_info(self) -> pb.GetModelInfoResponse:
         info: pb.GetModelInfoResponse = self._call("GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse)

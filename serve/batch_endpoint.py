@@ -1,0 +1,169 @@
+"""A running `inferc serve` answers an offline batch, which yields to everybody else there.
+
+Its requests have a low priority and one client's name for all batches, and only as many are open as find a place beside
+those of others: while somebody else waits, none is added.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, final
+
+from typing_extensions import Self
+
+from inferc.client import Client, Piece, ServerError
+from inferc.errors import GenerationError, InfercError, ObjectiveError
+from inferc.runtime.batch_run import Result, Ticket, take_all
+from inferc.runtime.llm import CompletionOutput
+from inferc.runtime.openai_format import Answer, Prompt, Token
+from inferc.runtime.step import Logprobs
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+
+CLIENT, PRIORITY = "inferc-batch", -100
+LOOK_SECONDS = 0.25  # how often the load is looked at, where nothing of ours ends
+MAX_PAUSE = 4.0  # seconds, between two tries of a request that the server has no room for
+
+
+@final
+class EndpointBackend:
+    """A server at HOST:PORT. At most `concurrency` sequences are there at once (None: as many as it runs at once).
+
+    Raises ServerError if no server answers. Use it as a context manager.
+    """
+
+    def __init__(self, address: str, concurrency: int | None = None, timeout: float = 10.0) -> None:
+        self._client = Client(address)
+        try:
+            self._client.wait_until_ready(timeout)
+            info = self._client.model_info()
+        except BaseException:
+            self._client.close()
+            raise
+        self.model = info.model
+        self._max_num_seqs = info.max_num_seqs
+        self._spare = max(1, info.max_num_seqs // 8)  # of ours that may wait, so that a place is taken at once
+        self._concurrency = concurrency or self._max_num_seqs + self._spare
+        self._results: queue.SimpleQueue[tuple[Ticket, Future[Answer]]] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(self._concurrency, "inferc-batch")
+        self._lock = threading.Lock()
+        self._num_waiting = 0  # sequences of ours of which no token has come
+        self._closing = threading.Event()
+        self._tokens: dict[int, Token] = {}
+
+    def room(self, num_open: int) -> int:
+        with self._lock:
+            ours = self._num_waiting  # before asking: none is added meanwhile, so the server cannot have more
+        loads = self._client.loads()
+        if loads.num_waiting > ours:
+            return 0
+        others = max(0, loads.num_running + loads.num_waiting - num_open)
+        return min(self._concurrency, self._max_num_seqs + self._spare - others) - num_open
+
+    def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
+        values = {**sampling, "client": CLIENT, "priority": PRIORITY}
+        if values.get("max_tokens", 0) is None:
+            values["unlimited"] = True
+        count = ticket[0].request.num_outputs
+        self._count_waiting(count)
+        done = self._pool.submit(self._work, prompt, values, count)
+        done.add_done_callback(lambda future: self._results.put((ticket, future)))
+
+    def finished(self) -> list[tuple[Ticket, Result]]:
+        return [
+            (ticket, future.exception() or future.result()) for ticket, future in take_all(self._results, LOOK_SECONDS)
+        ]
+
+    def token(self, token_id: int) -> Token:
+        """As the second of two: at the start of a text some tokenizers drop a space."""
+        if token_id not in self._tokens:
+            once, twice = (self._client.detokenize([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+            text = twice[len(once) :] or once
+            self._tokens[token_id] = text, None if "\ufffd" in text else list(text.encode())
+        return self._tokens[token_id]
+
+    def close(self) -> None:
+        """End what is open."""
+        self._closing.set()
+        self._client.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------- on the pool's threads
+
+    def _work(self, prompt: Prompt, sampling: Mapping[str, Any], count: int) -> Answer:
+        """Answer one prompt; while the server has no room for it, try again and again."""
+        pause, pending = LOOK_SECONDS, _Pending(count)
+        try:
+            while True:
+                try:
+                    for piece in self._client.generate(prompt, **sampling):
+                        self._count_waiting(-pending.add(piece))
+                    return pending.answer()
+                except ServerError as error:
+                    if error.code != "RESOURCE_EXHAUSTED" or not self._is_full(sampling) or self._closing.wait(pause):
+                        raise _error_of_request(error) from None
+                    pause = min(2 * pause, MAX_PAUSE)
+        finally:
+            self._count_waiting(pending.num_started - count)
+
+    def _is_full(self, sampling: Mapping[str, Any]) -> bool:
+        """Whether a request was refused because of those before it, and not because of what it asks."""
+        if "ttft_ms" in sampling or "tbt_ms" in sampling:
+            return False
+        try:
+            return self._client.loads().num_waiting > 0
+        except InfercError:
+            return False
+
+    def _count_waiting(self, change: int) -> None:
+        if change:
+            with self._lock:
+                self._num_waiting += change
+
+
+class _Pending:
+    """The answer to one prompt as it comes."""
+
+    def __init__(self, count: int) -> None:
+        self._outputs = [CompletionOutput(index) for index in range(count)]
+        self._usage = pb.Usage()
+        self.num_started = 0
+
+    def add(self, piece: Piece) -> int:
+        """How many outputs began with it."""
+        output = self._outputs[piece.index]
+        is_first = not output.token_ids
+        output.text += piece.text
+        output.token_ids += piece.token_ids
+        output.finish_reason = piece.finish_reason
+        if piece.logprobs:
+            output.logprobs = (output.logprobs or []) + [_logprobs(each) for each in piece.logprobs]
+        self._usage = piece.usage or self._usage
+        self.num_started += is_first
+        return int(is_first)
+
+    def answer(self) -> Answer:
+        return Answer(self._usage.prompt_tokens, self._usage.cached_tokens, self._outputs)
+
+
+def _logprobs(row: pb.TokenLogprobs) -> Logprobs:
+    top = tuple((each.token_id, each.logprob) for each in row.top)
+    return Logprobs(row.token_id, row.logprob, row.rank, top)
+
+
+def _error_of_request(error: ServerError) -> InfercError:
+    """What the server could not do for this request alone is the request's; else the error itself."""
+    if error.code == "INTERNAL":
+        return GenerationError(str(error))
+    return ObjectiveError(str(error)) if error.code == "RESOURCE_EXHAUSTED" else error

@@ -1,0 +1,143 @@
+"""An offline batch on a real server, beside others who want it too."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from batches import num_lines, responses, row, texts, write_rows
+from serving import ENV, INFERC, Server, wait_until
+
+from inferc.client import SERVICE, Client
+from inferc.runtime.batch_file import BatchInput, BatchOutput, BatchRequest
+from inferc.runtime.batch_run import BatchRun, Job, Result, Ticket
+from inferc.runtime.openai_format import Answer, parse_request
+from inferc.serve.batch_endpoint import EndpointBackend
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+
+ENDLESS: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+SHORT: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def small(tiny_artifact: Path) -> Iterator[Server]:
+    """A server that runs two sequences at a time."""
+    with Server(tiny_artifact, "--max-num-seqs", "2", "--threads", "1") as server:
+        yield server
+
+
+@contextmanager
+def live(client: Client, n: int) -> Iterator[None]:
+    """A request of somebody else, under way for as long as the block lasts."""
+    stream = client.generate("abc", n=n, **ENDLESS)
+    next(stream)
+    try:
+        yield
+    finally:
+        stream.close()  # type: ignore[attr-defined]
+        wait_until(lambda: client.loads().num_requests == 0, "the request is gone")
+
+
+def ticket(body: dict[str, Any]) -> Ticket:
+    asked = BatchRequest(1, "a", "/v1/completions", body)
+    return Job(asked, parse_request(asked.url, body), 1, [None]), 0
+
+
+def test_room_is_what_others_leave(served: str, small: Server) -> None:
+    with Client(served) as client, EndpointBackend(served) as backend:
+        assert [backend.room(num_open) for num_open in (0, 72)] == [72, 0], "64 run, and 8 wait to be next"
+        with live(client, n=40):
+            assert backend.room(0) == 32
+    with Client(small.address) as client, EndpointBackend(small.address) as backend, live(client, n=64):
+        assert client.loads().num_waiting > 50
+        assert backend.room(0) == backend.room(2) == 0, "nothing is added to those who wait"
+    with EndpointBackend(small.address, concurrency=1) as backend:
+        assert backend.room(0) == 1
+
+
+def test_a_batch_waits_for_others_and_keeps_few_waiting(
+    small: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = [{"prompt": f"def f{i}(", **ENDLESS, "temperature": 0} for i in range(12)]
+    source = write_rows(tmp_path / "in.jsonl", [row(str(i), body) for i, body in enumerate(bodies)])
+    shown: list[str] = []
+    is_alone: list[bool] = []
+    present: list[int] = []
+    with ExitStack() as stack, ExitStack() as others:
+        client = stack.enter_context(Client(small.address))
+        requests = stack.enter_context(BatchInput(source))
+        output = stack.enter_context(BatchOutput(tmp_path / "out.jsonl", requests.fingerprint))
+        backend = stack.enter_context(EndpointBackend(small.address, concurrency=8))
+        finished = backend.finished
+
+        def watched() -> list[tuple[Ticket, Result]]:
+            if is_alone:
+                loads = client.loads()
+                present.append(loads.num_running + loads.num_waiting)
+            elif len(shown) == 2:
+                assert client.loads().num_requests == 1, "the batch has added nothing"
+                others.close()
+                is_alone.append(True)
+            return finished()
+
+        monkeypatch.setattr(backend, "finished", watched)
+        others.enter_context(live(client, n=64))
+        BatchRun(requests, output, backend, lambda what, done, total: shown.append(what)).run(requests.lines)
+    assert shown[:2] == ["0 of 12 requests, others go first"] * 2
+    assert len(responses(tmp_path / "out.jsonl")) == 12
+    assert max(present) <= 3, "beside the two that run, who comes under fcfs finds one of the batch's before him"
+
+
+def test_whoever_else_asks_is_served_first(tiny_artifact: Path, tmp_path: Path) -> None:
+    body = {"prompt": "def add(", "n": 24, "seed": 1, **ENDLESS}
+    source, out = write_rows(tmp_path / "in.jsonl", [row("a", body)]), tmp_path / "out.jsonl"
+    with (
+        Server(tiny_artifact, "--max-num-seqs", "1", "--threads", "1", "--policy", "priority") as server,
+        Client(server.address, timeout=60) as client,
+    ):
+        command = [*INFERC, "batch", str(source), "-o", str(out), "--engine", server.address]
+        with subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE) as running:
+            wait_until(lambda: client.loads().num_waiting >= 18, "the batch has all places and waits for more")
+            client.complete("abc", **SHORT)
+            assert client.loads().num_waiting >= 6, "it came before those of the batch that waited"
+            assert client.loads().num_preemptions >= 1, "and took the place of one that ran"
+            assert num_lines(tmp_path / "out.jsonl.partial") == 0
+            assert running.wait(60) == 0
+        alone = client.complete("def add(", n=24, seed=1, **ENDLESS)
+        assert texts(responses(out)["a"]) == [each.text for each in alone], "what was preempted says the same"
+
+
+def test_a_server_without_room_is_asked_again(small: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    is_full = EndpointBackend._is_full
+
+    def spy(backend: EndpointBackend, sampling: dict[str, Any]) -> bool:
+        asked.append(is_full(backend, sampling))
+        return asked[-1]
+
+    monkeypatch.setattr(EndpointBackend, "_is_full", spy)
+    monkeypatch.setattr("inferc.serve.batch_endpoint.LOOK_SECONDS", 0.01)
+    sampling = pb.SamplingParams(n=128, **ENDLESS)
+    request = pb.GenerateRequest(text="abc", sampling=sampling).SerializeToString()
+    job = ticket({"prompt": "abc", **SHORT})
+    with (
+        Client(small.address) as client,
+        grpc.insecure_channel(small.address) as channel,
+        EndpointBackend(small.address) as backend,
+    ):
+        generate = channel.unary_stream(f"/{SERVICE}/Generate", bytes, bytes)
+        others = [generate(request) for _ in range(8)]
+        wait_until(lambda: client.loads().num_requests == 8, "all places of the queue are taken")
+        backend.start(job, "abc", job[0].request.sampling)
+        wait_until(lambda: len(asked) >= 2, "it was refused more than once")
+        for other in others:
+            other.cancel()  # type: ignore[no-untyped-call]
+        results: list[tuple[Ticket, Result]] = []
+        while not results:
+            results = backend.finished()
+        ((found, answer),) = results
+        assert found is job and isinstance(answer, Answer) and all(asked)
+        assert len(answer.outputs[0].token_ids) == 4

@@ -1,0 +1,43 @@
+"""Files of an offline batch, written and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+
+
+def row(custom_id: str, body: dict[str, Any], url: str = COMPLETIONS) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+def responses(path: Path) -> dict[str, Any]:
+    """What answered each custom_id, without what names or dates it."""
+    found = {}
+    for line in path.read_text().splitlines():
+        answer = json.loads(line)
+        assert set(answer) == {"id", "custom_id", "response", "error"} and answer["error"] is None
+        response = answer["response"]
+        assert response.pop("request_id").startswith("req_")
+        assert answer["custom_id"] not in found
+        if response["status_code"] == 200:
+            assert response["body"].pop("created") > 0 and response["body"].pop("id")
+        found[answer["custom_id"]] = response
+    return found
+
+
+def texts(response: Any) -> list[str]:
+    """What a completion says."""
+    return [choice["text"] for choice in response["body"]["choices"]]
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
