@@ -86,7 +86,7 @@ class EngineStats:
     num_stored: int = 0  # blocks that were copied to the lower tier
     num_raised: int = 0  # blocks of the lower tier that sequences found there
     num_swapped: int = 0  # blocks of preempted sequences that were kept from others until they were copied
-    num_sunk: int = 0  # blocks of running sequences that came to lie in the lower tier
+    num_spilled: int = 0  # blocks of running sequences that came to lie in the lower tier
     num_damaged: int = 0  # blocks of earlier runs that were not what they should be
     lower_usage: float = 0.0  # of the lower tier, of the group that is fullest there
     admitted_tokens: int = 0  # of prompts, when they were let in for the first time
@@ -392,7 +392,7 @@ class Engine:
         )
         if (tiers := scheduler.tiers) is not None:
             self._stats.num_stored, self._stats.num_damaged = tiers.num_stored, tiers.num_damaged
-            self._stats.num_swapped, self._stats.num_sunk = tiers.num_swapped, tiers.num_sunk
+            self._stats.num_swapped, self._stats.num_spilled = tiers.num_swapped, tiers.num_spilled
             self._stats.num_raised, self._stats.lower_usage = scheduler.cache.num_raised, tiers.usage
             self._stats.num_waiting += tiers.num_fetching
         forecast = scheduler.forecast

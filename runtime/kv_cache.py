@@ -123,19 +123,19 @@ class KVCacheManager:
             own = found[self._first_block(group, len(found)) :]
             kept = sum(pool.block_of[name] in pool.kept for name in own if name in pool.block_of)
             missing = min(blocks, most) - len(own)
-            if self.sinks(index, blocks):
+            if self.spills(index, blocks):
                 missing = min(blocks - len(own), self.keep[index])
             if max(1, missing) + spare + kept > pool.num_free:
                 return False
         return True
 
-    def sinks(self, index: int, num_blocks: int) -> bool:
+    def spills(self, index: int, num_blocks: int) -> bool:
         """Whether a sequence of so many blocks has some of a group in the lower tier while it runs."""
         return bool(self.lower) and not self.groups[index].gives_back and num_blocks > self.pools[index].size
 
-    def sinks_of(self, num_tokens: int) -> bool:
+    def spills_of(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` has some in the lower tier, in any group."""
-        return any(self.sinks(index, self.blocks_for(num_tokens)) for index in range(len(self.groups)))
+        return any(self.spills(index, self.blocks_for(num_tokens)) for index in range(len(self.groups)))
 
     def fits_later(
         self, length: int, total: int, num_found: int, beside: I64, totals: I64, found: I64, error: float = 0.0
@@ -318,7 +318,7 @@ class KVCacheManager:
         pool.drop(blocks)
         table[slot, begin:end] = 0
 
-    def sink(self, index: int, block: int, below: int, slots: I64) -> int:
+    def spill(self, index: int, block: int, below: int, slots: I64) -> int:
         """Let those of some slots that have a block of the arena have its copy in the lower tier instead; how many did."""
         table = self.tables[index]
         rows, columns = np.nonzero(table[slots] == block)

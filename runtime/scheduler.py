@@ -267,7 +267,7 @@ class Scheduler:
     def _grow_or_preempt(self, slot: int) -> None:
         """One more block for a decoding sequence, at the cost of the last that came, be it itself."""
         while not self.cache.grow(slot, int(self.batch.num_tokens[slot])):
-            if self._are_blocks_coming() or self._sinks(slot):  # sit this step out
+            if self._are_blocks_coming() or self._spills(slot):  # sit this step out
                 self._budget += 1
                 self._num_new[slot] = 0
                 return
@@ -279,7 +279,7 @@ class Scheduler:
         victim = int(self.batch.order[-1])
         seq, tiers = self.batch.seqs[victim], self.tiers
         assert seq is not None
-        is_long = self.cache.sinks_of(int(self.batch.num_tokens[victim]))
+        is_long = self.cache.spills_of(int(self.batch.num_tokens[victim]))
         if victim != slot or tiers is None or not (tiers.is_paused and is_long):
             self._preempt(victim)
             return victim
@@ -294,14 +294,14 @@ class Scheduler:
             return True
         return any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
 
-    def _sinks(self, slot: int) -> bool:
+    def _spills(self, slot: int) -> bool:
         """Whether a sequence that is alone and finds no block will find one, for having more in the lower tier."""
         if self.tiers is None or self.num_running > 1:
             return False
         wanted = self.cache.blocks_for(self.config.max_num_batched_tokens)
         groups = range(len(self.cache.groups))
-        sunk = [self.tiers.sink(index, slot, self.batch.seqs, wanted, self._step, self.batch.order) for index in groups]
-        return any(sunk)
+        spilled = [self.tiers.spill(index, slot, self.batch.seqs, wanted, self._step, self.batch.order) for index in groups]
+        return any(spilled)
 
     def _schedule_prefills(self) -> None:
         """Go on with prompts of which a part is computed. One that gets less than it could leaves no block to others."""
@@ -329,7 +329,7 @@ class Scheduler:
         start = int(self.batch.num_computed[slot])
         while not (count := self.cache.extend(slot, start, wanted)):
             victim = int(self.batch.order[-1])
-            if self._are_blocks_coming() or (victim == slot and self.num_running > 1) or self._sinks(slot):
+            if self._are_blocks_coming() or (victim == slot and self.num_running > 1) or self._spills(slot):
                 return 0
             if self._make_way(slot) == slot:
                 return 0
@@ -383,7 +383,7 @@ class Scheduler:
             self.events is not None and self.tiers is not None
         ):  # an earlier run may have left it, of which nobody was told
             self.prefixes.tell(seq, 0, len(found))
-        whole = 0 if cache.sinks_of(length) else length
+        whole = 0 if cache.spills_of(length) else length
         count = cache.extend(slot, start, min(length - start, self._budget), whole)
         assert count, "an admitted sequence has blocks"
         self.joined.append(seq)

@@ -2,7 +2,7 @@
 
 A block of the lower tier can be read by steps as it lies, so nothing has to come back up. What goes down is always a copy of
 a full block: of one that nobody has and that can be found (write-behind), of a preempted sequence if that is cheaper than to
-compute it again (swap), or of the oldest blocks of a running sequence that is longer than the arena (sink). Copies are made
+compute it again (swap), or of the oldest blocks of a running sequence that is longer than the arena (spill). Copies are made
 beside the steps, by a mover. A copy counts if its block was not given to somebody else meanwhile: full blocks do not change.
 
 What an earlier run left is checked before it can be found; a sequence that could use it waits for that, unless computing it
@@ -78,7 +78,7 @@ class _Copy:
     name: bytes
     generation: int
     step: int  # that must have landed: until then what it reads may not have been computed
-    is_sunk: bool = False  # sequences that run use the copy instead
+    is_spilled: bool = False  # sequences that run use the copy instead
     is_held: bool = False  # nobody gets the block before it is copied
     below: int = 0
 
@@ -96,13 +96,13 @@ class Tiers:
     ) -> None:
         self.cache = cache
         self.forecast = forecast
-        self.num_stored = self.num_sunk = self.num_swapped = self.num_damaged = 0  # blocks
+        self.num_stored = self.num_spilled = self.num_swapped = self.num_damaged = 0  # blocks
         self._mover = mover
         self._block_bytes = block_bytes
         self._clock = clock
         self._wanted: deque[_Copy] = deque()  # by somebody who waits for it
         self._moving: dict[Place, _Copy] = {}
-        self._sinking: set[tuple[int, int]] = set()  # groups and blocks of the arena
+        self._spilling: set[tuple[int, int]] = set()  # groups and blocks of the arena
         self._num_held = 0
         self._keep = np.array(cache.keep)[:, None]
         self._checking: dict[Place, int] = {}  # and the generation of what is checked
@@ -125,7 +125,7 @@ class Tiers:
     @property
     def are_blocks_coming(self) -> bool:
         """Whether blocks of the arena will be free once they are copied."""
-        return bool(self._num_held or self._sinking)
+        return bool(self._num_held or self._spilling)
 
     @property
     def num_fetching(self) -> int:
@@ -150,7 +150,7 @@ class Tiers:
                 ready += self._checked(done)
             else:
                 self._copied(done, order)
-        self._sink_of_long(order, num_tokens, seqs, scheduled)
+        self._spill_of_long(order, num_tokens, seqs, scheduled)
         if not self.is_paused:
             self._want_idle(scheduled)
         while self._wanted and self._wanted[0].step <= landed and len(self._moving) < MOVING:
@@ -203,13 +203,13 @@ class Tiers:
             self._mover.commit(copy.index, copy.below, copy.name)
             self.num_stored += 1
         self._release(copy)
-        if copy.is_sunk and is_same and (below := lower.find(copy.name)) is not None:
-            self.num_sunk += self.cache.sink(copy.index, copy.block, below, order)
+        if copy.is_spilled and is_same and (below := lower.find(copy.name)) is not None:
+            self.num_spilled += self.cache.spill(copy.index, copy.block, below, order)
         self._end(copy)
 
     def _end(self, copy: _Copy) -> None:
         """Nothing keeps the block any more."""
-        self._sinking.discard((copy.index, copy.block))
+        self._spilling.discard((copy.index, copy.block))
         if copy.is_held:
             pool = self.cache.pools[copy.index]
             pool.moving.discard(copy.block)
@@ -218,7 +218,7 @@ class Tiers:
 
     # ------------------------------------------------------------------------------- of those that run
 
-    def _sink_of_long(self, order: I64, num_tokens: I64, seqs: Sequence[Seq | None], scheduled: int) -> None:
+    def _spill_of_long(self, order: I64, num_tokens: I64, seqs: Sequence[Seq | None], scheduled: int) -> None:
         cache = self.cache
         held = cache.ends[:, order] - cache.begins[:, order] - cache.num_below[:, order]
         if not np.count_nonzero(held > self._keep):
@@ -226,10 +226,10 @@ class Tiers:
         for index, keep in enumerate(cache.keep):
             for row in np.flatnonzero(held[index] > keep).tolist():
                 slot = int(order[row])
-                if cache.sinks(index, cache.blocks_for(int(num_tokens[slot]))):
-                    self.sink(index, slot, seqs, int(held[index, row]) - keep, scheduled, order)
+                if cache.spills(index, cache.blocks_for(int(num_tokens[slot]))):
+                    self.spill(index, slot, seqs, int(held[index, row]) - keep, scheduled, order)
 
-    def sink(self, index: int, slot: int, seqs: Sequence[Seq | None], count: int, scheduled: int, order: I64) -> bool:
+    def spill(self, index: int, slot: int, seqs: Sequence[Seq | None], count: int, scheduled: int, order: I64) -> bool:
         """Let a running sequence have its first `count` full blocks of the arena in the lower tier instead, in time.
 
         Returns whether any will be free by that.
@@ -240,17 +240,17 @@ class Tiers:
         columns = begin + np.flatnonzero(table[slot, begin:end] < pool.num_blocks)[:count]
         if self.is_paused or seq is None or cache.groups[index].gives_back:
             return False
-        num_sunk = self.num_sunk
+        num_spilled = self.num_spilled
         for column in columns.tolist():
             block, name = int(table[slot, column]), seq.hashes[column]
-            if (index, block) in self._sinking:
+            if (index, block) in self._spilling:
                 continue
             if (below := lower.find(name)) is not None:
-                self.num_sunk += cache.sink(index, block, below, order)
+                self.num_spilled += cache.spill(index, block, below, order)
             else:
-                self._sinking.add((index, block))
-                self._want(_Copy(index, block, name, int(pool.generation[block]), scheduled, is_sunk=True))
-        return bool(self._sinking) or self.num_sunk > num_sunk
+                self._spilling.add((index, block))
+                self._want(_Copy(index, block, name, int(pool.generation[block]), scheduled, is_spilled=True))
+        return bool(self._spilling) or self.num_spilled > num_spilled
 
     def may_swap(self, num_tokens: int, num_blocks: Sequence[int]) -> bool:
         """Whether to copy so much and read it again is expected to take less time than to compute it again."""
@@ -267,7 +267,7 @@ class Tiers:
             for column in range(end - 1, begin - 1, -1):
                 block, name = int(table[slot, column]), hashes[column]
                 is_alone = block < pool.num_blocks and pool.ref_count[block] == 1
-                if is_alone and name not in lower.block_of and (index, block) not in self._sinking:
+                if is_alone and name not in lower.block_of and (index, block) not in self._spilling:
                     pool.hold([block])
                     pool.moving.add(block)
                     self._num_held += 1

@@ -125,7 +125,7 @@ def test_what_lies_on_disk_gives_the_same_bits(artifact: Path, tmp_path: Path) -
     block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
     sizes = {"kv_memory_bytes": 3 * block_bytes, "max_num_batched_tokens": 16, "max_num_seqs": 2}
     bits, stats = run(artifact, prompts, 35, kv_disk=str(tmp_path), kv_disk_bytes=100 * block_bytes, **sizes)
-    assert bits == alone and stats.num_sunk > 0 and stats.num_stored >= 9
+    assert bits == alone and stats.num_spilled > 0 and stats.num_stored >= 9
     bits, stats = run(artifact, prompts, 35, kv_disk=str(tmp_path), kv_disk_bytes=100 * block_bytes, **sizes)
     assert bits == alone and stats.cached_tokens == 96 + 64 + 32
     assert stats.num_raised > 0 and stats.num_damaged == 0

@@ -118,7 +118,7 @@ def test_a_sequence_four_times_the_arena_runs(seed: int, groups: tuple[CacheGrou
     engine = make_engine(prefix_cache=True, num_lower=80, mover=mover, groups=groups, **sizes)  # type: ignore[arg-type]
     long = [number * 7 % 50 for number in range(150)]
     assert run(engine, [long], 42) == alone([long], 42)
-    assert engine.scheduler.tiers is not None and engine.scheduler.tiers.num_sunk > 30
+    assert engine.scheduler.tiers is not None and engine.scheduler.tiers.num_spilled > 30
     assert mover.num_read_ahead > 0
     assert run(engine, [long, PROMPT, [*long, 3, 4]], 20) == alone([long, PROMPT, [*long, 3, 4]], 20)
     with pytest.raises(RequestError, match="the whole KV cache holds 48"):
