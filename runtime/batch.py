@@ -187,7 +187,8 @@ class Batch:
         if not all_decode:
             positions = np.arange(len(shape.row_slots)) + np.repeat(start - shape.query_start_loc[:-1], num_new)
         block = positions // cache.block_size
-        max_blocks = cache.blocks_for(int(end.max()))
+        seen = end - cache.num_forgotten(slots) if cache.evicts else end
+        max_blocks = cache.blocks_for(int(seen.max()))
         late_rows, late_slots = self._late(slots, shape)
         plan = StepPlan(
             token_ids=self.tokens[slots, start]
@@ -195,15 +196,13 @@ class Batch:
             else self._token_ids(slots, start, end, shape.query_start_loc),
             positions=positions,
             query_start_loc=shape.query_start_loc,
-            seq_lens=end.astype(np.int32),
+            seq_lens=seen.astype(np.int32),
             seq_slots=shape.seq_slots,
             logits_rows=shape.logits_rows,
             slot_mapping=tuple(
                 positions + (table[shape.row_slots, block] - block) * cache.block_size for table in cache.tables
             ),
-            block_tables=self._tables(shape, cache, max_blocks)
-            if shape is self._decode_shape
-            else tuple(table[:, :max_blocks][slots] for table in cache.tables),
+            block_tables=self._block_tables(slots, shape, cache, max_blocks, end - seen),
             sample=self._sample_rows(slots if all_decode else slots[complete], shape),
             late_rows=late_rows,
             late_slots=late_slots,
@@ -212,6 +211,16 @@ class Batch:
         self.num_tokens[slots] += complete
         self.last_step[slots] = step
         return plan
+
+    def _block_tables(
+        self, slots: I64, shape: _Shape, cache: KVCacheManager, max_blocks: int, forgotten: I64
+    ) -> tuple[I32, ...]:
+        if cache.evicts:
+            cache.take_changed()
+            return cache.tables_without(slots, forgotten, max_blocks)
+        if shape is self._decode_shape:
+            return self._tables(shape, cache, max_blocks)
+        return tuple(table[:, :max_blocks][slots] for table in cache.tables)
 
     def _tables(self, shape: _Shape, cache: KVCacheManager, max_blocks: int) -> tuple[I32, ...]:
         """Block tables of all running sequences, kept from step to step: only rows that changed are copied.

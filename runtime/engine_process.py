@@ -240,14 +240,19 @@ def _dump(message: Mapping[str, Any]) -> bytes:
 def _encode_output(output: Output) -> tuple[Any, ...]:
     rows = output.logprobs
     logprobs = None if rows is None else [(each.token_id, each.logprob, each.rank, each.top) for each in rows]
-    return output.token_ids, output.finish_reason, logprobs, output.num_cached
+    return output.token_ids, output.finish_reason, logprobs, output.num_cached, output.num_forgotten
 
 
 def _decode_output(
-    name: Name, token_ids: list[int], finish_reason: str | None, rows: list[Any] | None, num_cached: int | None
+    name: Name,
+    token_ids: list[int],
+    finish_reason: str | None,
+    rows: list[Any] | None,
+    num_cached: int | None,
+    num_forgotten: int,
 ) -> Output:
     logprobs = None if rows is None else [_decode_logprobs(*row) for row in rows]
-    return Output(name.request_id, name.index, token_ids, finish_reason, logprobs, num_cached)
+    return Output(name.request_id, name.index, token_ids, finish_reason, logprobs, num_cached, num_forgotten)
 
 
 def _encode_event(event: Event) -> dict[str, Any]:

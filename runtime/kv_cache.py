@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.block_pool import MOVING, BlockPool
@@ -27,6 +28,7 @@ class KVCacheManager:
     those which give nothing back may get a prompt's blocks at once; `begin` rises as blocks leave the group's window.
 
     tables[g] [num_slots, max_blocks] i32, 0 outside of [begin, end); begins, ends [num_groups, num_slots] i64
+    sinks[g] [num_slots, sink blocks] i32      of an evicted group: the first blocks of a slot whose `begin` is behind them
     num_below [num_groups, num_slots] i64 how many of a slot's blocks are of the lower tier
     num_grown [num_slots] i64     the least `end` of a slot: blocks it has got in every group
     num_published [num_slots] i64 blocks from the first on that were published, or found
@@ -57,6 +59,11 @@ class KVCacheManager:
         self.begins: I64 = np.zeros((len(self.groups), num_slots), np.int64)
         self.ends: I64 = np.zeros((len(self.groups), num_slots), np.int64)
         self.num_below: I64 = np.zeros((len(self.groups), num_slots), np.int64)
+        self._num_sinks = max([group.sinks // self.block_size for group in self.groups])
+        self.sinks: tuple[I32, ...] = tuple(
+            np.zeros((num_slots, group.sinks // self.block_size), np.int32) for group in self.groups
+        )
+        self._evicted = next((index for index, group in enumerate(self.groups) if group.kind == "evicted"), None)
         self.num_grown: I64 = np.zeros(num_slots, np.int64)
         self.num_published: I64 = np.zeros(num_slots, np.int64)
         self._first_unseen = self._unseen_from([0] * len(self.groups))
@@ -120,7 +127,8 @@ class KVCacheManager:
         blocks = self.blocks_for(num_tokens)
         for index, (group, pool, most) in enumerate(zip(self.groups, self.pools, self._most, strict=True)):
             spare = np.count_nonzero(self.ends[index, beside] - self.begins[index, beside] < most)
-            own = found[self._first_block(group, len(found)) :]
+            first = self._first_block(group, len(found))
+            own = [*found[: group.sinks // self.block_size if first else 0], *found[first:]]
             kept = sum(pool.block_of[name] in pool.kept for name in own if name in pool.block_of)
             missing = min(blocks, most) - len(own)
             if self.spills(index, blocks):
@@ -194,7 +202,12 @@ class KVCacheManager:
                 while at > first and self._has(index, hashes[at - 1]):
                     at -= 1
                 there[row] = at
-                if at > first:  # with more blocks than are before the missing one the query still sees that
+                sinks = group.sinks // self.block_size if first else 0
+                if (
+                    missing := next((block for block in range(sinks) if not self._has(index, hashes[block])), None)
+                ) is not None:
+                    count, is_seen = missing, False
+                elif at > first:  # with more blocks than are before the missing one the query still sees that
                     count, is_seen = at - 1, False
         return count
 
@@ -205,22 +218,30 @@ class KVCacheManager:
 
     def adopt(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """Give an empty slot the blocks that `find` counted."""
-        for index, (group, pool, table) in enumerate(zip(self.groups, self.pools, self.tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups, self.tables, strict=True)):
             begin = self._first_block(group, len(hashes))
-            blocks = [pool.block_of.get(name, 0) for name in hashes[begin:]]
-            pool.hold([block for block in blocks if block], priority)
-            if 0 in blocks:
-                names = [name for name, block in zip(hashes[begin:], blocks, strict=True) if not block]
-                below = [self.lower[index].block_of[name] for name in names]
-                self.lower[index].hold(below, priority)
-                self.num_below[index, slot] = len(below)
-                self.num_raised += len(below)
-                found = iter(below)
-                blocks = [block or next(found) for block in blocks]
+            blocks = self._hold(index, hashes[begin:], priority)
             table[slot, begin : len(hashes)] = blocks
+            self.num_below[index, slot] = sum(block >= self.pools[index].num_blocks for block in blocks)
             self.begins[index, slot], self.ends[index, slot] = begin, len(hashes)
+            if begin and group.sinks:
+                self.sinks[index][slot] = self._hold(index, hashes[: group.sinks // self.block_size], priority)
         self.num_grown[slot] = self.num_published[slot] = len(hashes)
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
+
+    def _hold(self, index: int, names: Sequence[bytes], priority: int) -> list[int]:
+        """The blocks of some hashes, of whichever tier has them, with one more reference each."""
+        pool = self.pools[index]
+        blocks = [pool.block_of.get(name, 0) for name in names]
+        pool.hold([block for block in blocks if block], priority)
+        if 0 not in blocks:
+            return blocks
+        lower = self.lower[index]
+        below = [lower.block_of[name] for name, block in zip(names, blocks, strict=True) if not block]
+        lower.hold(below, priority)
+        self.num_raised += len(below)
+        found = iter(below)
+        return [block or next(found) for block in blocks]
 
     def publish(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """Let the first blocks of `slot`, which are or will be computed before any later step, be found by these hashes."""
@@ -278,9 +299,12 @@ class KVCacheManager:
     def extend(self, slot: int, start: int, count: int, whole: int = 0) -> int:
         """Make room for the tokens [start, start + count), or as many of them as blocks are free for; returns how many.
 
-        Blocks that no query from `start` on sees are given back first. `whole` as in `grow`.
+        Blocks that no query from `start` on sees are given back first. `whole` as in `grow`. Of a cache that evicts no more
+        than see the same.
         """
         self.give_back(slot, start)
+        if self._evicted is not None:
+            count = min(count, self.groups[self._evicted].most_new(start))
         ends = zip(self.ends[:, slot].tolist(), self.pools, strict=True)
         room = min(end + pool.num_free for end, pool in ends) * self.block_size
         count = max(0, min(count, room - start))
@@ -300,11 +324,61 @@ class KVCacheManager:
             begin, end = int(self.begins[index, slot]), group.first_key(position) // self.block_size
             if end > begin:
                 assert end <= self.ends[index, slot], "blocks are given back before they were held"
+                if not begin and group.sinks:
+                    begin = self._keep_sinks(index, slot)
                 self._drop(index, slot, begin, end)
                 self.begins[index, slot] = end
                 self.num_given_back += end - begin
                 self._changed.append(slot)
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
+
+    def _keep_sinks(self, index: int, slot: int) -> int:
+        """Let a slot's first blocks, all of which it has, outlive what lies behind them; how many."""
+        table, sinks = self.tables[index][slot], self.sinks[index][slot]
+        count = len(sinks)
+        sinks[:] = table[:count]
+        table[:count] = 0
+        self.num_below[index, slot] -= np.count_nonzero(sinks >= self.pools[index].num_blocks)
+        return count
+
+    @property
+    def evicts(self) -> bool:
+        """Whether sequences forget tokens while they run."""
+        return self._evicted is not None
+
+    def forgets(self, positions: I64) -> NDArray[np.bool_]:
+        """Whether the queries at some positions see less than those before them may have seen."""
+        assert self._evicted is not None
+        do: NDArray[np.bool_] = positions % self.groups[self._evicted].stride == 0
+        return do
+
+    def num_forgotten_at(self, position: int) -> int:
+        """Tokens that the query at a position does not see, between the sinks and what it sees."""
+        if self._evicted is None:
+            return 0
+        group = self.groups[self._evicted]
+        return max(0, group.first_key(position) - group.sinks)
+
+    def num_forgotten(self, slots: I64) -> I64:
+        """The same of the next queries of some slots."""
+        assert self._evicted is not None
+        begins = self.begins[self._evicted, slots]
+        return np.where(begins > 0, (begins - self._num_sinks) * self.block_size, 0)
+
+    def tables_without(self, slots: I64, forgotten: I64, max_blocks: int) -> tuple[I32, ...]:
+        """Block tables of some slots without what they have forgotten: sinks, then what they see. A layer with a window sees
+        none of its keys moved: what has moved lies out of it."""
+        columns = np.arange(max_blocks)
+        is_sink = (columns < self._num_sinks) & (forgotten > 0)[:, None]
+        moved = np.minimum(columns + forgotten[:, None] // self.block_size, self.tables[0].shape[1] - 1)
+        tables = []
+        for group, table, sinks in zip(self.groups, self.tables, self.sinks, strict=True):
+            rows = np.where(is_sink, 0, table[slots[:, None], moved]).astype(np.int32)
+            if group.sinks:
+                count = min(max_blocks, self._num_sinks)
+                rows[:, :count] = np.where(is_sink[:, :count], sinks[slots, :count], rows[:, :count])
+            tables.append(rows)
+        return tuple(tables)
 
     def _drop(self, index: int, slot: int, begin: int, end: int) -> None:
         """Give up the blocks [begin, end) of a slot; their entries become 0."""
@@ -339,6 +413,12 @@ class KVCacheManager:
         """Free all blocks of `slot`."""
         for index in range(len(self.groups)):
             self._drop(index, slot, int(self.begins[index, slot]), int(self.ends[index, slot]))
+            if (sinks := self.sinks[index][slot]).any():
+                count = self.pools[index].num_blocks
+                self.pools[index].drop([block for block in sinks.tolist() if block < count])
+                if self.lower:
+                    self.lower[index].drop([block for block in sinks.tolist() if block >= count])
+                sinks[:] = 0
         self.begins[:, slot] = self.ends[:, slot] = self.num_grown[slot] = self.num_published[slot] = 0
         self.next_unseen[slot] = self._first_unseen
 
@@ -356,9 +436,11 @@ class KVCacheManager:
             is_below = table >= self.pools[index].num_blocks
             assert (is_below.sum(1) == self.num_below[index]).all(), "blocks of the lower tier are miscounted"
             assert (held & ~is_below).sum(1).max() <= self._most[index], "a slot holds more than it can ever need"
-            self.pools[index].check_integrity(table[held & ~is_below])
+            sinks = self.sinks[index][self.sinks[index] > 0]
+            below = sinks >= self.pools[index].num_blocks
+            self.pools[index].check_integrity(np.append(table[held & ~is_below], sinks[~below]))
             if self.lower:
-                self.lower[index].check_integrity(table[held & is_below])
+                self.lower[index].check_integrity(np.append(table[held & is_below], sinks[below]))
 
 
 def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "") -> bytes:

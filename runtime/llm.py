@@ -27,7 +27,11 @@ Messages: TypeAlias = Sequence[dict[str, Any]]
 
 @dataclass
 class CompletionOutput:
-    """One sequence of a request, as far as it has come. `stop` is the stop string or end token that ended it."""
+    """One sequence of a request, as far as it has come. `stop` is the stop string or end token that ended it.
+
+    num_forgotten_tokens: of prompt and answer, those that its last token did not see (`kv_evict`): above 0 the answer is not
+    the model's own.
+    """
 
     index: int
     text: str = ""
@@ -35,6 +39,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop: str | int | None = None
     logprobs: list[Logprobs] | None = None
+    num_forgotten_tokens: int = 0
 
 
 @dataclass
@@ -231,6 +236,7 @@ class LLM:
             return False
         if event.index == 0 and event.num_cached is not None:
             request.answer.num_cached_tokens = event.num_cached
+        output.num_forgotten_tokens = max(output.num_forgotten_tokens, event.num_forgotten)
         output.token_ids += event.token_ids
         if event.logprobs is not None:
             output.logprobs = (output.logprobs or []) + event.logprobs

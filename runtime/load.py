@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict
-from inferc.errors import UnsupportedError
-from inferc.kv_pools import CacheGroup, cache_groups
+from inferc.errors import ConfigError, UnsupportedError
+from inferc.kv_pools import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.sampling_params import generation_defaults
@@ -39,6 +39,10 @@ def load_engine(
     config = from_dict(EngineConfig, options)
     check = artifact.verify_weights()
     groups = cache_groups(artifact.whole_kv_groups)
+    if config.kv_evict is not None:
+        groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
+        if not chunked_prefill:
+            raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
     disk = _open_disk(artifact, target, config, groups)
     try:
         runner, resolved = _make_runner(artifact, target, config, groups, disk)
@@ -61,7 +65,9 @@ def load_engine(
         num_lower=() if disk is None else disk.num_blocks,
         kv_events=config.kv_events,
     )
-    engine = Engine(runner, model_limits(artifact), sizes, pipeline, before_first_output=check.wait, mover=disk)
+    engine = Engine(
+        runner, model_limits(artifact, config.kv_evict), sizes, pipeline, before_first_output=check.wait, mover=disk
+    )
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
         log.info(
             "the KV cache holds %d tokens and the model takes %d: longer requests are refused or cut; raise --kv-memory",
@@ -70,14 +76,17 @@ def load_engine(
     return engine
 
 
-def model_limits(artifact: Artifact) -> ModelLimits:
-    """What the engine must know of the model."""
+def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits:
+    """What the engine must know of the model. kv_evict: as in EngineConfig."""
     vocab_size = int(artifact.model["vocab_size"])
     eos = tuple(int(token) for token in artifact.model["eos_token_ids"])
     # One that the model cannot sample ends nothing.
     ends = tuple(token for token in eos if 0 <= token < vocab_size)
     # Another artifact of the same model may have other bits.
-    identity = (str(artifact.manifest["sha256"]), ",".join(str(group["dtype"]) for group in artifact.whole_kv_groups))
+    kv_dtype = ",".join(str(group["dtype"]) for group in artifact.whole_kv_groups)
+    if kv_evict is not None:  # K and V hold what their tokens had forgotten
+        kv_dtype += f" {kv_evict}"
+    identity = (str(artifact.manifest["sha256"]), kv_dtype)
     return ModelLimits(vocab_size, artifact.max_model_len, ends, identity)
 
 
@@ -99,7 +108,7 @@ def _open_disk(
     from inferc.runtime.kv_disk import DiskTier
 
     # Another instruction set may compute other bits.
-    model, kv_dtype = model_limits(artifact).cache_identity
+    model, kv_dtype = model_limits(artifact, config.kv_evict).cache_identity
     identity = {"model": model, "kv_dtype": kv_dtype, "isa": choose_isa(config.isa, artifact.isas)}
     sizes = [artifact.block_size * group.bytes_per_token for group in groups]
     return DiskTier(Path(config.kv_disk), identity, sizes, config.kv_disk_bytes)

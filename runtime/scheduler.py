@@ -300,7 +300,9 @@ class Scheduler:
             return False
         wanted = self.cache.blocks_for(self.config.max_num_batched_tokens)
         groups = range(len(self.cache.groups))
-        spilled = [self.tiers.spill(index, slot, self.batch.seqs, wanted, self._step, self.batch.order) for index in groups]
+        spilled = [
+            self.tiers.spill(index, slot, self.batch.seqs, wanted, self._step, self.batch.order) for index in groups
+        ]
         return any(spilled)
 
     def _schedule_prefills(self) -> None:
@@ -515,6 +517,8 @@ class Scheduler:
         ended = stopped | (known >= rows_of.max_total)
         is_first = known == rows_of.first_len
         has_more = ended | is_first | ~batch.is_running[slots]
+        if self.cache.evicts:
+            has_more |= self.cache.forgets(known - 2)
         if result.failed is not None:
             has_more |= result.failed
         rows = range(len(slots)) if result.logprobs is not None else np.flatnonzero(has_more).tolist()
@@ -533,6 +537,7 @@ class Scheduler:
                 seq.token_ids.append(token)
             if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
+            output.num_forgotten = self.cache.num_forgotten_at(int(known[row]) - 2)
             if is_first[row]:
                 output.num_cached = seq.num_cached
             if ended[row]:

@@ -88,15 +88,20 @@ class Scorer:
         cache = self._scheduler.cache
         positions = np.arange(start, start + count, dtype=np.int64)
         block = positions // cache.block_size
+        slots = np.array([slot])
+        forgotten = cache.num_forgotten(slots) if cache.evicts else np.zeros(1, np.int64)
+        seen = start + count - int(forgotten[0])
         return StepPlan(
             token_ids=np.array(token_ids[start : start + count], np.int32),
             positions=positions,
             query_start_loc=np.array([0, count], np.int32),
-            seq_lens=np.array([start + count], np.int32),
+            seq_lens=np.array([seen], np.int32),
             seq_slots=np.array([slot], np.int32),
             logits_rows=np.arange(count, dtype=np.int32),
             slot_mapping=tuple(positions + (table[slot, block] - block) * cache.block_size for table in cache.tables),
-            block_tables=tuple(table[slot : slot + 1].copy() for table in cache.tables),
+            block_tables=cache.tables_without(slots, forgotten, cache.blocks_for(seen))
+            if cache.evicts
+            else tuple(table[slot : slot + 1].copy() for table in cache.tables),
             sample=SampleRows.greedy(np.full(count, slot, np.int32)),
         )
 

@@ -64,7 +64,8 @@ class Output:
 
     finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (its logits are not finite; no
     token comes with it) or None. num_cached comes with the first token: of the prompt, the tokens that were found in the
-    prefix cache.
+    prefix cache. num_forgotten: tokens of the sequence that its last query did not see, where the cache evicts; it changes with
+    no other outputs than those that are more than a token.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class Output:
     finish_reason: str | None = None
     logprobs: list[Logprobs] | None = None
     num_cached: int | None = None
+    num_forgotten: int = 0
 
 
 class Row(Protocol):

@@ -113,6 +113,7 @@ class Stream:
         self.engine_id = ""  # until it is started
         self.num_sequences = params.n
         self.num_cached = 0  # of the prompt's tokens
+        self.num_forgotten: dict[int, int] = {}  # tokens that the last one of each sequence did not see
         self._engine = engine
         self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
         self._running = set(range(params.n))
@@ -130,6 +131,8 @@ class Stream:
             return
         if output.index == 0 and output.num_cached is not None:
             self.num_cached = output.num_cached
+        if output.num_forgotten:
+            self.num_forgotten[output.index] = output.num_forgotten
         delta = self._texts[output.index].push(output.token_ids, output.finish_reason)
         if delta.finish_reason is not None:
             self._running.discard(output.index)

@@ -89,6 +89,7 @@ class InferenceService:
                 usage.output_tokens += len(piece.token_ids)
                 running -= piece.finish_reason is not None
                 usage.cached_tokens = stream.num_cached
+                usage.forgotten_tokens = sum(stream.num_forgotten.values())
                 yield _response(stream.request_id, piece, None if running else usage)
         finally:  # also when the client went away or its deadline passed: the blocks come free at once
             stream.close()

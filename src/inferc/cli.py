@@ -21,6 +21,7 @@ from inferc.cli_bench import bench_app
 from inferc.cli_common import (
     Isa,
     Json,
+    KVEvict,
     MaxBatchedTokens,
     Out,
     OutputError,
@@ -295,6 +296,7 @@ def evaluate(
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_batched_tokens: MaxBatchedTokens = None,
+    kv_evict: KVEvict = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity of an artifact on a text.
@@ -315,7 +317,7 @@ def evaluate(
     ids = Text(artifact.tokenizer_folder).encode(content)
     # As many sequences as tokens, so that a step scores every row it computes; but no cache for as many.
     budget = EngineConfig().token_budget() if max_num_batched_tokens is None else max_num_batched_tokens
-    options = engine_options(threads, isa, budget, budget)
+    options = engine_options(threads, isa, budget, budget, kv_evict=kv_evict)
     options["kv_memory_bytes"] = kv_cache_bytes(artifact, size)
     profiles: list[ExpertLoads] = []
 

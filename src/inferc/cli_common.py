@@ -76,6 +76,15 @@ KVDiskSize = Annotated[
     str,
     typer.Option("--kv-disk-size", metavar="BYTES", help="Of these files: 16GiB, at most half of what is free there."),
 ]
+KVEvict = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-evict",
+        metavar="sinks:N+window:M",
+        help="Each sequence forgets all but its first N tokens and its last M: it never ends for want of memory, and what"
+        " it says is not the model's own any more; answers tell how much was forgotten.",
+    ),
+]
 Policy = Annotated[
     str,
     typer.Option(
@@ -249,6 +258,7 @@ def engine_options(
     tbt_ms: float | None = None,
     kv_disk: Path | None = None,
     kv_disk_size: str = "auto",
+    kv_evict: str | None = None,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -268,6 +278,7 @@ def engine_options(
         "tbt_ms": tbt_ms,
         "kv_disk": None if kv_disk is None else str(kv_disk),
         "kv_disk_bytes": "auto" if kv_disk_size == "auto" else parse_bytes(kv_disk_size),
+        "kv_evict": kv_evict,
     }
     for name, value in options.items():
         limit = MAX_BYTES if name.endswith("_bytes") else MAX_COUNT

@@ -15,6 +15,7 @@ from inferc.cli_common import (
     Json,
     KVDisk,
     KVDiskSize,
+    KVEvict,
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
@@ -66,6 +67,7 @@ def generate(
     tbt_ms: TbtMs = None,
     kv_disk: KVDisk = None,
     kv_disk_size: KVDiskSize = "auto",
+    kv_evict: KVEvict = None,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -90,6 +92,7 @@ def generate(
             tbt_ms=tbt_ms,
             kv_disk=kv_disk,
             kv_disk_size=kv_disk_size,
+            kv_evict=kv_evict,
         ),
     ) as llm:
         params = llm.sampling_params(**asked)
@@ -101,7 +104,7 @@ def generate(
         answers = llm.generate(texts, params, progress=sys.stderr.isatty())
     if as_json:
         rows = [(answer.prompt, output) for answer in answers for output in answer.outputs]
-        keys = ("text", "token_ids", "finish_reason")
+        keys = ["text", "token_ids", "finish_reason", *(["num_forgotten_tokens"] if kv_evict is not None else [])]
         print_json({"outputs": [{"prompt": p, **{key: getattr(o, key) for key in keys}} for p, o in rows]})
         return
     for answer in answers:

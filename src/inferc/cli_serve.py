@@ -17,6 +17,7 @@ from inferc.cli_common import (
     Json,
     KVDisk,
     KVDiskSize,
+    KVEvict,
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
@@ -56,6 +57,7 @@ def serve(
     tbt_ms: TbtMs = None,
     kv_disk: KVDisk = None,
     kv_disk_size: KVDiskSize = "auto",
+    kv_evict: KVEvict = None,
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -94,6 +96,7 @@ def serve(
         tbt_ms=tbt_ms,
         kv_disk=kv_disk,
         kv_disk_size=kv_disk_size,
+        kv_evict=kv_evict,
     )
     publisher = None
     if kv_events not in (None, "grpc"):

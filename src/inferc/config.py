@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.kv_pools import CacheGroup, CacheLimits, pools_bytes, pools_for_all, share_out
+from inferc.kv_pools import CacheGroup, CacheLimits, Eviction, pools_bytes, pools_for_all, share_out
 from inferc.topology import cores_to_pin, read_cores
 
 log = logging.getLogger(__name__)
@@ -176,6 +176,7 @@ class EngineConfig:
     prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
     kv_disk: str | None = None  # a folder for what the arena has no room for, and for the next run
     kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of kv_disk.py, at most half of what is free there
+    kv_evict: str | None = None  # "sinks:N+window:M": what a sequence does not forget, see kv_pools.Eviction
     policy: str = "fcfs"  # who goes first, see inferc.runtime.policies
     overcommit: bool = False  # let in what fits now, also where blocks are expected to be missing later on
     tbt_ms: float | None = None  # no step shall take longer while somebody decodes
@@ -188,6 +189,8 @@ class EngineConfig:
         _check_positive(
             self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes", "kv_disk_bytes"
         )
+        if self.kv_evict is not None:
+            Eviction.parse(self.kv_evict)
         if self.kv_disk is not None and not self.prefix_cache:
             raise ConfigError(
                 "a KV cache on disk holds what the prefix cache finds, which is off; turn the one on or the other off"

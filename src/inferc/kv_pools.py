@@ -6,14 +6,16 @@ because they ask here. The runtime imports this module, so it imports neither to
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from inferc.errors import ConfigError
+from inferc.errors import ConfigError, UnsupportedError
 
 NEVER = 2**62  # later than any position
+STRIDE = 8  # blocks that an evicted group gives back at once
 SCALE_BYTES = 4  # of a row in int8: a float32
 
 
@@ -45,12 +47,14 @@ class CacheGroup:
     """What its pool must know of a KV group. Fields as in `KVGroup` (program.py), which makes the manifest's entries.
 
     A "window" group needs the last `window` keys, a "chunk" group those of the query's chunk of `window`: both give
-    blocks back while a sequence runs. Every other kind keeps all that it has.
+    blocks back while a sequence runs. Every other kind keeps all that it has, but an "evicted" one, see `Eviction`.
     """
 
     kind: str
     window: int
     bytes_per_token: int
+    sinks: int = 0  # of an evicted group, with the stride of what it gives back; in tokens, multiples of a block
+    stride: int = 0
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> CacheGroup:
@@ -59,16 +63,21 @@ class CacheGroup:
 
     @property
     def gives_back(self) -> bool:
-        return self.kind in ("window", "chunk")
+        return self.kind in ("window", "chunk", "evicted")
 
     def first_key(self, position: int) -> int:
-        """The first token that the query at `position` sees; it sees all from there to itself."""
+        """The first token that the query at `position` sees, sinks aside; it sees all from there to itself."""
+        if self.kind == "evicted":
+            first = position // self.stride * self.stride - self.window
+            return first if first > self.sinks else 0
         if self.kind == "window":
             return max(0, position - self.window + 1)
         return position // self.window * self.window if self.kind == "chunk" else 0
 
     def unseen_from(self, token: int) -> int:
-        """The first position whose query does not see `token` any more."""
+        """The first position whose query does not see `token` any more; sinks count as the token behind them."""
+        if self.kind == "evicted":
+            return ((max(token, self.sinks) + self.window) // self.stride + 1) * self.stride
         if self.kind == "window":
             return token + self.window
         return (token // self.window + 1) * self.window if self.kind == "chunk" else NEVER
@@ -78,13 +87,61 @@ class CacheGroup:
         whole = limits.blocks_for(num_tokens)
         if not self.gives_back:
             return whole
+        if self.kind == "evicted":
+            return min(whole, limits.blocks_for(self.sinks + self.window + self.stride))
         # Keys before the first new token, and the new ones; they may begin at the last token of a block.
         span = self.window - 1 + num_new
         return min(whole, (span + limits.block_size - 2) // limits.block_size + 1)
 
+    def most_new(self, position: int) -> int:
+        """Tokens from `position` on that see the same keys but for one another, of an evicted group."""
+        stride = self.stride
+        return max((self.sinks + self.window) // stride + 1, position // stride + 1) * stride - position
+
     def most_blocks(self, limits: CacheLimits) -> int:
         """Most blocks that one sequence ever holds."""
         return self.held_blocks(limits, limits.max_model_len, limits.max_num_batched_tokens)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What a sequence forgets while it runs: all but its first `sinks` tokens and its last `window`, rounded up to blocks.
+
+    Both are forgotten where the sequence's length is a multiple of a stride, so that a query's keys depend on its position
+    alone and on no schedule; it sees up to a stride more than the window. Layers that attend over a window of their own have to
+    have one that is no longer.
+    Source: Xiao et al. 2024, arXiv:2309.17453 (attention sinks); keys keep the positions that they were rotated for.
+    """
+
+    sinks: int
+    window: int
+
+    @staticmethod
+    def parse(text: str) -> Eviction:
+        """`sinks:4+window:1024`. Raises ConfigError."""
+        match = re.fullmatch(r"sinks:(\d{1,9})\+window:(\d{1,9})", text)
+        if match is None or not int(match[2]):
+            raise ConfigError(f"kv_evict is {text!r}, expected sinks:N+window:M in tokens, as in sinks:4+window:1024")
+        return Eviction(int(match[1]), int(match[2]))
+
+    def apply(self, groups: Sequence[CacheGroup], block_size: int) -> tuple[CacheGroup, ...]:
+        """The groups of a cache that evicts. Raises ConfigError for one whose layers need more."""
+        sinks, window = (-(-count // block_size) * block_size for count in (self.sinks, self.window))
+        evicted = []
+        for group in groups:
+            if group.kind in ("full", "latent"):
+                group = replace(group, kind="evicted", window=window, sinks=sinks, stride=STRIDE * block_size)
+            elif group.kind == "chunk":
+                raise UnsupportedError(
+                    "kv_evict: the model has layers that attend in chunks, whose keys cannot move; leave it out"
+                )
+            elif group.window > window:
+                raise ConfigError(
+                    f"kv_evict keeps a window of {window} tokens, and the model has layers that attend over {group.window};"
+                    " give a longer window"
+                )
+            evicted.append(group)
+        return tuple(evicted)
 
 
 def cache_groups(entries: Sequence[Mapping[str, Any]]) -> tuple[CacheGroup, ...]:

@@ -229,6 +229,10 @@ def test_prompt_longer_than_the_model_allows(tiny_artifact: Path) -> None:
             "a KV cache on disk holds what the prefix cache finds, which is off; turn the one on or the other off",
         ),
         (
+            ("--kv-evict", "window:64"),
+            "kv_evict is 'window:64', expected sinks:N+window:M in tokens, as in sinks:4+window:1024",
+        ),
+        (
             ("--policy", "lifo"),
             "policy is 'lifo', expected one of fcfs, priority, mlq, sjf, lpm, slo, static, window:Nms",
         ),

@@ -33,6 +33,12 @@ def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozens
     return token
 
 
+def seen_of(ids: list[int], position: int, group: CacheGroup) -> list[int]:
+    """What the query at a position sees of its sequence where a cache evicts, else all up to it."""
+    first = group.first_key(position) if group.kind == "evicted" else 0
+    return ids[: position + 1] if not first else [*ids[: group.sinks], *ids[first : position + 1]]
+
+
 def oracle(
     prompt: list[int],
     params: SamplingParams,
@@ -40,8 +46,10 @@ def oracle(
     max_total: int,
     seed: int | None = None,
     broken: list[int] | None = None,
+    group: CacheGroup = FULL,
 ) -> tuple[list[int], str]:
-    """The output of one sequence run alone, and its finish reason. broken: the context without finite logits."""
+    """The output of one sequence run alone, and its finish reason. broken: the context without finite logits. group: of what it
+    sees, if that is not all."""
     ids = list(prompt)
     output: list[int] = []
     limit = max_total if params.max_tokens is None else min(max_total, len(prompt) + params.max_tokens)
@@ -51,7 +59,9 @@ def oracle(
             return output, "error"
         sampled = (0, 0) if params.greedy else (params.seed if seed is None else seed, len(output))
         early = len(output) < params.min_tokens
-        output.append(next_id(ids, sampled[0] or 0, sampled[1], stops if early else frozenset()))
+        output.append(
+            next_id(seen_of(ids, len(ids) - 1, group), sampled[0] or 0, sampled[1], stops if early else frozenset())
+        )
         ids.append(output[-1])
         if output[-1] in stops:
             return output, "stop"
@@ -151,8 +161,12 @@ class FakeRunner:
             pool[mapping] = ids  # of all sequences, before any is read, as a layer of a model does
         for b in range(plan.num_seqs):
             first, end, length = starts[b], starts[b + 1], int(plan.seq_lens[b])
-            start = length - (end - first)
+            start = int(plan.positions[first])
+            evicted = next((group for group in config.groups if group.kind == "evicted"), FULL)
+            forgotten = max(0, evicted.first_key(start) - evicted.sinks)
+            length += forgotten
             assert plan.positions[first:end].tolist() == list(range(start, length))
+            assert evicted.first_key(start) == evicted.first_key(length - 1), "queries of a step see different keys"
             assert end > first and length <= config.max_model_len
             slot = int(plan.seq_slots[b])
             if slot not in self.texts:
@@ -165,13 +179,18 @@ class FakeRunner:
                 config.groups, self.pools, plan.slot_mapping, plan.block_tables, strict=True
             ):
                 seen = group.first_key(start)
-                assert not table[b, : seen // size].any(), "blocks out of sight were not given back"
                 where = np.arange(seen, length)
-                slots = table[b, where // size].astype(np.int64) * size + where % size
-                assert (slots[start - seen :] == mapping[first:end]).all()
-                assert slots.min() >= size and pool[slots].tolist() == text[seen:], f"{group.kind}: another's K and V"
+                if group.kind == "evicted":
+                    where = np.append(np.arange(group.sinks if seen else 0), where)
+                column = np.where(where < evicted.sinks, where, where - forgotten) // size
+                out_of_sight = np.delete(table[b], column)
+                assert group.kind == "evicted" or not out_of_sight[: seen // size].any(), "not given back"
+                slots = table[b, column].astype(np.int64) * size + where % size
+                assert (slots[first - end :] == mapping[first:end]).all()
+                there = [text[place] for place in where.tolist()]
+                assert slots.min() >= size and pool[slots].tolist() == there, f"{group.kind}: another's K and V"
             for row in range(first, end):
-                contexts[row] = text[: length - (end - 1 - row)]
+                contexts[row] = seen_of(text, int(plan.positions[row]), evicted)
         assert len(plan.sample) == len(plan.logits_rows)
         return [contexts[row] for row in plan.logits_rows.tolist()]
 
