@@ -64,6 +64,7 @@ class BlockPool:
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.block_of: dict[bytes, int] = {}  # by the hash that it was published under
         self.hash_of: dict[int, bytes] = {}
+        self.partial: set[int] = set()  # of those with a hash: not full
         self.moving: set[int] = set()  # held by the tiers while they are copied
         self.unchecked: set[int] = set()  # can be found once their bytes are known to be whole
         self.generation = np.zeros(num_blocks, np.int64)  # how often each was taken
@@ -86,6 +87,7 @@ class BlockPool:
             name = self.hash_of.pop(block)
             del self.block_of[name]
             self.unchecked.discard(block)
+            self.partial.discard(block)
             self.free.append(block)
             self.num_evicted += 1
             if self.on_evict is not None:
@@ -165,4 +167,5 @@ class BlockPool:
         assert 0 not in self.hash_of, "block 0 can be found"
         assert self.kept.priority_of.keys() <= self.hash_of.keys(), "what cannot be found has a priority"
         assert set(self.kept) <= self.hash_of.keys() and not self.hash_of.keys() & set(self.free)
+        assert self.partial <= self.hash_of.keys(), "what cannot be found is partial"
         assert self.unchecked <= self.hash_of.keys(), "what cannot be found is to be checked"

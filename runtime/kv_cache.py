@@ -258,6 +258,22 @@ class KVCacheManager:
                     pool.publish(block, name, priority)
         self.num_published[slots] = blocks + 1
 
+    def publish_partial(self, slot: int, block: int, name: bytes, priority: int) -> bool:
+        """Let a block that is not full be found by its first tokens' hash; False if a group has given it back."""
+        blocks = [int(table[slot, block]) for table in self.tables]
+        if 0 in blocks:
+            return False
+        for pool, each in zip(self.pools, blocks, strict=True):
+            pool.publish(each, name, priority)
+            if pool.hash_of.get(each) == name:
+                pool.partial.add(each)
+        return True
+
+    def blocks_of(self, name: bytes) -> list[int] | None:
+        """The block of a hash in each group's arena, if all have it."""
+        blocks = [pool.block_of.get(name, 0) for pool in self.pools]
+        return None if 0 in blocks else blocks
+
     def grow(self, slot: int, num_tokens: int, whole: int = 0) -> bool:
         """Give `slot` blocks up to `num_tokens`, in every group; False, and nothing changed, if too few are free.
 

@@ -62,6 +62,7 @@ def load_engine(
         policy=config.policy,
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
+        partial_blocks=target == "cpu",
         num_lower=() if disk is None else disk.num_blocks,
         kv_events=config.kv_events,
     )

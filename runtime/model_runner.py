@@ -26,7 +26,7 @@ from inferc.kv_pools import cache_groups, num_parts, row_size
 from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
 from inferc.runtime.file_map import map_file
-from inferc.runtime.step import F32, I32, I64, Rows, StepPlan, StepResult
+from inferc.runtime.step import F32, I32, I64, Copies, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
 from inferc.runtime.step_limits import StepLimits, outside
 from inferc.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
@@ -155,7 +155,7 @@ class ModelRunner:
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
             sample = SampleInputs.of(plan.sample, inputs, self.vocab_size, self._count_table, self._last_ids)
-        self._jobs.put(lambda: self._results.put(self._run(inputs, sample)))
+        self._jobs.put(lambda: self._results.put(self._run(inputs, sample, plan.copies)))
 
     def wait(self) -> StepResult:
         """The result of the oldest step that was submitted and not yet waited for."""
@@ -176,7 +176,9 @@ class ModelRunner:
         """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
         self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
-    def _run(self, inputs: StepInputs, sample: SampleInputs | None) -> StepResult:
+    def _run(self, inputs: StepInputs, sample: SampleInputs | None, copies: tuple[Copies, ...]) -> StepResult:
+        for group, each in enumerate(copies):
+            self._copy(group, each)
         self._step(inputs)
         if sample is None:
             return StepResult(np.zeros(0, np.int32), hidden=inputs.hidden_out)
@@ -226,14 +228,12 @@ class ModelRunner:
 
     def copy_slots(self, group: int, source: I64, target: I64) -> None:
         """Copy K and V of slots, in order, in every layer of a KV group."""
-        source, target = abi.contiguous(source, np.int64), abi.contiguous(target, np.int64)
-        pool = self._pools[group].ctypes.data
+        copies = Copies(abi.contiguous(source, np.int64), abi.contiguous(target, np.int64))
+        self._call(lambda: self._copy(group, copies))
 
-        def copy() -> None:
-            arguments = (pool, source.ctypes.data, target.ctypes.data, len(source))
-            self._done(self._library.inferc_copy_slots(group, *arguments), "copy_slots")
-
-        self._call(copy)
+    def _copy(self, group: int, copies: Copies) -> None:
+        arguments = (copies.source.ctypes.data, copies.target.ctypes.data, len(copies.source))
+        self._done(self._library.inferc_copy_slots(group, self._pools[group].ctypes.data, *arguments), "copy_slots")
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
         """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""

@@ -1,5 +1,8 @@
 """What of a sequence is found in the cache of earlier ones, and what others will find of it.
 
+Where sequences part within a block, what they share of it is copied to a block of the later one (copy on write, done at once, since
+it goes on to write there). Of the block that a sequence leaves behind the tokens it had are kept for that too.
+
 A block can be found as soon as a step that fills it is scheduled: steps run one after the other, and in a step each layer
 stores the K and V of all its tokens before any is read.
 """
@@ -11,15 +14,24 @@ import numpy as np
 from inferc.runtime.batch import Batch
 from inferc.runtime.kv_cache import KVCacheManager, extend_hashes, hash_block
 from inferc.runtime.kv_events import CacheEvents
+from inferc.runtime.partial_index import LEAST, PartialIndex
+from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Sequence
-from inferc.runtime.step import I64
+from inferc.runtime.step import I32, I64, Copies
+
+SUBMITTED = 0  # before any step that is still to be scheduled
 
 
 class PrefixCache:
     """Blocks of a batch's sequences by the hashes of their tokens; finds and publishes nothing if it is not on."""
 
-    def __init__(self, cache: KVCacheManager, batch: Batch, is_on: bool, events: CacheEvents | None) -> None:
-        self.cache, self.batch, self.is_on, self.events = cache, batch, is_on, events
+    def __init__(
+        self, cache: KVCacheManager, batch: Batch, config: SchedulerConfig, events: CacheEvents | None
+    ) -> None:
+        self.cache, self.batch, self.is_on, self.events = cache, batch, config.prefix_cache, events
+        self.step = 1  # that is being scheduled, or will be next
+        self._partial = PartialIndex() if config.prefix_cache and config.partial_blocks else None
+        self._copies: list[tuple[list[int], list[int], int]] = []  # from which blocks to which, and how many tokens
         self._places: I64 = np.arange(cache.block_size)
 
     def find(self, seq: Sequence) -> list[bytes]:
@@ -29,12 +41,48 @@ class PrefixCache:
         extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
         return seq.hashes[: self.cache.find(seq.hashes[: self.most_found(seq)])]
 
+    def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:
+        """The block of each group that begins as a sequence goes on behind its first blocks, and for how many tokens."""
+        if self._partial is None:
+            return None
+        size, parent = self.cache.block_size, seq.hashes[num_blocks - 1] if num_blocks else seq.root
+        ids = np.array(
+            seq.token_ids[num_blocks * size : min(num_blocks * size + size, len(seq.token_ids) - 1)], np.int32
+        )
+        found = self._partial.find(parent, ids, self.step, self._is_there)
+        if found is None:
+            return None
+        blocks = self.cache.blocks_of(found[0])
+        assert blocks is not None, "it is there"
+        return blocks, found[1]
+
+    def copy(self, source: list[int], slot: int, block: int, count: int) -> None:
+        """Let the first tokens of a slot's block, in each group, be those of another before the step begins."""
+        target = [int(table[slot, block]) for table in self.cache.tables]
+        if source != target:
+            self._copies.append((source, target, count))
+
+    def take_copies(self) -> tuple[Copies, ...]:
+        """What the step that is scheduled copies first, of each group."""
+        copies, self._copies = self._copies, []
+        size, groups = self.cache.block_size, []
+        for index in range(len(self.cache.groups) if copies else 0):
+            places = [
+                (np.arange(count, dtype=np.int64) + source[index] * size, np.arange(count) + target[index] * size)
+                for source, target, count in copies
+            ]
+            groups.append(Copies(*(np.concatenate(side).astype(np.int64) for side in zip(*places, strict=True))))
+        return tuple(groups)
+
+    def _is_there(self, name: bytes) -> bool:
+        return self.cache.blocks_of(name) is not None
+
     def most_found(self, seq: Sequence) -> int:
         """Blocks that can be found of a sequence at most."""
         return (len(seq.token_ids) - 1) // self.cache.block_size
 
-    def publish(self, slot: int, num_tokens: int) -> None:
-        """Let the full blocks of a slot's first tokens be found, which are known and computed, or are in this step."""
+    def publish(self, slot: int, num_tokens: int, step: int | None = None) -> None:
+        """Let the full blocks of a slot's first tokens be found, which are known, and computed by `step`: this one if not given."""
         count, first = num_tokens // self.cache.block_size, int(self.cache.num_published[slot])
         if not self.is_on or count <= first:
             return
@@ -42,6 +90,13 @@ class PrefixCache:
         assert seq is not None
         extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
         self.cache.publish(slot, seq.hashes[:count], seq.params.cache_priority)
+        for block in range(first, count):
+            self._list(
+                seq,
+                block,
+                self.batch.tokens[slot, block * self.cache.block_size :][: self.cache.block_size],
+                self.step if step is None else step,
+            )
         if self.events is not None:
             self.tell(seq, first, count)
 
@@ -51,8 +106,24 @@ class PrefixCache:
         ids = self.batch.tokens[seq.slot, first * self.cache.block_size : end * self.cache.block_size]
         self.events.publish(seq.hashes, first, ids.tobytes(), seq.params.cache_salt)
 
+    def _list(self, seq: Sequence, block: int, token_ids: I32, step: int) -> None:
+        """A full block can be found by its first tokens."""
+        if self._partial is not None:
+            parent = seq.hashes[block - 1] if block else seq.root
+            self._partial.add(parent, token_ids, seq.hashes[block], step, self._is_there)
+
     def publish_known(self, slot: int) -> None:
-        self.publish(slot, int(min(self.batch.num_computed[slot], self.batch.num_known[slot])))
+        """Let all be found that a slot has computed, the last block too as far as it is."""
+        count = int(min(self.batch.num_computed[slot], self.batch.num_known[slot]))
+        self.publish(slot, count, SUBMITTED)
+        block, size, seq = count // self.cache.block_size, self.cache.block_size, self.batch.seqs[slot]
+        if self._partial is None or count % size < LEAST or seq is None:
+            return
+        parent = seq.hashes[block - 1] if block else seq.root
+        ids = self.batch.tokens[slot, block * size : count]
+        name = hash_block(parent, ids.astype("<u4").tobytes())
+        if self.cache.publish_partial(slot, block, name, seq.params.cache_priority):
+            self._partial.add(parent, ids, name, SUBMITTED, self._is_there)
 
     def publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
@@ -68,6 +139,8 @@ class PrefixCache:
             if len(hashes) == block:
                 name = hashes[-1] if hashes else seq.root
                 hashes.append(hash_block(name, ids[row * count : row * count + count]))
+            if self._partial is not None:
+                self._list(seq, block, self.batch.tokens[slot, block * size :][:size], SUBMITTED)
             names.append(hashes[block])
             priorities.append(seq.params.cache_priority)
         cache.publish_last(slots, last, names, priorities)

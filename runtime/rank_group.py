@@ -34,7 +34,8 @@ class _Rank:
     def plan(self, plan: StepPlan) -> StepPlan:
         slots = tuple(plan.slot_mapping[group] for group in self.groups)
         tables = tuple(plan.block_tables[group] for group in self.groups)
-        return replace(plan, slot_mapping=slots, block_tables=tables)
+        copies = tuple(plan.copies[group] for group in self.groups) if plan.copies else ()
+        return replace(plan, slot_mapping=slots, block_tables=tables, copies=copies)
 
 
 class RankGroup:

@@ -83,12 +83,9 @@ class Scheduler:
         self.cache = KVCacheManager(
             config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower
         )
-        self.tiers: Tiers | None = None
-        if mover is not None:
-            sizes = [config.block_size * group.bytes_per_token for group in config.groups]
-            self.tiers = Tiers(self.cache, mover, self.forecast, sizes, clock)
+        self.tiers = None if mover is None else Tiers(self.cache, mover, self.forecast, clock)
         self.events = CacheEvents(self.cache) if config.kv_events else None
-        self.prefixes = PrefixCache(self.cache, self.batch, config.prefix_cache, self.events)
+        self.prefixes = PrefixCache(self.cache, self.batch, config, self.events)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
@@ -150,6 +147,7 @@ class Scheduler:
         self.wake_at = None
         self._budget = self.config.max_num_batched_tokens
         self._num_new.fill(0)
+        self.prefixes.step = self._step + 1
         if self.tiers is not None:
             self._move()
         if self.cache.gives_back:
@@ -178,6 +176,7 @@ class Scheduler:
             samples = self.batch.num_computed[slots] + num_new == self.batch.num_tokens[slots]
             self.waiting.charge(self.batch.clients[slots], SAMPLED_COST * samples)
         plan = self.batch.plan(slots, num_new, self.cache, self._step)
+        plan.copies = self.prefixes.take_copies()
         self._in_flight.append((self._step, plan))
         return plan
 
@@ -367,7 +366,8 @@ class Scheduler:
     def _let_in(self, seq: Sequence) -> bool:
         batch, cache = self.batch, self.cache
         length, found = len(seq.token_ids), self.prefixes.find(seq)
-        start = len(found) * cache.block_size
+        partial = self.prefixes.find_partial(seq, len(found))
+        start = len(found) * cache.block_size + (partial[1] if partial is not None else 0)
         if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
             return False
         if not (batch.free_slots and self._has_room(seq, found)):
@@ -388,6 +388,8 @@ class Scheduler:
         whole = 0 if cache.spills_of(length) else length
         count = cache.extend(slot, start, min(length - start, self._budget), whole)
         assert count, "an admitted sequence has blocks"
+        if partial is not None:
+            self.prefixes.copy(partial[0], slot, len(found), partial[1])
         self.joined.append(seq)
         self._num_new[slot] = count
         self._budget -= count

@@ -15,7 +15,7 @@ class SchedulerConfig:
 
     policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
     now, and preempt the last when blocks are missing. kv_events: collect what the prefix cache stores and evicts.
-    num_lower: blocks of each group's lower tier, if there is one.
+    partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_lower: blocks of each group's lower tier, if there is one.
     """
 
     max_num_seqs: int
@@ -31,6 +31,7 @@ class SchedulerConfig:
     overcommit: bool = False
     kv_events: bool = False
     num_lower: tuple[int, ...] = ()
+    partial_blocks: bool = False
 
     def __post_init__(self) -> None:
         parse_policy(self.policy)

@@ -98,6 +98,14 @@ def _no_rows() -> I32:
     return np.zeros(0, np.int32)
 
 
+@dataclass(frozen=True)
+class Copies:
+    """K and V of slots of one KV group, in every layer, to other slots of it."""
+
+    source: I64
+    target: I64
+
+
 @dataclass
 class StepPlan:
     """One step. Prefill, chunks and decode are one thing: sequence b owns rows [query_start_loc[b], query_start_loc[b + 1])."""
@@ -113,6 +121,7 @@ class StepPlan:
     sample: SampleRows
     late_rows: I32 = field(default_factory=_no_rows)  # [L] rows of token_ids still unknown here: the runner fills in
     late_slots: I32 = field(default_factory=_no_rows)  # [L] the id last sampled for this slot
+    copies: tuple[Copies, ...] = ()  # per KV group, before anything is computed; none at all: ()
 
     @property
     def num_tokens(self) -> int:

@@ -40,6 +40,13 @@ class StepLimits:
             "a sampled slot": outside(plan.sample.seq_slots, self.max_num_seqs),
             "a late slot": outside(plan.late_slots, self.max_num_seqs),
             "num_logprobs": outside(plan.sample.num_logprobs, MAX_TOP_LOGPROBS + 1),
+            "a slot to copy from": any(
+                outside(copies.source, count * self.block_size)
+                for copies, count in zip(plan.copies, self._num_readable, strict=False)
+            ),
+            "a slot to copy to": any(
+                outside(copies.target, limit) for copies, limit in zip(plan.copies, slot_limits, strict=False)
+            ),
             "a listed token id": any(
                 outside(lists.token_ids, self.vocab_size)
                 for lists in (plan.sample.logit_bias, plan.sample.banned, plan.sample.allowed)

@@ -91,14 +91,13 @@ class Tiers:
         cache: KVCacheManager,
         mover: Mover,
         forecast: Forecast,
-        block_bytes: Sequence[int],
         clock: Callable[[], float],
     ) -> None:
         self.cache = cache
         self.forecast = forecast
         self.num_stored = self.num_spilled = self.num_swapped = self.num_damaged = 0  # blocks
         self._mover = mover
-        self._block_bytes = block_bytes
+        self._block_bytes = [cache.block_size * group.bytes_per_token for group in cache.groups]
         self._clock = clock
         self._wanted: deque[_Copy] = deque()  # by somebody who waits for it
         self._moving: dict[Place, _Copy] = {}
@@ -164,7 +163,7 @@ class Tiers:
             while pool.idle and len(self._moving) + len(self._wanted) < MOVING:
                 block = next(iter(pool.idle))
                 del pool.idle[block]
-                if (name := pool.hash_of.get(block)) is not None:
+                if (name := pool.hash_of.get(block)) is not None and block not in pool.partial:
                     self._want(_Copy(index, block, name, int(pool.generation[block]), scheduled))
 
     def _want(self, copy: _Copy) -> None:

@@ -80,6 +80,7 @@ def test_every_schedule_gives_the_text_of_each_sequence_alone(seed: int) -> None
         pipeline=rng.random() < 0.7,
         prefix_cache=bool(num_lower) or rng.random() < 0.6,
         overcommit=rng.random() < 0.5,
+        partial_blocks=rng.random() < 0.5,
         num_lower=num_lower,
         mover=FakeMover(seed) if num_lower else None,
     )

@@ -110,6 +110,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         eos=EOS,
         pipeline=draw(st.booleans()),
         prefix_cache=prefix_cache,
+        partial_blocks=draw(st.booleans()),
         num_lower=num_lower,
         mover=mover,
         overcommit=draw(st.booleans()),

@@ -1,5 +1,6 @@
 """Many steps of scheduler, cache and engine under random traffic: nothing leaks, nobody starves, no budget is exceeded."""
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ class Clock:
         return self.now
 
 
-def engine_of(rng: random.Random, clock: Callable[[], float]) -> Engine:
+def engine_of(rng: random.Random, clock: Callable[[], float], policy: str) -> Engine:
     seqs = rng.randint(1, 12)
     prefix_cache = rng.random() < 0.7
     num_lower = rng.choice([0, 12, 40]) if prefix_cache else 0
@@ -41,9 +42,10 @@ def engine_of(rng: random.Random, clock: Callable[[], float]) -> Engine:
         eos=(7,),
         pipeline=rng.random() < 0.8,
         prefix_cache=prefix_cache,
+        partial_blocks=rng.random() < 0.5,
         num_lower=num_lower,
         mover=FakeMover(rng.getrandbits(16), rate=rng.choice([1e-12, 1e-3])) if num_lower else None,
-        policy=rng.choice(["fcfs", *(name.replace("N", "50") for name in NAMES)]),
+        policy=policy.replace("N", "50"),
         tbt_ms=rng.choice([None, None, 20.0]),
         overcommit=rng.random() < 0.5,
         clock=clock,
@@ -70,10 +72,10 @@ def params_of(rng: random.Random) -> SamplingParams:
     )
 
 
-def run_epoch(rng: random.Random, steps: int) -> dict[str, int]:
+def run_epoch(rng: random.Random, steps: int, policy: str) -> dict[str, int]:
     """One engine: traffic in bursts, then until all is done. Returns what happened, counted."""
     clock = Clock()
-    engine = engine_of(rng, clock)
+    engine = engine_of(rng, clock, policy)
     runner = engine.runner
     begun: dict[str, int] = {}  # the step at which each open request came
     scores: set[str] = set()
@@ -138,8 +140,9 @@ def run_epoch(rng: random.Random, steps: int) -> dict[str, int]:
 def soak(steps: int, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     total: dict[str, int] = {"steps": 0}
+    policies = itertools.cycle(NAMES)
     while total["steps"] < steps:
-        for name, count in run_epoch(rng, min(EPOCH, steps)).items():
+        for name, count in run_epoch(rng, min(EPOCH, steps), next(policies)).items():
             total[name] = total.get(name, 0) + count
     return total
 

@@ -85,6 +85,7 @@ class FakeRunner:
         self.penalised: dict[int, list[int]] = {}
         self.queue: deque[StepPlan] = deque()
         self.num_steps = 0
+        self.num_copied = 0  # tokens whose K and V were copied
         self.closed = False
         self.fail_at: int | None = None
         self.broken_prompt: list[int] | None = None  # whose logits are not finite
@@ -152,6 +153,10 @@ class FakeRunner:
         ids[plan.late_rows] = self.last[plan.late_slots]
         assert ((ids >= 0) & (ids < VOCAB_SIZE)).all(), "a late id that was never sampled"
         contexts: dict[int, list[int]] = {}
+        for pool, copies in zip(self.pools, plan.copies, strict=False):
+            for source, target in zip(copies.source.tolist(), copies.target.tolist(), strict=True):
+                pool[target] = pool[source]
+            self.num_copied += len(copies.source)
         for mapping, count in zip(plan.slot_mapping, config.num_blocks, strict=True):
             assert len(set(mapping.tolist())) == plan.num_tokens and mapping.min() >= size, (
                 "slots clash, or block 0 is used"
@@ -218,6 +223,7 @@ def make_engine(
     tbt_ms: float | None = None,
     overcommit: bool = False,
     kv_events: bool = False,
+    partial_blocks: bool = False,
     clock: Callable[[], float] = time.monotonic,
     num_lower: int = 0,
     mover: FakeMover | None = None,
@@ -232,6 +238,7 @@ def make_engine(
         overcommit,
         kv_events,
         (num_lower,) * len(groups) if num_lower else (),
+        partial_blocks,
     )
     runner = FakeRunner(config)
     if num_lower:
