@@ -246,7 +246,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_requests", "prompt_tokens", "output_tokens", "num_preemptions", "admitted_tokens", "cached_tokens", "num_refused", "length_error", "length_error_of_mean", "step_cost_error")
+    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_requests", "prompt_tokens", "output_tokens", "num_preemptions", "admitted_tokens", "cached_tokens", "num_refused", "length_error", "length_error_of_mean", "step_cost_error", "disk_usage", "blocks_stored", "blocks_found_on_disk", "blocks_swapped", "blocks_spilled", "blocks_damaged")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,12 @@ class GetLoadsResponse(_message.Message):
     LENGTH_ERROR_FIELD_NUMBER: _ClassVar[int]
     LENGTH_ERROR_OF_MEAN_FIELD_NUMBER: _ClassVar[int]
     STEP_COST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    DISK_USAGE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FOUND_ON_DISK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SPILLED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_usage: float
@@ -273,7 +279,13 @@ class GetLoadsResponse(_message.Message):
     length_error: float
     length_error_of_mean: float
     step_cost_error: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., admitted_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., num_refused: _Optional[int] = ..., length_error: _Optional[float] = ..., length_error_of_mean: _Optional[float] = ..., step_cost_error: _Optional[float] = ...) -> None: ...
+    disk_usage: float
+    blocks_stored: int
+    blocks_found_on_disk: int
+    blocks_swapped: int
+    blocks_spilled: int
+    blocks_damaged: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., admitted_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., num_refused: _Optional[int] = ..., length_error: _Optional[float] = ..., length_error_of_mean: _Optional[float] = ..., step_cost_error: _Optional[float] = ..., disk_usage: _Optional[float] = ..., blocks_stored: _Optional[int] = ..., blocks_found_on_disk: _Optional[int] = ..., blocks_swapped: _Optional[int] = ..., blocks_spilled: _Optional[int] = ..., blocks_damaged: _Optional[int] = ...) -> None: ...
 
 class SubscribeKvEventsRequest(_message.Message):
     __slots__ = ("start_sequence",)
