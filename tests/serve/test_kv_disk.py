@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import Server, wait_until
+from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client, Piece
 
@@ -64,6 +64,7 @@ def test_what_was_damaged_is_computed_and_said(tiny_artifact: Path, tmp_path: Pa
 
 
 def test_a_second_server_on_the_same_folder_is_refused(tiny_artifact: Path, tmp_path: Path) -> None:
-    with Server(tiny_artifact, "--kv-disk", str(tmp_path)), pytest.raises(AssertionError) as refused:
-        Server(tiny_artifact, "--kv-disk", str(tmp_path))
-    assert "in use by another engine; give each a folder of its own" in str(refused.value)
+    with Server(tiny_artifact, "--kv-disk", str(tmp_path)):
+        refused = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--kv-disk", tmp_path)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "in use by another engine; give each a folder of its own" in refused.stderr
