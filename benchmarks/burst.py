@@ -18,8 +18,8 @@ from inferc.runtime.simulate import CostRunner, VirtualClock
 from inferc.runtime.step_cost import StepCost
 from inferc.runtime.trace import Trace
 
-SYSTEM_LEN, OWN_LEN = 512, (32, 384)
-MIN_OUTPUT, TYPICAL_OUTPUT, MAX_OUTPUT = 8, 40, 160
+SYSTEM_LEN, OWN_LEN = 512, (32, 256)
+MIN_OUTPUT, TYPICAL_OUTPUT, MAX_OUTPUT = 16, 80, 224
 TRACE_SEQS, TRACE_BUDGET = 16, 512
 
 
@@ -97,7 +97,7 @@ def workload(count: int, vocab_size: int, scale: float = 1.0) -> list[Request]:
 
     system, requests = ids(SYSTEM_LEN), []
     for index in range(count):
-        output_len = scale * float(np.clip(TYPICAL_OUTPUT * rng.lognormal(0.0, 0.8), MIN_OUTPUT, MAX_OUTPUT))
+        output_len = scale * float(np.clip(TYPICAL_OUTPUT * rng.lognormal(0.0, 0.7), MIN_OUTPUT, MAX_OUTPUT))
         own = ids(float(rng.integers(*OWN_LEN)))
         requests.append(Request([*(system if index % 2 else []), *own], max(2, int(output_len))))
     return requests

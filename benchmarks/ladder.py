@@ -2,20 +2,23 @@
 
     python benchmarks/ladder.py [--turns 3] [--reservations 2] [--quantize w8a8] [--trace FILE] [--out FOLDER] [--quick]
 
-A random Llama, requests of mixed lengths that are all there at once, half of them behind one system prompt. From rung to rung:
+A random Llama, requests of mixed lengths that are all there at once, half of them behind one system prompt. From rung
+to rung:
 
 - static batches without a KV cache: every token is a request of its own, over the prompt and all tokens before it;
 - + KV cache: static batches, in which nobody joins before the last has ended (nothing is padded in either);
-- + continuous batching, as many sequences as the KV memory holds ranges of `max_model_len`, as if each had one reserved;
+- + continuous batching, as many sequences as the KV memory holds ranges of `max_model_len`, as if each had one
+  reserved;
 - + paging: the same memory in blocks, for as many sequences as fit; + larger batch: memory for all at once;
 - + 8-bit weights; + prefix cache.
 
-Every rung runs once a turn, the order alternates, ratios are of one turn and their medians count; a turn before warms up. The first
-rung takes longer than all others together and runs in one turn only. Beside a ratio stands what it should be: of the KV cache at most
-the tokens that are computed, before over after; of weights, their bytes; of the others, the work in their steps at the prices that
-the rung before had (runtime/step_cost.py). All rungs must give the same tokens where weights are the same. Also how much of the KV
-cache's memory is held and not used, in this burst and at the lengths of a conversation trace (the same scheduler and cache, without a
-model). Writes ladder.json and ladder.png into the folder, prints the tables.
+Every rung runs once a turn, the order alternates, ratios are of one turn and their medians count; a turn before warms
+up. The first rung takes longer than all others together and runs in one turn only. Beside a ratio stands what it should
+be: of the KV cache at most the tokens that are computed, before over after; of weights, their bytes; of the others, the
+work in their steps at the prices that the rung before had (runtime/step_cost.py). All rungs must give the same tokens
+where weights are the same. Also how much of the KV cache's memory is held and not used, in this burst and at the
+lengths of a conversation trace (the same scheduler and cache, without a model). Writes ladder.json and ladder.png into
+the folder, prints the tables.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from inferc.runtime.step import F64
 from inferc.runtime.step_cost import WORK, StepCost, StepWork
 from inferc.runtime.trace import read_trace
 
-MODEL, QUICK_MODEL = Llama(768, 2048, 4, 12, 4), Llama(128, 256, 2, 2, 1)
+MODEL, QUICK_MODEL = Llama(640, 1728, 4, 10, 2), Llama(128, 256, 2, 2, 1)
 MAX_MODEL_LEN = 2048
 TOKEN_BUDGET = 512
 TRACE_REQUESTS = 200
@@ -141,7 +144,7 @@ def without_cache(engine: Engine, requests: Sequence[Request], batch: int) -> li
 
 
 def take_turn(climb: Climb, requests: Sequence[Request], turn: int) -> None:
-    """Serve the burst once; in turn 0 to warm up, and to see what the KV cache holds. Fails for other tokens than before."""
+    """Serve the burst once; in turn 0 to warm up, and to see what the KV cache holds. Fails if tokens change."""
     engine, rung = climb.engine, climb.rung
     if not turn:
         if rung.recomputes:

@@ -10,13 +10,15 @@ from tables import COLORS, PALE, Grid, picture
 
 def tables(result: dict[str, Any]) -> list[Grid]:
     """The rungs; and how much of the KV memory is held for nothing."""
-    grid = [["", "sequences at once", "output tokens/s", "to the rung before", "expected", "to the first"]]
+    grid = [
+        ["", "at once", "steps", "tokens computed", "output tokens/s", "to the rung before", "expected", "to the first"]
+    ]
     for index, row in enumerate(result["rungs"]):
         ratios = [f"{row['over_before']:.2f}", f"{row['expected_over_before']:.2f}"] if index else ["", ""]
         at_once = row.get("seqs_at_once", min(row["max_num_seqs"], result["workload"]["requests"]))
-        grid.append(
-            [row["name"], f"{at_once:.1f}", f"{row['output_tokens_per_s']:.0f}", *ratios, f"{row['over_first']:.1f}"]
-        )
+        work = [f"{at_once:.1f}", f"{row['steps']:,}", f"{row['computed_tokens']:,}"]
+        speed = f"{row['output_tokens_per_s']:.0f}" if index else f"{row['output_tokens_per_s']:.1f}"
+        grid.append([row["name"], *work, speed, *ratios, f"{row['over_first']:.1f}"])
     memory = [["KV memory held and not used", "in blocks", "if each had a range of full length"]]
     for name, prompt, output, whole, unused, reserved in _memory(result):
         lengths = f"{name}: {prompt:.0f} + {output:.0f} tokens on average, full length {whole:,}"
@@ -55,7 +57,9 @@ def _draw_speed(rows: list[dict[str, Any]], axis: Any) -> None:
         bar.set_alpha(0.45 + 0.55 * place / (len(rows) - 1))
         text = f"{speeds[place]:.0f}"
         if place:
-            text += f"   ×{row['over_before']:.3g}" + (f", in all ×{row['over_first']:.0f}" if place > 1 else "")
+            text += f"   ×{row['over_before']:.{2 if row['over_before'] < 10 else 0}f}"
+        if place > 1:
+            text += f", in all ×{row['over_first']:.0f}"
         axis.annotate(text, (speeds[place], place), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axis.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=9)
     axis.set_xlim(0, 1.32 * max(speeds))

@@ -1,16 +1,16 @@
-"""A prompt of 200,000 tokens: its memory beside the formula, the time to its first token, and to that of the turn after it.
+"""A prompt of 200,000 tokens: its memory beside the formula, its time to the first token, and the next turn's.
 
     python benchmarks/long_context.py [--tokens 200000] [--turns 5] [--work DIR] [--out FOLDER]
 
-A random Llama with 4 layers, 4 heads and 2 KV heads of 64: small, since attention to all that came before grows with the square of
-the prompt, and large enough to have 2 KB of K and V a token. One process loads the artifact, computes the prompt in chunks and answers
-with a few tokens; then comes the second turn, as many times as asked for: the same prompt and answer with some new tokens, which
-the prefix cache leaves to compute. The first turn runs once.
+A random Llama with 4 layers, 4 heads and 2 KV heads of 64: small, since attention to all that came before grows with
+the square of the prompt, and large enough to have 2 KB of K and V a token. One process loads the artifact, computes the
+prompt in chunks and answers with a few tokens; then comes the second turn, as many times as asked for: the same prompt
+and answer with some new tokens, which the prefix cache leaves to compute. The first turn runs once.
 
-Resident memory is read after every step. The formula is what the process had before it loaded anything, the weights, the arena (by the
-artifact's own formula) and K and V: nothing else may grow with the prompt. Limits: of the prompt, its operations at the processor's
-peak; of the second turn, its share of them; of a decode step, its bytes at the memory's bandwidth. Writes long_context.json and
-long_context.png into the folder, prints the tables.
+Resident memory is read after every step. The formula is what the process had with the prompt and without an engine, the
+weights, the arena (by the artifact's own formula) and K and V: nothing else may grow with the prompt. Limits: of the
+prompt, its operations at the processor's peak; of the second turn, its share of them; of a decode step, its bytes at
+the memory's bandwidth. Writes long_context.json and long_context.png into the folder, prints the tables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def resident(name: str = "VmRSS") -> int:
 
 
 def operations(start: int, count: int, sizes: tuple[int, int, int, int, int] = SIZES) -> float:
-    """Additions and multiplications for the tokens [start, start + count): products, and attention to all before each."""
+    """Additions and multiplications for the tokens [start, start + count): products, and attention to all before."""
     hidden, intermediate, layers, heads, kv_heads = sizes
     weights = 2 * hidden * hidden + 2 * hidden * kv_heads * (hidden // heads) + 3 * hidden * intermediate
     return layers * count * (2.0 * weights + 4.0 * hidden * (start + count / 2))
@@ -92,15 +92,16 @@ def second_turn(engine: Engine, history: list[int], seed: int) -> tuple[float, i
 
 def measure(path: Path, num_tokens: int, turns: int) -> dict[str, Any]:
     """Both turns in this process, which should have loaded nothing else."""
-    before = resident()
     artifact = load_artifact(path)
+    vocab_size = int(artifact.model["vocab_size"])
+    prompt = np.random.default_rng(0).integers(10, vocab_size, num_tokens).tolist()
+    before = resident()
     cost, threads = model_cost(artifact), available_cores()
     blocks = 2 + -(-(num_tokens + ANSWER + NEW_TOKENS) // artifact.block_size)
     kv_bytes = blocks * artifact.block_size * artifact.kv_bytes_per_token
     engine = load_engine(
         artifact, max_num_seqs=1, max_num_batched_tokens=TOKEN_BUDGET, kv_memory_bytes=kv_bytes, num_threads=threads
     )
-    prompt = np.random.default_rng(0).integers(10, engine.model.vocab_size, num_tokens).tolist()
     first = first_turn(engine, prompt)
     history = [*prompt, *first.pop("answer")]
     second = [second_turn(engine, history, seed) for seed in range(turns)]
@@ -146,7 +147,7 @@ def tables(result: dict[str, Any]) -> list[Grid]:
     ]  # fmt: skip
     parts = ("before", "weights", "arena", "kv", "all")
     memory_rows = [
-        ["memory, MB", "process before loading", "weights", "arena", "K and V", "formula", "peak", "of the formula"],
+        ["memory, MB", "process without engine", "weights", "arena", "K and V", "formula", "peak", "of the formula"],
         ["", *(f"{formula[name] / 1e6:.0f}" for name in parts), f"{result['peak_bytes'] / 1e6:.0f}",
          f"{result['peak_bytes'] / formula['all']:.3f}"],
     ]  # fmt: skip

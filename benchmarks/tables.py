@@ -25,7 +25,7 @@ def _line(cells: Sequence[str]) -> str:
 def picture(
     path: Path, title: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> Iterator[Any]:
-    """The axes [rows, columns] of a picture that is written to the file `path` in the end. options: as of `subplots`."""
+    """The axes [rows, columns] of a picture, written to the file `path` in the end. options: as of `subplots`."""
     import matplotlib as mpl
 
     mpl.use("Agg")

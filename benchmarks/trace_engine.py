@@ -1,16 +1,19 @@
-"""A trace of conversations played to the engine: what the prefix cache, chunked prefill and continuous batching are worth.
+"""A trace of conversations through the engine: what prefix cache, chunked prefill and continuous batching are worth.
 
-    python benchmarks/trace_engine.py [--trace FILE] [--scale 16] [--requests 500] [--load 0.7] [--turns 3] [--out FOLDER] [--quick]
+    python benchmarks/trace_engine.py [--trace FILE] [--scale 16] [--requests 500] [--load 0.7] [--turns 3]
+        [--out FOLDER] [--quick]
 
-The first requests of the Mooncake conversation trace, prompts, answers and times divided by --scale, to a random Llama on this machine.
-They come with the trace's pauses, at --load times what the engine serves when all are there at once; and then all at once,
-for throughput. The engine as it is, without its prefix cache, without chunked prefill (a step then takes whole prompts, up to the
-longest possible), and with static batches, each loaded anew, in turn; ratios are of one turn, medians count.
+The first requests of the Mooncake conversation trace, prompts, answers and times divided by --scale, to a random Llama
+on this machine. They come with the trace's pauses, at --load times what the engine serves when all are there at once;
+and then all at once, for throughput. The engine as it is, without its prefix cache, without chunked prefill (a step
+then takes whole prompts, up to the longest possible), and with static batches, each loaded anew, in turn; ratios are of
+one turn, medians count.
 
-Beside what the prefix cache found stands what a cache of the same size would that had every prompt as soon as it comes and
-held nothing but prompts (least recently used goes first), and one without end; and the same scheduler and cache for other sizes,
-simulated. Beside continuous over static batches: the most it can be by the lengths, see trace_limits.py. Writes
-trace_engine.json and trace_engine.png into the folder, prints the tables.
+Beside what the prefix cache found stands what a cache of the same size would that had every prompt as soon as it comes
+and held nothing but prompts (least recently used goes first), and one without end; and the same scheduler and cache for
+other sizes, simulated. Beside throughput stand limits: of the prefix cache, by the tokens it leaves to compute; of
+continuous batching, by the lengths (trace_limits.py), at the prices of steps and tokens that the same run showed, and
+if only the number of steps counted. Writes trace_engine.json and trace_engine.png into the folder, prints the tables.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from inferc.runtime.simulate import Playback, Replica, play
 from inferc.runtime.simulation_report import summarize
 from inferc.runtime.trace import Trace, read_trace
 
-MODEL, QUICK_MODEL = Llama(512, 1408, 4, 8, 2), Llama(128, 256, 2, 2, 1)
+MODEL, QUICK_MODEL = Llama(384, 1024, 4, 6, 2), Llama(128, 256, 2, 2, 1)
 TOKEN_BUDGET = 512
 AT_ONCE = 1e9  # so many times the trace's rate
 FIGURES = ("ttft_mean", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99", "output_tokens_per_s", "hit_rate")
@@ -152,8 +155,8 @@ def measure(
         ],
         "limits": {
             "prefix cache": computed(trace, 0.0) / computed(trace, whole.median("hit_rate")),
-            "continuous batching, by steps": statistics.median(each[0] for each in limits),
             "continuous batching": statistics.median(each[1] for each in limits),
+            "continuous batching, by steps": statistics.median(each[0] for each in limits),
         },
         "hits": {
             "kv_tokens": sizes.kv_tokens,

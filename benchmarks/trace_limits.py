@@ -16,7 +16,7 @@ CAPACITIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 1.25)  # of the trace's d
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a request: of its prompt those that are not in the prefix cache, all of its prompt, and of its answer."""
+    """Tokens of a request: of its prompt those that no prefix cache has, of all its prompt, and of its answer."""
 
     computed: float
     prompt: int
@@ -70,7 +70,7 @@ def distinct_tokens(trace: Trace) -> int:
 
 
 def longest_asked(trace: Trace) -> int:
-    """Tokens of the longest prompt, and of the longest answer: what every request may come to, for all that is known."""
+    """Tokens of the longest prompt and of the longest answer: what a request may come to, for all that is known."""
     return max(each.prompt_len for each in trace.requests) + trace.longest_output
 
 

@@ -18,11 +18,11 @@ def tables(result: dict[str, Any]) -> list[Grid]:
         times = [f"{row[name]:.0f} ms" for name in TIMES]
         speeds = [f"{row['output_tokens_per_s']:.1f}", f"{row['at_once']:.1f}"]
         figures.append([row["name"], *times, *speeds, f"{row['hit_rate']:.2%}"])
-    gains = [["with over without", *HEAD[1:], "its limit"]]
+    gains = [["with over without", *HEAD[1:], "its limit", "if steps counted alone"]]
     for row in result["ratios"]:
         own = [f"{row[name]:.2f}" for name in (*TIMES, "output_tokens_per_s", "at_once")]
-        limit = result["limits"].get(row["what"])
-        gains.append([row["what"], *own, "" if limit is None else f"{limit:.2f}"])
+        limits = [result["limits"].get(row["what"] + suffix) for suffix in ("", ", by steps")]
+        gains.append([row["what"], *own, *("" if limit is None else f"{limit:.2f}" for limit in limits)])
     found = result["hits"]
     hits = [
         ["prefix hits, of prompts' tokens", "found", "ideal of this size", "found of it", "ideal without end"],
