@@ -62,7 +62,7 @@ def _draw_speed(rows: list[dict[str, Any]], axis: Any) -> None:
             text += f", in all ×{row['over_first']:.0f}"
         axis.annotate(text, (speeds[place], place), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axis.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=9)
-    axis.set_xlim(0, 1.32 * max(speeds))
+    axis.set_xlim(0, 1.42 * max(speeds))
     axis.set_xlabel("output tokens a second", fontsize=9)
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
