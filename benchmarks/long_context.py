@@ -117,7 +117,7 @@ def measure(path: Path, num_tokens: int, turns: int) -> dict[str, Any]:
         "tokens": num_tokens,
         "first": first,
         "second_s": [seconds for seconds, _ in second],
-        "cached_tokens": second[-1][1],
+        "cached_tokens": second[0][1],
         "peak_bytes": peak,
         "formula_bytes": {**formula, "all": sum(formula.values())},
         "kv_bytes_per_token": artifact.kv_bytes_per_token,

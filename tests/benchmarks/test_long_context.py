@@ -17,7 +17,7 @@ def test_attention_counts_all_tokens_before() -> None:
 def test_the_second_turn_finds_the_first(tiny_artifact: Path, tmp_path: Path) -> None:
     found = long_context.measure(tiny_artifact, 150, 2)
     history = 150 + long_context.ANSWER
-    assert found["cached_tokens"] == history // 16 * 16 and len(found["second_s"]) == 2
+    assert history // 32 * 32 <= found["cached_tokens"] <= history and len(found["second_s"]) == 2
     assert found["first"]["steps"][-1][0] == 150 and found["first"]["ttft_s"] > 0
     formula = found["formula_bytes"]
     assert formula["kv"] >= (history + long_context.NEW_TOKENS) * found["kv_bytes_per_token"]
