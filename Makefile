@@ -25,7 +25,7 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo test test-all sanitize lint types unit peers bench wheel protos gpu-test gpu-bench gpu-tune clean
+.PHONY: help install demo test test-all sanitize lint types unit peers bench bench-ladder wheel protos gpu-test gpu-bench gpu-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ bench: $(READY)  ## the CPU target beside its peers: an hour and more (make benc
 	$(PY) benchmarks/gemm_onednn.py --out benchmarks/results/cpu-products.json || failed=1; \
 	$(PY) benchmarks/moe_decode.py $(EXPERTS) --out benchmarks/results/cpu-experts.json || failed=1; \
 	exit $$failed
+
+bench-ladder: $(READY)  ## what each part of serving is worth, from static batches to the prefix cache: minutes (ARGS=--quick)
+	$(PY) benchmarks/ladder.py $(ARGS)
 
 wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	rm -rf dist build

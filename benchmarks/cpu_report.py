@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tables import COLORS, Grid, markdown, picture
 
 from inferc.config import available_cores
-
-Grid = list[list[str]]  # the first row is the head
 
 
 def show(result: dict[str, Any], cases: Sequence[str], console: Console) -> None:
@@ -27,13 +26,9 @@ def show(result: dict[str, Any], cases: Sequence[str], console: Console) -> None
 def write_markdown(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
     """The tables of `show`, one below the other."""
     lines = []
-    for title, (head, *rows) in grids(result, cases):
-        lines += [title[0].upper() + title[1:], "", _line(head), "|" + "---|" * len(head), *map(_line, rows), ""]
+    for title, grid in grids(result, cases):
+        lines += [title[0].upper() + title[1:], "", markdown(grid), ""]
     path.write_text("\n".join(lines), encoding="utf-8")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def grids(result: dict[str, Any], cases: Sequence[str]) -> list[tuple[str, Grid]]:
@@ -78,19 +73,18 @@ def targets(rows: Sequence[dict[str, Any]]) -> Grid:
 
 def draw(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
     """Bars by case, one a row, as shares of the case's best."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = [row for row in result["rows"] if "cases" in row]
     if not rows:
         return
-    figure, axes = plt.subplots(
-        1, len(cases), figsize=(3.2 * len(cases), 0.32 * len(rows) + 1.6), sharey=True, squeeze=False
-    )
-    colors = {16: "#4c78a8", 8: "#f58518", 4: "#54a24b"}
-    for axis, case in zip(axes[0], cases, strict=True):
+    title = f"{result['shape']}, tokens/s on {available_cores()} cores (blue: 16 bits, orange: 8, green: 4)"
+    size = (3.2 * len(cases), 0.32 * len(rows) + 1.6)
+    with picture(path, title, size, columns=len(cases), sharey=True) as axes:
+        _draw_cases(result, rows, cases, axes[0])
+
+
+def _draw_cases(result: dict[str, Any], rows: list[dict[str, Any]], cases: Sequence[str], axes: Any) -> None:
+    colors = dict(zip((16, 8, 4), COLORS, strict=False))
+    for axis, case in zip(axes, cases, strict=True):
         values = [row["cases"][case]["median"] for row in rows]
         bars = axis.barh(range(len(rows)), values, color=[colors[row["bits"]] for row in rows])
         for bar, row in zip(bars, rows, strict=True):
@@ -106,12 +100,5 @@ def draw(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
         axis.set_title(case.replace("_", " "), fontsize=9)
         axis.set_xlim(0, 1.25 * max(values + limits))
         axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_yticks(range(len(rows)), [f"{row['engine']} {row['format']}" for row in rows])
-    axes[0][0].invert_yaxis()
-    figure.suptitle(
-        f"{result['shape']}, tokens/s on {available_cores()} cores (blue: 16 bits, orange: 8, green: 4)", fontsize=10
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes[0].set_yticks(range(len(rows)), [f"{row['engine']} {row['format']}" for row in rows])
+    axes[0].invert_yaxis()

@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ import make_model
 import numpy as np
 import tomllib
 from measured import ROOT, report
+from own_model import compiled
 
 from inferc.config import available_cores
 from inferc.cost import CostLog, Step
@@ -71,22 +70,7 @@ class Shape:
 
 def prepare(shape: Shape, num_experts: int, format: str, work: Path) -> Path:
     """The artifact; made where it is not there, as is the model."""
-    model = work / shape.name(num_experts)
-    artifact = work / f"{model.name}-inferc-{format}"
-    if not artifact.exists():
-        if not model.exists():
-            partial = model.with_name(f"{model.name}.partial")
-            partial.mkdir(parents=True, exist_ok=True)
-            config = shape.config(num_experts)
-            make_model.write_configs(partial, config, "bfloat16")
-            for _ in make_model.write_weights(partial, list(make_model.weights_of(config)), "bfloat16", seed=0):
-                pass
-            partial.rename(model)
-        options = ["--dtype", "bfloat16", "--max-model-len", "1024", "--certify", "none"]
-        options += ["--quantize", format] if format != "bfloat16" else []
-        command = [sys.executable, "-m", "inferc", "compile", str(model), "-o", str(artifact), *options]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return artifact
+    return compiled(shape.name(num_experts), shape.config(num_experts), format, work, 1024)
 
 
 class Routing:

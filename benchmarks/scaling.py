@@ -24,6 +24,7 @@ from measured import ROOT, save
 from peers.engines.inferc_engine import Inferc
 from peers.worker import run_once
 from rich.progress import Progress
+from tables import COLORS, picture
 
 from inferc.config import available_cores
 from inferc.machine import measure_read
@@ -110,14 +111,14 @@ def fits(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib as mpl
+    title = f"{result['shape']}, {result['layers']} layers, {result['threads']} threads"
+    with picture(path, title, (13, 4), columns=3) as axes:
+        _draw(result, *axes[0])
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, (decode, prefill, room) = plt.subplots(1, 3, figsize=(13, 4))
+def _draw(result: dict[str, Any], decode: Any, prefill: Any, room: Any) -> None:
     names = list(dict.fromkeys(row["format"] for row in result["rows"]))
-    for name, color in zip(names, ("#4c78a8", "#f58518", "#54a24b", "#b279a2"), strict=False):
+    for name, color in zip(names, COLORS, strict=False):
         rows = [row for row in result["rows"] if row["format"] == name]
         lengths = [row["length"] for row in rows]
         decode.plot(lengths, [1e3 * row["decode_s"] for row in rows], "o-", color=color, label=name)
@@ -130,13 +131,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for axis in (decode, prefill, room):
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
     decode.legend(fontsize=8)
     prefill.legend(fontsize=8)
-    figure.suptitle(f"{result['shape']}, {result['layers']} layers, {result['threads']} threads", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main() -> None:
