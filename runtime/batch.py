@@ -62,6 +62,7 @@ class Batch:
 
     num_tokens    length, tokens counted that a step in flight is sampling
     tokens        [num_slots, max_model_len + 1] ids of each sequence
+    logprobs      as tokens, of those that were sampled while it ran; None where nobody wants them
     num_known     how many of them have reached the host
     num_computed  tokens whose K,V are in the cache once the steps in flight are done
     last_step     number of the last step the slot took part in
@@ -73,7 +74,7 @@ class Batch:
     order         slots of the running sequences, by level, rank and arrival
     """
 
-    def __init__(self, num_slots: int, max_model_len: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, keep_logprobs: bool = False) -> None:
         def counts() -> I64:
             return np.zeros(num_slots, np.int64)
 
@@ -87,6 +88,7 @@ class Batch:
         self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
         self.predicted, self.num_found, self.level_end, self.clients = counts(), counts(), counts(), counts()
         self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
+        self.logprobs: F32 | None = np.zeros(self.tokens.shape, np.float32) if keep_logprobs else None
         self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
         self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
@@ -133,10 +135,13 @@ class Batch:
         self._decode_shape = None
 
     def sync(self, slot: int) -> None:
-        """Bring a sequence's own list of ids up to date."""
+        """Bring a sequence's own lists up to date."""
         seq = self.seqs[slot]
         assert seq is not None
         seq.token_ids += self.tokens[slot, len(seq.token_ids) : self.num_known[slot]].tolist()
+        if self.logprobs is not None:
+            start = seq.prompt_len + len(seq.logprobs)
+            seq.logprobs += self.logprobs[slot, start : self.num_known[slot]].tolist()
 
     def free(self, slot: int) -> None:
         self.seqs[slot] = None
@@ -206,6 +211,7 @@ class Batch:
             sample=self._sample_rows(slots if all_decode else slots[complete], shape),
             late_rows=late_rows,
             late_slots=late_slots,
+            wants_logprobs=self.logprobs is not None,
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete

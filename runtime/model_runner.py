@@ -154,7 +154,8 @@ class ModelRunner:
         inputs = self._inputs(plan, hidden)  # here, while the step before runs; the worker fills in the late ids
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
-            sample = SampleInputs.of(plan.sample, inputs, self.vocab_size, self._count_table, self._last_ids)
+            state = self.vocab_size, self._count_table, self._last_ids
+            sample = SampleInputs.of(plan.sample, inputs, *state, plan.wants_logprobs)
         self._jobs.put(lambda: self._results.put(self._run(inputs, sample, plan.copies)))
 
     def wait(self) -> StepResult:

@@ -40,7 +40,7 @@ class ReferenceRunner:
     def wait(self) -> StepResult:
         plan = self._queue.popleft()
         rows = self._logits(plan)
-        ids, logprobs = [], []
+        ids, logprobs, chosen = [], [], []
         for row, logits in enumerate(rows):
             slot = int(plan.sample.seq_slots[row])
             token = sample_row(plan.sample, row, logits, self._in_prompt[slot], self._num_output[slot])
@@ -48,7 +48,10 @@ class ReferenceRunner:
             self._num_output[slot, token] += 1
             ids.append(token)
             logprobs.append(_logprobs(logits, token, int(plan.sample.num_logprobs[row])))
-        return StepResult(np.array(ids, np.int32), logprobs)
+            if plan.wants_logprobs:
+                chosen.append(_log_softmax(logits)[token])
+        of_chosen = np.array(chosen, np.float32) if plan.wants_logprobs else None
+        return StepResult(np.array(ids, np.int32), logprobs, chosen_logprobs=of_chosen)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         self._in_prompt[slot], self._num_output[slot] = False, 0

@@ -146,6 +146,11 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
     return SamplingParams(**merged)
 
 
+def from_json(values: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from what `dataclasses.asdict` made of some and JSON brought back."""
+    return from_request({**values, "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}})
+
+
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling defaults that a Hugging Face generation config asks for.
 

@@ -79,7 +79,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.refused: list[tuple[Sequence, str]] = []  # ended by the policy, and why
         self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
-        self.batch = Batch(config.max_num_seqs, config.max_model_len)
+        self.batch = Batch(config.max_num_seqs, config.max_model_len, config.keep_logprobs)
         self.cache = KVCacheManager(
             config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower
         )
@@ -513,6 +513,8 @@ class Scheduler:
         slots, seqs = rows_of.slots, rows_of.seqs
         known = batch.num_known[slots]
         batch.tokens[slots, known] = ids
+        if batch.logprobs is not None:
+            batch.logprobs[slots, known] = result.chosen_logprobs
         known += 1
         batch.num_known[slots] = known
         stopped = (rows_of.stop_ids == ids).any(axis=0)
@@ -533,10 +535,13 @@ class Scheduler:
             output = others[row] = Output(seq.request_id, seq.index, [token])
             if result.failed is not None and result.failed[row]:
                 output.token_ids, output.finish_reason = [], "error"
+                batch.num_known[slots[row]] -= 1
                 self._end(seq)
                 continue
             if seq.status is Status.WAITING:  # preempted meanwhile
                 seq.token_ids.append(token)
+                if result.chosen_logprobs is not None:
+                    seq.logprobs.append(float(result.chosen_logprobs[row]))
             if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
             output.num_forgotten = self.cache.num_forgotten_at(int(known[row]) - 2)

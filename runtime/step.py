@@ -122,6 +122,7 @@ class StepPlan:
     late_rows: I32 = field(default_factory=_no_rows)  # [L] rows of token_ids still unknown here: the runner fills in
     late_slots: I32 = field(default_factory=_no_rows)  # [L] the id last sampled for this slot
     copies: tuple[Copies, ...] = ()  # per KV group, before anything is computed; none at all: ()
+    wants_logprobs: bool = False  # of the chosen tokens of all rows, whatever `sample` asks for
 
     @property
     def num_tokens(self) -> int:
@@ -147,7 +148,7 @@ class StepResult:
     """token_ids [S] i32 in the order of `logits_rows`; logprobs per row, None where not asked for (or nowhere).
 
     failed [S] marks rows whose logits, after penalties and masks, held no finite largest value: their ids mean nothing.
-    None if there are none.
+    None if there are none. chosen_logprobs [S] where the plan wants them.
     """
 
     token_ids: I32
@@ -155,3 +156,4 @@ class StepResult:
     failed: NDArray[np.bool_] | None = None
     hidden: Rows | None = None  # what a pipeline stage without the LM head hands on, instead of ids
     error: str | None = None  # the step failed: nothing else is valid
+    chosen_logprobs: F32 | None = None

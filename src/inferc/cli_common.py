@@ -100,6 +100,15 @@ TbtMs = Annotated[
         "--tbt-ms", metavar="MS", help="Cut prompts so that no step takes longer while tokens are being generated."
     ),
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        "--record",
+        metavar="FILE",
+        help="Write every request that ends to FILE, with its seed, tokens and log probabilities: `inferc replay FILE`"
+        " runs it again and compares each bit.",
+    ),
+]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
 MaxBatchedTokens = Annotated[
     int | None,
@@ -259,6 +268,7 @@ def engine_options(
     kv_disk: Path | None = None,
     kv_disk_size: str = "auto",
     kv_evict: str | None = None,
+    record: Path | None = None,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -279,6 +289,7 @@ def engine_options(
         "kv_disk": None if kv_disk is None else str(kv_disk),
         "kv_disk_bytes": "auto" if kv_disk_size == "auto" else parse_bytes(kv_disk_size),
         "kv_evict": kv_evict,
+        "record": None if record is None else str(record),
     }
     for name, value in options.items():
         limit = MAX_BYTES if name.endswith("_bytes") else MAX_COUNT

@@ -22,6 +22,7 @@ from inferc.cli_common import (
     Out,
     Policy,
     PrefixCache,
+    Record,
     TbtMs,
     Threads,
     decode_utf8,
@@ -68,6 +69,7 @@ def generate(
     kv_disk: KVDisk = None,
     kv_disk_size: KVDiskSize = "auto",
     kv_evict: KVEvict = None,
+    record: Record = None,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -93,6 +95,7 @@ def generate(
             kv_disk=kv_disk,
             kv_disk_size=kv_disk_size,
             kv_evict=kv_evict,
+            record=record,
         ),
     ) as llm:
         params = llm.sampling_params(**asked)

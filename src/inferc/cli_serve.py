@@ -25,6 +25,7 @@ from inferc.cli_common import (
     Pin,
     Policy,
     PrefixCache,
+    Record,
     TbtMs,
     Threads,
     engine_options,
@@ -74,6 +75,7 @@ def serve(
     kv_events_topic: Annotated[
         str, typer.Option("--kv-events-topic", metavar="TOPIC", help="The first frame of each ZeroMQ message.")
     ] = "",
+    record: Record = None,
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -97,6 +99,7 @@ def serve(
         kv_disk=kv_disk,
         kv_disk_size=kv_disk_size,
         kv_evict=kv_evict,
+        record=record,
     )
     publisher = None
     if kv_events not in (None, "grpc"):

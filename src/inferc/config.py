@@ -183,6 +183,7 @@ class EngineConfig:
     deterministic: bool = False  # a cpu step always is
     pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
     kv_events: bool = False  # collect what the prefix cache stores and evicts, for whoever takes it
+    record: str | None = None  # a file that every request is written to, for `inferc replay`
 
     def __post_init__(self) -> None:
         _check_fields(self)
