@@ -27,6 +27,7 @@ from inferc.runtime.scoring import Score, Scorer
 from inferc.runtime.sequence import Output, Sequence, StepOutputs, sequence_seed
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
+from inferc.runtime.tapped import TapCollector
 from inferc.runtime.tiers import Mover
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Engine:
 
     pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
     (the weights' check). clock: seconds; what the scheduler goes by. mover: of the KV cache's lower tier, if there is one.
-    recorder: hears of every request that began.
+    recorder: hears of every request that began. taps: keep values of those that ask for it.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         mover: Mover | None = None,
         recorder: Recorder | None = None,
+        taps: TapCollector | None = None,
     ) -> None:
         self.runner = runner
+        self.taps = taps
         self._recorder = recorder
         self._before_first_output = before_first_output
         self.model = model
@@ -169,6 +172,10 @@ class Engine:
                 "allowed_token_ids has end tokens only, and min_tokens forbids these at first: nothing is left to"
                 " choose; allow more, or set min_tokens to 0"
             )
+        if params.tap:
+            if self.taps is None:
+                raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
+            self.taps.check(len(prompt), min(longest, wanted), params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
         seqs = []
@@ -196,6 +203,8 @@ class Engine:
         self._stats.prompt_tokens += len(prompt)
         if self._recorder is not None:
             self._recorder.begin(name, seed, seqs)
+        if params.tap and self.taps is not None:
+            self.taps.begin(name, seqs)
 
     def abort(self, request_id: str, index: int | None = None, cause: str = "abort") -> None:
         """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored.
@@ -290,6 +299,8 @@ class Engine:
         self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
         if self._recorder is not None:
             self._recorder.end(seq, recorded or reason)
+        if self.taps is not None:
+            self.taps.end(seq)
 
     # ------------------------------------------------------------------------------------------------ step
 
@@ -340,6 +351,8 @@ class Engine:
                 self._reset_slot(seq)
             if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_below):
                 self._mover.read_ahead(plan.block_tables)
+            if self.taps is not None:
+                self.taps.mark(plan, self.scheduler.batch.seqs)
             self.runner.submit(plan)
             self._in_flight.append(plan)
             self._submitted_at.append(self._clock())
@@ -369,6 +382,8 @@ class Engine:
         if result.error is not None:
             raise InfercError(f"the step failed: {result.error}")
         self._observe(plan)
+        if self.taps is not None:
+            self.taps.landed(plan, result.tapped)
         outputs = self.scheduler.update(plan, result)
         stats.output_tokens += len(outputs)
         if self._recorder is not None:
@@ -419,13 +434,16 @@ class Engine:
     def close(self) -> None:
         """Store what the next run may want, for some seconds at most, and give everything back.
 
-        A recording says of requests that have not ended that they were aborted.
+        What is recorded or kept of requests that have not ended is as if they were aborted.
         """
         try:
-            if self._recorder is not None:
+            if self._recorder is not None or self.taps is not None:
                 for request_id in self.request_ids:
                     self.abort(request_id)
+            if self._recorder is not None:
                 self._recorder.close()
+            if self.taps is not None:
+                self.taps.close()
         finally:
             if self._mover is not None and self._is_whole:
                 self._store_all()

@@ -22,6 +22,7 @@ from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, StepOutputs
+from inferc.runtime.tapped import TappedSequence
 
 log = logging.getLogger(__name__)
 
@@ -348,6 +349,14 @@ class EngineThread(EngineClient):
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
         self._reader.join(timeout)
+
+    def tapped(self) -> list[TappedSequence]:
+        """The values of tapped requests that have ended, once each."""
+        self.stats()  # behind it, the engine knows of every abort that was sent
+        found: list[TappedSequence] = []
+        while self._engine.taps is not None and not self._engine.taps.ended.empty():
+            found += self._engine.taps.ended.get() or ()
+        return found
 
     def _send(self, command: Command) -> None:
         self._inbox.put(command)

@@ -20,6 +20,8 @@ from inferc.runtime.recorder import Recorder
 from inferc.runtime.recording import Header, Identity
 from inferc.runtime.sampling_params import generation_defaults
 from inferc.runtime.scheduler_config import SchedulerConfig
+from inferc.runtime.tapped import TapCollector
+from inferc.runtime.taps import Node, choose_nodes
 
 if TYPE_CHECKING:
     from inferc.runtime.kv_disk import DiskTier
@@ -49,12 +51,14 @@ def load_engine(
         groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
         if not chunked_prefill:
             raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
+    nodes = _tapped_nodes(artifact, target, config)
     with ExitStack() as made:  # closed again if what comes after it cannot be made
         disk = _open_disk(artifact, target, config, groups)
         if disk is not None:
             made.callback(disk.close)
         runner, resolved = _make_runner(artifact, target, config, groups, disk)
         made.callback(runner.close)
+        taps = _make_taps(nodes, runner, config)
         recorder = _make_recorder(artifact, target, runner, config)
         made.pop_all()
     sizes = SchedulerConfig(
@@ -79,6 +83,7 @@ def load_engine(
         before_first_output=check.wait,
         mover=disk,
         recorder=recorder,
+        taps=taps,
     )
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
         log.info(
@@ -92,6 +97,25 @@ def identity(artifact: Artifact, target: str, runner: Runner, config: EngineConf
     """What decides the bits of answers besides requests."""
     isa = str(getattr(runner, "arch" if target.startswith("cuda") else "isa", ""))
     return Identity(str(artifact.manifest["sha256"]), target, isa, config.deterministic, config.kv_evict)
+
+
+def _tapped_nodes(artifact: Artifact, target: str, config: EngineConfig) -> tuple[Node, ...]:
+    """Raises UnsupportedError where nothing can be tapped, ConfigError for a name of nothing."""
+    if not config.tap:
+        return ()
+    if target.startswith("cuda") or len(artifact.ranks) > 1:
+        raise UnsupportedError(
+            f"--tap: {artifact.path} runs on {'a GPU' if target.startswith('cuda') else 'several ranks'}, whose values"
+            " are not tapped; compile the model for --target cpu, without --tp, --pp and --ep"
+        )
+    return choose_nodes(artifact.program, config.tap)
+
+
+def _make_taps(nodes: tuple[Node, ...], runner: Runner, config: EngineConfig) -> TapCollector | None:
+    if not nodes:
+        return None
+    runner.set_taps(nodes)  # type: ignore[attr-defined]  # of the two that `_tapped_nodes` lets through
+    return TapCollector(nodes, None if config.tap_out is None else Path(config.tap_out))
 
 
 def _make_recorder(artifact: Artifact, target: str, runner: Runner, config: EngineConfig) -> Recorder | None:

@@ -77,6 +77,7 @@ class _Run:
             client="",
             ttft_ms=None,
             tbt_ms=None,
+            tap=False,
         )
 
     def take(self, output: Output) -> None:

@@ -26,6 +26,7 @@ from inferc.cli_common import (
     Policy,
     PrefixCache,
     Record,
+    Tap,
     TbtMs,
     Threads,
     engine_options,
@@ -76,6 +77,11 @@ def serve(
         str, typer.Option("--kv-events-topic", metavar="TOPIC", help="The first frame of each ZeroMQ message.")
     ] = "",
     record: Record = None,
+    tap: Tap = None,
+    tap_out: Annotated[
+        Path | None,
+        typer.Option("--tap-out", metavar="DIR", help="Where --tap's values go: DIR/REQUEST.npz for each that asks."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -84,6 +90,8 @@ def serve(
     """
     if not 0 <= grpc_port <= 65535:
         raise ConfigError(f"--grpc-port {grpc_port}: expected 1 to 65535, or 0 for a free one")
+    if tap and tap_out is None:
+        raise ConfigError("--tap without --tap-out DIR: say where the values of requests that ask for it shall go")
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
@@ -100,6 +108,8 @@ def serve(
         kv_disk_size=kv_disk_size,
         kv_evict=kv_evict,
         record=record,
+        tap=tap,
+        tap_out=tap_out,
     )
     publisher = None
     if kv_events not in (None, "grpc"):
