@@ -62,24 +62,6 @@ class _Run:
     position: int = 0
     difference: Difference | None = None
 
-    def params(self) -> SamplingParams:
-        asked, count = self.request.params, len(self.recorded.token_ids)
-        count += self.recorded.finish_reason == "error"  # the token that must break again
-        return replace(
-            asked,
-            n=1,
-            seed=self.recorded.seed,
-            max_tokens=count,
-            min_tokens=min(asked.min_tokens, count),
-            stop=(),
-            logprobs=0,
-            priority=0,
-            client="",
-            ttft_ms=None,
-            tbt_ms=None,
-            tap=False,
-        )
-
     def take(self, output: Output) -> None:
         """Compare what came: at most a token, and the end."""
         recorded = self.recorded
@@ -106,6 +88,26 @@ class _Run:
 
     def _differ(self, expected: Drawn, found: Drawn, at: int) -> None:
         self.difference = self.difference or Difference(self.request.label, self.recorded.index, at, expected, found)
+
+
+def replay_params(request: RecordedRequest, recorded: RecordedSequence) -> SamplingParams:
+    """What gives one sequence of a request again, whatever ended it."""
+    asked, count = request.params, len(recorded.token_ids)
+    count += recorded.finish_reason == "error"  # the token that must break again
+    return replace(
+        asked,
+        n=1,
+        seed=recorded.seed,
+        max_tokens=count,
+        min_tokens=min(asked.min_tokens, count),
+        stop=(),
+        logprobs=0,
+        priority=0,
+        client="",
+        ttft_ms=None,
+        tbt_ms=None,
+        tap=False,
+    )
 
 
 def _bits(value: float | None) -> bytes:
@@ -153,7 +155,7 @@ def replay(
                 result.unfinished += 1
                 continue
             name = str(len(runs))
-            engine.add_request(name, request.prompt, run.params())
+            engine.add_request(name, request.prompt, replay_params(request, recorded))
             runs[name] = run
             result.sequences += 1
             result.tokens += len(recorded.token_ids)
