@@ -221,7 +221,11 @@ def _verdict(artifact: Artifact, found: Found, own: Reference, wide: Reference |
     if not ours.is_finite:
         return False, "its logits are not all finite numbers"
     if budget is not None:
-        reason = drift.over_budget(float(ours.kl.mean()), ours.top1_agreement, budget)
+        count = len(ours.kl)
+        missed = round(count * (1.0 - ours.top1_agreement))
+        # A share of a few positions, rounded up: one of six is no more than a tenth of many.
+        is_few = missed <= math.ceil(count * (1.0 - budget.min_top1))
+        reason = drift.over_budget(float(ours.kl.mean()), 1.0 if is_few else ours.top1_agreement, budget)
     elif wide is None:
         return None, "no float32 model fits in memory, which is what would judge this dtype"
     elif wide is own:

@@ -110,7 +110,8 @@ def test_fifty_requests_come_again_bit_for_bit(artifact: Path, tmp_path: Path) -
         assert found.seed == params.seed or params.seed is None
         for output, seq in zip(answer.outputs, found.sequences, strict=True):
             is_cut = isinstance(output.stop, str)
-            assert seq.finish_reason == ("stop_string" if is_cut else output.finish_reason)
+            # A stop string that ends with the last token: the engine had ended by itself.
+            assert seq.finish_reason in (("stop_string", "length") if is_cut else (output.finish_reason,))
             assert seq.token_ids[: len(output.token_ids)] == output.token_ids and (
                 is_cut or len(seq.token_ids) == len(output.token_ids)
             )
@@ -232,6 +233,30 @@ def test_a_recording_goes_on_but_never_another_ones(recorded: Path, tiny_artifac
         inferc.LLM(tiny_artifact, record=str(tmp_path / "none" / "r.jsonl"))
 
 
+def test_what_is_ended_from_outside_is_recorded_as_that(tiny_artifact: Path, tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    engine = load_engine(tiny_artifact, record=str(file), max_num_seqs=2)
+    asked = SamplingParams(n=2, max_tokens=50, ignore_eos=True, stop=("x",), min_tokens=20)
+    engine.add_request("a", prompt(9), asked, "first")
+    engine.add_request("b", prompt(5), SamplingParams(max_tokens=3), "never began")
+    for _ in range(8):
+        engine.step()
+    engine.abort("a", 1)  # as whoever finds a stop string does
+    engine.abort("b")
+    for _ in range(3):
+        engine.step()
+    engine.close()  # the rest of the first has not ended
+    recording = read_recording(file)
+    assert [each.name for each in recording.requests] == ["never began", "first"]
+    waiting, first = recording.requests
+    assert [(seq.finish_reason, seq.token_ids, seq.first_token_s) for seq in waiting.sequences] == [("abort", [], None)]
+    assert [seq.finish_reason for seq in first.sequences] == ["abort", "stop_string"]
+    assert 0 < len(first.sequences[1].token_ids) < len(first.sequences[0].token_ids) < 20
+    assert len({seq.seed for seq in first.sequences}) == 2
+    result = again(tiny_artifact, recording)
+    assert not result.differences and (result.sequences, result.unfinished) == (2, 1)
+
+
 def test_a_full_disk_ends_the_recording_and_nothing_else(tiny_artifact: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     prompts = [argument for number in range(8) for argument in ("--prompt", f"line {number}")]
@@ -259,7 +284,7 @@ def test_a_served_recording_replays(tiny_artifact: Path, tmp_path: Path) -> None
             list(slow)
     recording = read_recording(file)
     by_label = {each.label: each for each in recording.requests}
-    assert [seq.finish_reason for seq in by_label["cut"].sequences] == ["abort"]
+    assert [seq.finish_reason for seq in by_label["cut"].sequences] in (["abort"], ["length"])  # whichever came first
     assert len(by_label["mine"].sequences) == 2
     result = run_inferc("replay", file, "--engine", tiny_artifact, "--max-num-seqs", "1", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
