@@ -46,8 +46,12 @@ def diff(
     if (prompt is None) == (record is None) or (record is None) != (request is None):
         raise ConfigError("give either --prompt TEXT, or --record FILE with --request ID")
     artifact = load_artifact(out)
-    ids, params = _recorded(record, request) if record is not None else _asked(artifact, prompt or "", max_tokens)
-    options = engine_options(threads, isa, 1, max_num_batched_tokens)
+    kv_evict = None
+    if record is not None:
+        ids, params, kv_evict = _recorded(record, request)
+    else:
+        ids, params = _asked(artifact, prompt or "", max_tokens)
+    options = engine_options(threads, isa, 1, max_num_batched_tokens, kv_evict=kv_evict)
     with progress("diff") as report:
         from inferc.diff import diff as diff_
 
@@ -66,15 +70,17 @@ def _asked(artifact: Artifact, prompt: str, max_tokens: int) -> tuple[list[int],
     return Text(artifact.tokenizer_folder).encode(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
-def _recorded(file: Path | None, wanted: str | None) -> tuple[list[int], SamplingParams]:
+def _recorded(file: Path, wanted: str | None) -> tuple[list[int], SamplingParams, str | None]:
+    """Prompt and parameters of a request's first output, and what the engine then forgot."""
     from inferc.runtime.recording import read_recording
     from inferc.runtime.replay import choose, replay_params
 
-    assert file is not None
-    request = choose(read_recording(file).requests, wanted)[0]
+    recording = read_recording(file)
+    request = choose(recording.requests, wanted)[0]
     if not request.sequences[0].token_ids:
         raise ConfigError(f"request {request.label} has no token: it ended as {request.sequences[0].finish_reason}")
-    return request.prompt, replay_params(request, request.sequences[0])
+    params = replay_params(request, request.sequences[0])
+    return request.prompt, params, recording.header.identity.kv_evict
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -72,7 +72,8 @@ def record(artifact: Path, file: Path, **options: Any) -> list[inferc.RequestOut
 
 
 def again(artifact: Path, recording: Recording, **options: Any) -> Replayed:
-    engine = load_engine(artifact, isa=recording.header.identity.isa, **options)
+    identity = recording.header.identity
+    engine = load_engine(artifact, isa=identity.isa, kv_evict=identity.kv_evict, **options)
     try:
         return replay(engine, recording.requests)
     finally:
@@ -231,6 +232,16 @@ def test_a_recording_goes_on_but_never_another_ones(recorded: Path, tiny_artifac
         inferc.LLM(tiny_artifact, record=str(file))
     with pytest.raises(ConfigError, match="cannot write the recording"):
         inferc.LLM(tiny_artifact, record=str(tmp_path / "none" / "r.jsonl"))
+
+
+def test_what_a_sequence_forgets_is_forgotten_again(tiny_artifact: Path, tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    record(tiny_artifact, file, kv_evict="sinks:4+window:32", max_num_batched_tokens=40)
+    recording = read_recording(file)
+    assert recording.header.identity.kv_evict == "sinks:4+window:32"
+    assert not again(tiny_artifact, recording, max_num_seqs=1, prefix_cache=False).differences
+    result = run_inferc("replay", file)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_what_is_ended_from_outside_is_recorded_as_that(tiny_artifact: Path, tmp_path: Path) -> None:
