@@ -11,6 +11,7 @@ from torch import Tensor
 from inferc.frontend import trace
 from inferc.frontend.export import DTYPES, sequence_length
 from inferc.frontend.load import Checkpoint
+from inferc.frontend.names import Names
 from inferc.frontend.rope import fix_rope
 
 
@@ -72,3 +73,19 @@ def reference_greedy(model: Any, token_ids: Sequence[int], num_tokens: int) -> l
             ids, cache = out.logits[:, -1:].float().argmax(-1), out.past_key_values
             found.append(int(ids))
     return found
+
+
+def reference_states(model: Any, token_ids: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """Of one sequence, float32: logits [len(token_ids), vocab_size], and what each layer hands to the next [len(token_ids), hidden_size]."""
+    states: list[Tensor] = []
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        states.append(hidden.reshape(len(token_ids), -1).float())
+
+    handles = [layer.register_forward_hook(keep) for layer in model.get_submodule(Names(model).layers)]
+    try:
+        return reference_logits(model, token_ids), states
+    finally:
+        for handle in handles:
+            handle.remove()

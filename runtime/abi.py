@@ -46,6 +46,15 @@ class InfercHost(Structure):
     ]
 
 
+class InfercTaps(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("places", "row_bytes", "by_logits_row", "seen")),
+        *(("token_rows", c_void_p), ("num_token_rows", c_int64)),
+        *(("logits_rows", c_void_p), ("num_logits_rows", c_int64)),
+        ("values", c_void_p),
+    ]
+
+
 class Exchange(Structure):
     """Per rank of a group, what goes to it and what comes from it; addresses of i64 arrays."""
 
@@ -121,6 +130,13 @@ def load_library(path: Path) -> ctypes.CDLL:
     if found != ABI:
         raise ArtifactError(f"{path} has step ABI {found}, this runtime has {ABI}; compile the model again")
     return library
+
+
+def tap_function(library: ctypes.CDLL) -> Any:
+    """The library's own observer, which fills an InfercTaps. Raises ArtifactError if it was compiled before there was one."""
+    if not hasattr(library, "inferc_tap"):
+        raise ArtifactError("the artifact was compiled before there were taps; compile the model again")
+    return OBSERVE(ctypes.cast(library.inferc_tap, c_void_p).value or 0)
 
 
 # The file that each name was first loaded from, as (device, inode).

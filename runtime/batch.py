@@ -57,11 +57,24 @@ class _Shape:
     turn: int = 0
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Whose a step's tokens are. Decode steps between which nobody joins or leaves have the same."""
+
+    seq_slots: I32  # of the plan
+    slots: I64
+    seqs: list[Sequence]
+    stop_ids: I32  # [stops, S]
+    max_total: I64
+    first_len: I64  # with the first sampled token
+
+
 class Batch:
     """State per slot that steps read and advance.
 
     num_tokens    length, tokens counted that a step in flight is sampling
     tokens        [num_slots, max_model_len + 1] ids of each sequence
+    logprobs      as tokens, of those that were sampled while it ran; None where nobody wants them
     num_known     how many of them have reached the host
     num_computed  tokens whose K,V are in the cache once the steps in flight are done
     last_step     number of the last step the slot took part in
@@ -73,7 +86,7 @@ class Batch:
     order         slots of the running sequences, by level, rank and arrival
     """
 
-    def __init__(self, num_slots: int, max_model_len: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, keep_logprobs: bool = False) -> None:
         def counts() -> I64:
             return np.zeros(num_slots, np.int64)
 
@@ -87,6 +100,7 @@ class Batch:
         self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
         self.predicted, self.num_found, self.level_end, self.clients = counts(), counts(), counts(), counts()
         self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
+        self.logprobs: F32 | None = np.zeros(self.tokens.shape, np.float32) if keep_logprobs else None
         self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
         self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
@@ -96,6 +110,7 @@ class Batch:
         self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
         self.seeds: U64 = np.zeros(num_slots, np.uint64)
         self._lists: dict[int, _Lists] = {}  # of the slots that have any
+        self._rows: Rows | None = None  # of the last step that landed
         self._decode_shape: _Shape | None = None  # of all in `order`; None after one joined or left
 
     def join(self, seq: Sequence, num_computed: int = 0) -> int:
@@ -133,10 +148,13 @@ class Batch:
         self._decode_shape = None
 
     def sync(self, slot: int) -> None:
-        """Bring a sequence's own list of ids up to date."""
+        """Bring a sequence's own lists up to date."""
         seq = self.seqs[slot]
         assert seq is not None
         seq.token_ids += self.tokens[slot, len(seq.token_ids) : self.num_known[slot]].tolist()
+        if self.logprobs is not None:
+            start = seq.prompt_len + len(seq.logprobs)
+            seq.logprobs += self.logprobs[slot, start : self.num_known[slot]].tolist()
 
     def free(self, slot: int) -> None:
         self.seqs[slot] = None
@@ -168,6 +186,16 @@ class Batch:
                 allowed=np.unique(np.array(params.allowed_token_ids, np.int32)),
                 ends=np.array(sorted(seq.stop_ids), np.int32),
             )
+
+    def rows_of(self, seq_slots: I32) -> Rows:
+        """Slots, and whose they are: a slot stays its sequence's own until its last step has landed."""
+        if self._rows is None or self._rows.seq_slots is not seq_slots:
+            slots = seq_slots.astype(np.int64)
+            seqs = [seq for slot in slots.tolist() if (seq := self.seqs[slot]) is not None]
+            assert len(seqs) == len(slots), "a slot has lost its sequence"
+            limits = self.stop_ids[:, slots], self.max_total[slots], self.prompt_len[slots] + 1
+            self._rows = Rows(seq_slots, slots, seqs, *limits)
+        return self._rows
 
     def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int) -> StepPlan:
         """The plan that computes the next `num_new` tokens of each of `slots`, and what follows from it.
@@ -206,6 +234,7 @@ class Batch:
             sample=self._sample_rows(slots if all_decode else slots[complete], shape),
             late_rows=late_rows,
             late_slots=late_slots,
+            wants_logprobs=self.logprobs is not None,
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete

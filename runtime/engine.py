@@ -19,6 +19,7 @@ import numpy as np
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.kv_cache import root_hash
 from inferc.runtime.kv_events import KvBatch, batch_now
+from inferc.runtime.recorder import Recorder
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler
 from inferc.runtime.scheduler_config import SchedulerConfig
@@ -26,6 +27,7 @@ from inferc.runtime.scoring import Score, Scorer
 from inferc.runtime.sequence import Output, Sequence, StepOutputs, sequence_seed
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
+from inferc.runtime.tapped import TapCollector
 from inferc.runtime.tiers import Mover
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class Engine:
 
     pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
     (the weights' check). clock: seconds; what the scheduler goes by. mover: of the KV cache's lower tier, if there is one.
+    recorder: hears of every request that began. taps: keep values of those that ask for it.
     """
 
     def __init__(
@@ -117,8 +120,12 @@ class Engine:
         before_first_output: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         mover: Mover | None = None,
+        recorder: Recorder | None = None,
+        taps: TapCollector | None = None,
     ) -> None:
         self.runner = runner
+        self.taps = taps
+        self._recorder = recorder
         self._before_first_output = before_first_output
         self.model = model
         self.scheduler = Scheduler(config, clock, mover)
@@ -137,8 +144,8 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------- requests
 
-    def add_request(self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
-        """Queue a request: `params.n` sequences of one prompt.
+    def add_request(self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, name: str = "") -> None:
+        """Queue a request: `params.n` sequences of one prompt. name: what whoever asks calls it.
 
         Raises RequestError for a prompt or a parameter that this model cannot take, ObjectiveError if it can not be
         served in the time that it asks for.
@@ -165,6 +172,10 @@ class Engine:
                 "allowed_token_ids has end tokens only, and min_tokens forbids these at first: nothing is left to"
                 " choose; allow more, or set min_tokens to 0"
             )
+        if params.tap:
+            if self.taps is None:
+                raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
+            self.taps.check(len(prompt), min(longest, wanted), params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
         seqs = []
@@ -190,15 +201,23 @@ class Engine:
             self.scheduler.add(seq)
         self._requests[request_id] = seqs
         self._stats.prompt_tokens += len(prompt)
+        if self._recorder is not None:
+            self._recorder.begin(name, seed, seqs)
+        if params.tap and self.taps is not None:
+            self.taps.begin(name, seqs)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored."""
+    def abort(self, request_id: str, index: int | None = None, cause: str = "abort") -> None:
+        """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored.
+
+        cause: what a recording says of it.
+        """
         for seq in self._requests.get(request_id, [])[:]:
             if index is None or seq.index == index:
                 self.scheduler.abort(seq)
                 if index is not None and seq.params.stop:  # by a stop string, which is an end like others
                     self.scheduler.forecast.lengths.learn(seq)
-                self._forget(seq, "abort")
+                    cause = "stop_string"
+                self._forget(seq, "abort", cause)
         self._scorer.abort(request_id)
 
     def score(self, request_id: str, token_ids: Ids[int]) -> None:
@@ -245,7 +264,7 @@ class Engine:
         for seq, reason in self.scheduler.refused:
             self._refused.append((seq.request_id, reason))
             self._stats.num_refused += 1
-            self.abort(seq.request_id)
+            self.abort(seq.request_id, cause="refused")
         self.scheduler.refused.clear()
 
     def _check_prompt(self, prompt: list[int], room: int) -> None:
@@ -272,12 +291,16 @@ class Engine:
             wrong = low if low < 0 else high
             raise RequestError(f"{what}: token id {wrong} is outside of the vocabulary [0, {self.model.vocab_size})")
 
-    def _forget(self, seq: Sequence, reason: str) -> None:
+    def _forget(self, seq: Sequence, reason: str, recorded: str | None = None) -> None:
         seqs = self._requests[seq.request_id]
         seqs.remove(seq)
         if not seqs:
             del self._requests[seq.request_id]
         self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+        if self._recorder is not None:
+            self._recorder.end(seq, recorded or reason)
+        if self.taps is not None:
+            self.taps.end(seq)
 
     # ------------------------------------------------------------------------------------------------ step
 
@@ -328,6 +351,8 @@ class Engine:
                 self._reset_slot(seq)
             if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_below):
                 self._mover.read_ahead(plan.block_tables)
+            if self.taps is not None:
+                self.taps.mark(plan, self.scheduler.batch.seqs)
             self.runner.submit(plan)
             self._in_flight.append(plan)
             self._submitted_at.append(self._clock())
@@ -357,8 +382,12 @@ class Engine:
         if result.error is not None:
             raise InfercError(f"the step failed: {result.error}")
         self._observe(plan)
+        if self.taps is not None:
+            self.taps.landed(plan, result.tapped)
         outputs = self.scheduler.update(plan, result)
         stats.output_tokens += len(outputs)
+        if self._recorder is not None:
+            self._recorder.landed(outputs.others.values())
         for output in outputs.ends:
             seqs = self._requests[output.request_id]
             self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason or "")
@@ -403,12 +432,24 @@ class Engine:
         return replace(self._stats, finished=self._stats.finished.copy())
 
     def close(self) -> None:
-        """Store what the next run may want, for some seconds at most, and give everything back."""
-        if self._mover is not None and self._is_whole:
-            self._store_all()
-        self.runner.close()
-        if self._mover is not None:
-            self._mover.close()
+        """Store what the next run may want, for some seconds at most, and give everything back.
+
+        What is recorded or kept of requests that have not ended is as if they were aborted.
+        """
+        try:
+            if self._recorder is not None or self.taps is not None:
+                for request_id in self.request_ids:
+                    self.abort(request_id)
+            if self._recorder is not None:
+                self._recorder.close()
+            if self.taps is not None:
+                self.taps.close()
+        finally:
+            if self._mover is not None and self._is_whole:
+                self._store_all()
+            self.runner.close()
+            if self._mover is not None:
+                self._mover.close()
 
     def _store_all(self) -> None:
         """End all requests, and copy what they and those before have computed to the lower tier."""

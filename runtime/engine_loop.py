@@ -22,6 +22,7 @@ from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, StepOutputs
+from inferc.runtime.tapped import TappedSequence
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Add:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    name: str = ""  # what the client calls it
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _end_broken(engine: Engine, outputs: Outputs) -> list[Failed]:
 def _obey(engine: Engine, command: Command, emit: Emit) -> None:
     try:
         if isinstance(command, Add):
-            engine.add_request(command.request_id, command.prompt_token_ids, command.params)
+            engine.add_request(command.request_id, command.prompt_token_ids, command.params, command.name)
         elif isinstance(command, Abort):
             engine.abort(command.request_id, command.index)
         elif isinstance(command, ScoreText):
@@ -215,13 +217,13 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._open)
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> str:
-        """Start a request and return its id. Its events come to `sink`, from now on.
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str:
+        """Start a request and return its id. Its events come to `sink`, from now on. name: the caller's own for it.
 
         Raises InfercError if the engine has stopped or is draining.
         """
         request_id = self._begin(sink, params.n)
-        self._send(Add(request_id, list(prompt_token_ids), params))
+        self._send(Add(request_id, list(prompt_token_ids), params, name))
         return request_id
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -347,6 +349,14 @@ class EngineThread(EngineClient):
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
         self._reader.join(timeout)
+
+    def tapped(self) -> list[TappedSequence]:
+        """The values of tapped requests that have ended, once each."""
+        self.stats()  # behind it, the engine knows of every abort that was sent
+        found: list[TappedSequence] = []
+        while self._engine.taps is not None and not self._engine.taps.ended.empty():
+            found += self._engine.taps.ended.get() or ()
+        return found
 
     def _send(self, command: Command) -> None:
         self._inbox.put(command)

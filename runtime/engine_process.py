@@ -44,7 +44,7 @@ from inferc.runtime.engine_loop import (
     run_engine,
 )
 from inferc.runtime.kv_events import KvBatch, decode_batch, encode_batch
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.sampling_params import from_json
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, Row, StepOutputs
 from inferc.runtime.step import Logprobs
@@ -175,9 +175,7 @@ def decode_command(data: bytes) -> Command:
     message = json.loads(data)
     kind = COMMANDS[message.pop("command")]
     if kind is Add:
-        params = message["params"]
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-        message["params"] = SamplingParams(**params)
+        message["params"] = from_json(message["params"])
     command: Command = kind(**message)
     return command
 

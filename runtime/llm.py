@@ -19,6 +19,7 @@ from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
+from inferc.runtime.tapped import TappedSequence
 from inferc.runtime.text import Text, TextStream
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -180,6 +181,13 @@ class LLM:
         if isinstance(event, Scored):
             return event.score
         raise _error(event)
+
+    def tapped(self) -> list[TappedSequence]:
+        """What was kept of requests with `SamplingParams(tap=True)` that have ended since the last call.
+
+        The engine must have been told which values: `LLM(path, tap=["layers.*.attention.out"])`.
+        """
+        return self._client.tapped()
 
     def stats(self) -> EngineStats:
         """The engine's counters of now."""

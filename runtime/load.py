@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +16,12 @@ from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_pools import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
+from inferc.runtime.recorder import Recorder
+from inferc.runtime.recording import Header, Identity
 from inferc.runtime.sampling_params import generation_defaults
 from inferc.runtime.scheduler_config import SchedulerConfig
+from inferc.runtime.tapped import TapCollector
+from inferc.runtime.taps import Node, choose_nodes
 
 if TYPE_CHECKING:
     from inferc.runtime.kv_disk import DiskTier
@@ -43,13 +51,16 @@ def load_engine(
         groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
         if not chunked_prefill:
             raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
-    disk = _open_disk(artifact, target, config, groups)
-    try:
-        runner, resolved = _make_runner(artifact, target, config, groups, disk)
-    except BaseException:
+    nodes = _tapped_nodes(artifact, target, config)
+    with ExitStack() as made:  # closed again if what comes after it cannot be made
+        disk = _open_disk(artifact, target, config, groups)
         if disk is not None:
-            disk.close()
-        raise
+            made.callback(disk.close)
+        runner, resolved = _make_runner(artifact, target, config, groups, disk)
+        made.callback(runner.close)
+        taps = _make_taps(nodes, runner, config)
+        recorder = _make_recorder(artifact, target, runner, config)
+        made.pop_all()
     sizes = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
@@ -65,9 +76,14 @@ def load_engine(
         partial_blocks=target == "cpu",
         num_lower=() if disk is None else disk.num_blocks,
         kv_events=config.kv_events,
+        keep_logprobs=config.record is not None,
     )
     engine = Engine(
-        runner, model_limits(artifact, config.kv_evict), sizes, pipeline, before_first_output=check.wait, mover=disk
+        *(runner, model_limits(artifact, config.kv_evict), sizes, pipeline),
+        before_first_output=check.wait,
+        mover=disk,
+        recorder=recorder,
+        taps=taps,
     )
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
         log.info(
@@ -75,6 +91,49 @@ def load_engine(
             *(engine.scheduler.cache.max_tokens, artifact.max_model_len),
         )
     return engine
+
+
+def identity(artifact: Artifact, target: str, runner: Runner, config: EngineConfig) -> Identity:
+    """What decides the bits of answers besides requests."""
+    isa = str(getattr(runner, "arch" if target.startswith("cuda") else "isa", ""))
+    return Identity(str(artifact.manifest["sha256"]), target, isa, config.deterministic, config.kv_evict)
+
+
+def _tapped_nodes(artifact: Artifact, target: str, config: EngineConfig) -> tuple[Node, ...]:
+    """Raises UnsupportedError where nothing can be tapped, ConfigError for a name of nothing."""
+    if not config.tap:
+        return ()
+    if target.startswith("cuda") or len(artifact.ranks) > 1:
+        raise UnsupportedError(
+            f"--tap: {artifact.path} runs on {'a GPU' if target.startswith('cuda') else 'several ranks'}, whose values"
+            " are not tapped; compile the model for --target cpu, without --tp, --pp and --ep"
+        )
+    return choose_nodes(artifact.program, config.tap)
+
+
+def _make_taps(nodes: tuple[Node, ...], runner: Runner, config: EngineConfig) -> TapCollector | None:
+    if not nodes:
+        return None
+    runner.set_taps(nodes)  # type: ignore[attr-defined]  # of the two that `_tapped_nodes` lets through
+    return TapCollector(nodes, None if config.tap_out is None else Path(config.tap_out))
+
+
+def _make_recorder(artifact: Artifact, target: str, runner: Runner, config: EngineConfig) -> Recorder | None:
+    if config.record is None:
+        return None
+    if target.startswith("cuda") and not config.deterministic:
+        raise ConfigError(
+            "--record on a GPU needs --deterministic: without it the bits depend on what else ran, and no replay can"
+            " give the same"
+        )
+    header = Header(
+        identity=identity(artifact, target, runner, config),
+        artifact=str(artifact.path.resolve()),
+        producer=f"inferc {version('inferc')}",
+        started=time.time(),
+        engine=dataclasses.asdict(config),
+    )
+    return Recorder(Path(config.record), header)
 
 
 def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits:

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from inferc.runtime.file_map import map_file
 from inferc.runtime.step import F32, I32, I64, Copies, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
 from inferc.runtime.step_limits import StepLimits, outside
+from inferc.runtime.taps import Node, StepTaps, Tables
 from inferc.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)
@@ -116,8 +118,9 @@ class ModelRunner:
         self._count_table = np.zeros(self.max_num_seqs, np.uintp)
         self._last_ids = np.zeros(self.max_num_seqs, np.int32)
         self._host: abi.InfercHost | None = None
-        self._observed = abi.OBSERVE()
+        self._observed = self._tap = abi.OBSERVE()
         self._collectives = Collectives()
+        self._tables: Tables | None = None
         inputs = _step_inputs(artifact)
         self._hidden = _rows_of(inputs["hidden_in"]) if "hidden_in" in inputs else None
         self._hidden_out = _hidden_out(artifact)
@@ -154,8 +157,12 @@ class ModelRunner:
         inputs = self._inputs(plan, hidden)  # here, while the step before runs; the worker fills in the late ids
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
-            sample = SampleInputs.of(plan.sample, inputs, self.vocab_size, self._count_table, self._last_ids)
-        self._jobs.put(lambda: self._results.put(self._run(inputs, sample, plan.copies)))
+            state = self.vocab_size, self._count_table, self._last_ids
+            sample = SampleInputs.of(plan.sample, inputs, *state, plan.wants_logprobs)
+        taps = None
+        if self._tables is not None and len(plan.tapped_rows):
+            taps = StepTaps(self._tables, plan)
+        self._jobs.put(lambda: self._results.put(self._run(inputs, sample, plan.copies, taps)))
 
     def wait(self) -> StepResult:
         """The result of the oldest step that was submitted and not yet waited for."""
@@ -176,18 +183,22 @@ class ModelRunner:
         """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
         self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
-    def _run(self, inputs: StepInputs, sample: SampleInputs | None, copies: tuple[Copies, ...]) -> StepResult:
+    def _run(
+        self, inputs: StepInputs, sample: SampleInputs | None, copies: tuple[Copies, ...], taps: StepTaps | None
+    ) -> StepResult:
         for group, each in enumerate(copies):
             self._copy(group, each)
-        self._step(inputs)
-        if sample is None:
-            return StepResult(np.zeros(0, np.int32), hidden=inputs.hidden_out)
-        self._done(self._library.inferc_sample(self._host, sample.args, self._arena.ctypes.data), "sample")
-        return sample.result()
+        host = self._host if taps is None else self._tapping(taps)
+        self._step(inputs, host)
+        result = StepResult(np.zeros(0, np.int32), hidden=inputs.hidden_out)
+        if sample is not None:
+            self._done(self._library.inferc_sample(host, sample.args, self._arena.ctypes.data), "sample")
+            result = sample.result()
+        return result if taps is None else replace(result, tapped=taps.values())
 
-    def _step(self, inputs: StepInputs) -> None:
+    def _step(self, inputs: StepInputs, host: abi.InfercHost | None) -> None:
         inputs.fill_late(self._last_ids)
-        self._done(self._library.inferc_step(self._host, inputs.args, self._arena.ctypes.data), "step")
+        self._done(self._library.inferc_step(host, inputs.args, self._arena.ctypes.data), "step")
 
     def _inputs(self, plan: StepPlan, hidden: Rows | None) -> StepInputs:
         inputs = StepInputs.of(plan, self._maxima, self._pool_table, self._weights, self._threads)
@@ -207,7 +218,7 @@ class ModelRunner:
         logprobs, argmax = np.zeros(len(targets), np.float32), np.zeros(len(targets), np.int32)
         pointers = (targets.ctypes.data, logprobs.ctypes.data, argmax.ctypes.data)
         args = abi.ScoreArgs(ctypes.pointer(inputs.args), self.vocab_size, *pointers)
-        self._step(inputs)
+        self._step(inputs, self._host)
         self._done(self._library.inferc_score(self._host, args, self._arena.ctypes.data), "score")
         return logprobs, argmax
 
@@ -298,6 +309,15 @@ class ModelRunner:
     def set_tap(self, tap: Callable[[int], None] | None) -> None:
         """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""
         self._observe((lambda _, node, *value: tap(node)) if tap is not None else None)
+
+    def set_taps(self, nodes: Sequence[Node]) -> None:
+        """Copy the values of these nodes for the tapped rows of every plan. Raises ArtifactError for old compiled code."""
+        self._tap = abi.tap_function(self._library)
+        self._tables = Tables(self._artifact.program, nodes)
+
+    def _tapping(self, taps: StepTaps) -> abi.InfercHost:
+        """The host of a step with taps: the compiled code calls itself."""
+        return abi.InfercHost(abi.ABI, taps.pointer, self._tap, abi.COLLECTIVE(), (ctypes.c_int64 * len(GROUPS))())
 
     def set_collective(self, collectives: Collectives) -> None:
         """Answer the step's exchanges with other ranks by these."""

@@ -43,7 +43,7 @@ class PrefixCache:
 
     def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:
         """The block of each group that begins as a sequence goes on behind its first blocks, and for how many tokens."""
-        if self._partial is None:
+        if self._partial is None or seq.params.tap:
             return None
         size, parent = self.cache.block_size, seq.hashes[num_blocks - 1] if num_blocks else seq.root
         ids = np.array(
@@ -78,8 +78,8 @@ class PrefixCache:
         return self.cache.blocks_of(name) is not None
 
     def most_found(self, seq: Sequence) -> int:
-        """Blocks that can be found of a sequence at most."""
-        return (len(seq.token_ids) - 1) // self.cache.block_size
+        """Blocks that can be found of a sequence at most; none where taps are to see what is computed."""
+        return 0 if seq.params.tap else (len(seq.token_ids) - 1) // self.cache.block_size
 
     def publish(self, slot: int, num_tokens: int, step: int | None = None) -> None:
         """Let the full blocks of a slot's first tokens be found, which are known, and computed by `step`: this one if not given."""

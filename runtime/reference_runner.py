@@ -6,18 +6,21 @@ The only runtime module that imports torch, and it is imported by nobody unless 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, fx
 
 from inferc import program as program_lib
 from inferc.config import ResolvedEngineConfig
+from inferc.program import name_of
 from inferc.reference import new_kv_caches, run_step
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.step import F32, F64, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
+from inferc.runtime.taps import Node
 
 
 class ReferenceRunner:
@@ -33,14 +36,16 @@ class ReferenceRunner:
         self._in_prompt = np.zeros((config.max_num_seqs, vocab_size), np.bool_)
         self._num_output = np.zeros((config.max_num_seqs, vocab_size), np.int32)
         self._queue: deque[StepPlan] = deque()
+        self._taps: dict[str, Node] = {}
 
     def submit(self, plan: StepPlan) -> None:
         self._queue.append(plan)
 
     def wait(self) -> StepResult:
         plan = self._queue.popleft()
-        rows = self._logits(plan)
-        ids, logprobs = [], []
+        tapped: dict[str, Tensor] = {}
+        rows = self._logits(plan, tapped)
+        ids, logprobs, chosen = [], [], []
         for row, logits in enumerate(rows):
             slot = int(plan.sample.seq_slots[row])
             token = sample_row(plan.sample, row, logits, self._in_prompt[slot], self._num_output[slot])
@@ -48,7 +53,11 @@ class ReferenceRunner:
             self._num_output[slot, token] += 1
             ids.append(token)
             logprobs.append(_logprobs(logits, token, int(plan.sample.num_logprobs[row])))
-        return StepResult(np.array(ids, np.int32), logprobs)
+            if plan.wants_logprobs:
+                chosen.append(_log_softmax(logits)[token])
+        of_chosen = np.array(chosen, np.float32) if plan.wants_logprobs else None
+        values = _tapped_rows(plan, tapped, self._taps) if len(plan.tapped_rows) else None
+        return StepResult(np.array(ids, np.int32), logprobs, chosen_logprobs=of_chosen, tapped=values)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         self._in_prompt[slot], self._num_output[slot] = False, 0
@@ -65,8 +74,12 @@ class ReferenceRunner:
     def close(self) -> None:
         self._weights.clear()
 
-    def _logits(self, plan: StepPlan) -> F32:
-        """Logits [S, vocab_size]; K and V of the step are in the caches after it."""
+    def set_taps(self, nodes: Sequence[Node]) -> None:
+        """Keep the values of these nodes for the tapped rows of every plan."""
+        self._taps = {node.name: node for node in nodes}
+
+    def _logits(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> F32:
+        """Logits [S, vocab_size]; K and V of the step are in the caches after it. tapped: gets values by name."""
         token_ids = plan.token_ids.copy()
         token_ids[plan.late_rows] = self._last[plan.late_slots]
         arrays: dict[str, NDArray[Any]] = {
@@ -82,7 +95,12 @@ class ReferenceRunner:
             inputs[f"slot_mapping_{group}"] = torch.tensor(plan.slot_mapping[group])
             inputs[f"block_table_{group}"] = torch.tensor(plan.block_tables[group])
             inputs[f"kv_cache_{group}"] = cache
-        _, logits = run_step(self._program, inputs, self._read_weight)
+
+        def observe(node: fx.Node, value: Any) -> None:
+            if (name := name_of(node)) in self._taps and tapped is not None and isinstance(value, Tensor):
+                tapped[name] = value.clone()
+
+        _, logits = run_step(self._program, inputs, self._read_weight, observe if self._taps else None)
         result: F32 = logits.numpy()
         return result
 
@@ -93,6 +111,17 @@ class ReferenceRunner:
             dtype = getattr(torch, next(row.dtype for row in self._artifact.weights if row.name == name))
             self._weights[name] = torch.from_numpy(array).view(dtype)
         return self._weights[name]
+
+
+def _tapped_rows(plan: StepPlan, values: dict[str, Tensor], nodes: dict[str, Node]) -> dict[str, NDArray[Any]]:
+    """Of values with a row for each token or each logits row, the tapped ones; bfloat16 as its bits."""
+    of_tokens = torch.from_numpy(plan.tapped_rows)
+    of_logits = torch.from_numpy(plan.tapped_logits)
+    found = {}
+    for name, value in values.items():
+        rows = value[of_logits if nodes[name].by_logits_row else of_tokens]
+        found[name] = (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
+    return found
 
 
 def sample_row(rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bool_], num_output: I32) -> int:

@@ -32,6 +32,8 @@ class SamplingParams:
     off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all. Only requests with the same
     `cache_salt` share cached prefixes: whoever has another can not learn from its latency what was asked before.
 
+    `tap` keeps the values of this request that the engine was started to tap (EngineConfig.tap).
+
     K and V of a higher `cache_priority` go from the prefix cache only when none of a lower one is left.
 
     For the scheduler: a higher `priority` goes first under that policy; `client` names who asks, and clients share the
@@ -66,6 +68,7 @@ class SamplingParams:
     client: str = ""
     ttft_ms: float | None = None
     tbt_ms: float | None = None
+    tap: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -144,6 +147,11 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
     if "max_tokens" not in said and isinstance(least, int) and isinstance(most, int):
         merged["max_tokens"] = max(least, most)  # the model's limit gives way to what was asked for
     return SamplingParams(**merged)
+
+
+def from_json(values: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from what `dataclasses.asdict` made of some and JSON brought back."""
+    return from_request({**values, "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}})
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -52,18 +52,6 @@ NUM_RERANKED = 32
 MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Whose a step's tokens are. Decode steps between which nobody joins or leaves have the same."""
-
-    seq_slots: I32  # of the plan
-    slots: I64
-    seqs: list[Sequence]
-    stop_ids: I32  # [stops, S]
-    max_total: I64
-    first_len: I64  # with the first sampled token
-
-
 class Scheduler:
     """Owns `waiting`, the running batch and the token budget."""
 
@@ -79,7 +67,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.refused: list[tuple[Sequence, str]] = []  # ended by the policy, and why
         self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
-        self.batch = Batch(config.max_num_seqs, config.max_model_len)
+        self.batch = Batch(config.max_num_seqs, config.max_model_len, config.keep_logprobs)
         self.cache = KVCacheManager(
             config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower
         )
@@ -96,7 +84,6 @@ class Scheduler:
         self._step = self._landed = 0
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
-        self._rows: _Rows | None = None  # of the last step that landed
         self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
         self._next_look = 0.0
 
@@ -509,10 +496,12 @@ class Scheduler:
         return outputs
 
     def _append(self, seq_slots: I32, result: StepResult) -> StepOutputs:
-        batch, ids, rows_of = self.batch, result.token_ids, self._who(seq_slots)
+        batch, ids, rows_of = self.batch, result.token_ids, self.batch.rows_of(seq_slots)
         slots, seqs = rows_of.slots, rows_of.seqs
         known = batch.num_known[slots]
         batch.tokens[slots, known] = ids
+        if batch.logprobs is not None:
+            batch.logprobs[slots, known] = result.chosen_logprobs
         known += 1
         batch.num_known[slots] = known
         stopped = (rows_of.stop_ids == ids).any(axis=0)
@@ -533,10 +522,13 @@ class Scheduler:
             output = others[row] = Output(seq.request_id, seq.index, [token])
             if result.failed is not None and result.failed[row]:
                 output.token_ids, output.finish_reason = [], "error"
+                batch.num_known[slots[row]] -= 1
                 self._end(seq)
                 continue
             if seq.status is Status.WAITING:  # preempted meanwhile
                 seq.token_ids.append(token)
+                if result.chosen_logprobs is not None:
+                    seq.logprobs.append(float(result.chosen_logprobs[row]))
             if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
             output.num_forgotten = self.cache.num_forgotten_at(int(known[row]) - 2)
@@ -547,16 +539,6 @@ class Scheduler:
                 self._end(seq)
                 self.forecast.lengths.learn(seq)
         return StepOutputs(seqs, ids, others)
-
-    def _who(self, seq_slots: I32) -> _Rows:
-        """Slots, and whose they are: a slot stays its sequence's own until its last step has landed."""
-        if self._rows is None or self._rows.seq_slots is not seq_slots:
-            batch, slots = self.batch, seq_slots.astype(np.int64)
-            seqs = [seq for slot in slots.tolist() if (seq := batch.seqs[slot]) is not None]
-            assert len(seqs) == len(slots), "a slot has lost its sequence"
-            limits = batch.stop_ids[:, slots], batch.max_total[slots], batch.prompt_len[slots] + 1
-            self._rows = _Rows(seq_slots, slots, seqs, *limits)
-        return self._rows
 
     def _end(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:

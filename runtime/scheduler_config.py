@@ -16,6 +16,7 @@ class SchedulerConfig:
     policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
     now, and preempt the last when blocks are missing. kv_events: collect what the prefix cache stores and evicts.
     partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_lower: blocks of each group's lower tier, if there is one.
+    keep_logprobs: of every sampled token, in `Sequence.logprobs`.
     """
 
     max_num_seqs: int
@@ -32,6 +33,7 @@ class SchedulerConfig:
     kv_events: bool = False
     num_lower: tuple[int, ...] = ()
     partial_blocks: bool = False
+    keep_logprobs: bool = False
 
     def __post_init__(self) -> None:
         parse_policy(self.policy)

@@ -29,7 +29,7 @@ class Sequence:
     `root` what comes before the first; `num_cached` tokens of the prompt were found in the cache as it was first let in.
     A lower (`level`, `rank`, `arrival`) is served first and preempted last, see policies.py; `arrived` is its time on the
     scheduler's clock, in seconds. `client` is the number of who asked (waiting.py), `num_found` what of it was found in
-    the cache as it was last looked for.
+    the cache as it was last looked for. `logprobs` are those of its output, where the scheduler keeps them.
     """
 
     request_id: str
@@ -52,6 +52,7 @@ class Sequence:
     arrived: float = 0.0
     client: int = 0
     num_found: int = 0
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def num_output(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,10 @@ def _no_rows() -> I32:
     return np.zeros(0, np.int32)
 
 
+def _no_long_rows() -> I64:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class Copies:
     """K and V of slots of one KV group, in every layer, to other slots of it."""
@@ -122,10 +127,19 @@ class StepPlan:
     late_rows: I32 = field(default_factory=_no_rows)  # [L] rows of token_ids still unknown here: the runner fills in
     late_slots: I32 = field(default_factory=_no_rows)  # [L] the id last sampled for this slot
     copies: tuple[Copies, ...] = ()  # per KV group, before anything is computed; none at all: ()
+    wants_logprobs: bool = False  # of the chosen tokens of all rows, whatever `sample` asks for
+    tapped_rows: I64 = field(default_factory=_no_long_rows)  # rising, of [0, T): whose values the taps keep
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def tapped_logits(self) -> I64:
+        """Which of the logits rows are among the tapped ones: rising, of [0, S)."""
+        is_tapped = np.zeros(self.num_tokens, np.bool_)
+        is_tapped[self.tapped_rows] = True
+        return np.flatnonzero(is_tapped[self.logits_rows])
 
     @property
     def num_seqs(self) -> int:
@@ -147,7 +161,8 @@ class StepResult:
     """token_ids [S] i32 in the order of `logits_rows`; logprobs per row, None where not asked for (or nowhere).
 
     failed [S] marks rows whose logits, after penalties and masks, held no finite largest value: their ids mean nothing.
-    None if there are none.
+    None if there are none. chosen_logprobs [S] where the plan wants them. tapped: values of the plan's
+    tapped rows by node, or of the logits rows among them.
     """
 
     token_ids: I32
@@ -155,3 +170,5 @@ class StepResult:
     failed: NDArray[np.bool_] | None = None
     hidden: Rows | None = None  # what a pipeline stage without the LM head hands on, instead of ids
     error: str | None = None  # the step failed: nothing else is valid
+    chosen_logprobs: F32 | None = None
+    tapped: dict[str, NDArray[Any]] | None = None

@@ -87,12 +87,21 @@ class SampleInputs:
     _out: dict[str, NDArray[Any]]
     _num_logprobs: list[int]
     _keep: list[Any]
+    _wants_logprobs: bool
 
     @staticmethod
     def of(
-        rows: SampleRows, step: StepInputs, vocab_size: int, counts: NDArray[np.uintp], last_ids: I32
+        rows: SampleRows,
+        step: StepInputs,
+        vocab_size: int,
+        counts: NDArray[np.uintp],
+        last_ids: I32,
+        wants_logprobs: bool = False,
     ) -> SampleInputs:
-        """counts: per slot the address of its penalty counts or 0; last_ids: per slot, written by the sampler."""
+        """counts: per slot the address of its penalty counts or 0; last_ids: per slot, written by the sampler.
+
+        wants_logprobs: of the chosen token of every row, also where `rows` ask for none.
+        """
         count, top = len(rows), int(rows.num_logprobs.max(initial=0))
         out: dict[str, NDArray[Any]] = {
             "failed": np.zeros(count, np.uint8),
@@ -103,13 +112,16 @@ class SampleInputs:
             "top_logprobs": np.zeros((count, top), np.float32),
         }
         kept = {name: abi.contiguous(getattr(rows, name), kind) for name, kind in ROW_DTYPES.items()}
+        if wants_logprobs:
+            kept["num_logprobs"] = np.maximum(kept["num_logprobs"], 1)
         lists = {**_list_args("bias", rows.logit_bias), **_list_args("banned", rows.banned)}
         lists.update(_list_args("allowed", rows.allowed))
         args = abi.SampleArgs(ctypes.pointer(step.args), vocab_size)
         for name, array in {**kept, **lists, **out}.items():
             setattr(args, name, abi.pointer(array))
         args.counts, args.last_ids, args.max_top = counts.ctypes.data, last_ids.ctypes.data, top
-        return SampleInputs(args, out, rows.num_logprobs.tolist(), [kept, lists, step, counts, last_ids])
+        keep = [kept, lists, step, counts, last_ids]
+        return SampleInputs(args, out, rows.num_logprobs.tolist(), keep, wants_logprobs)
 
     def result(self) -> StepResult:
         """What the sampler wrote."""
@@ -118,7 +130,8 @@ class SampleInputs:
         logprobs = None
         if self.args.max_top:
             logprobs = [_logprobs(out, row, count) for row, count in enumerate(self._num_logprobs)]
-        return StepResult(out["token_ids"], logprobs, failed)
+        chosen = out["logprobs"] if self._wants_logprobs else None
+        return StepResult(out["token_ids"], logprobs, failed, chosen_logprobs=chosen)
 
 
 def _list_args(name: str, lists: TokenLists) -> dict[str, NDArray[Any] | None]:

@@ -80,7 +80,7 @@ class EngineLike(Protocol):
     @property
     def stopped(self) -> str | None: ...
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> str: ...
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str: ...
 
     def abort(self, request_id: str, index: int | None = None) -> None: ...
 
@@ -209,7 +209,8 @@ class AsyncEngine:
         self._streams[request_id] = stream
         self._idle.clear()
         try:
-            stream.engine_id = self.client.add(prompt_token_ids, params, partial(self._sink, stream))
+            sink = partial(self._sink, stream)
+            stream.engine_id = self.client.add(prompt_token_ids, params, sink, request_id)
         except RequestError:
             stream.close()
             raise

@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -78,7 +78,7 @@ class InferenceService:
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         protocol.check_known(request)
         self._check_model(request.model)
-        params = protocol.sampling_params(request.sampling, self.engine.facts.defaults)
+        params = replace(protocol.sampling_params(request.sampling, self.engine.facts.defaults), tap=request.tap)
         self.engine.check_open(params.n)  # before the work that a prompt is
         prompt = await self._prompt(request)
         stream = self.engine.open(prompt, params, protocol.request_id(request))

@@ -125,6 +125,8 @@ class InputLayout:
         views["num_late"][0] = late
         views["late_rows"][:late], views["late_slots"][:late] = plan.late_rows, plan.late_slots
         self._write_sampling(plan.sample, views)
+        if plan.wants_logprobs:
+            views["num_logprobs"][:rows] = np.maximum(plan.sample.num_logprobs, 1)
         copies = [(0, self.tables_at)]
         for group, (slots, table) in enumerate(zip(plan.slot_mapping, plan.block_tables, strict=True)):
             views[f"slot_mapping_{group}"][:tokens] = slots

@@ -55,6 +55,7 @@ class _Flight:
     lists: NDArray[np.uint8] | None = None  # of the step's bias, banned and allowed ids
     num_rows: int = 0
     num_logprobs: list[int] | None = None
+    wants_logprobs: bool = False
     places: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
 
@@ -222,8 +223,10 @@ class CudaRunner:
         places = memory.output_layout(capacity.rows)
         flight.num_rows, flight.places = len(plan.logits_rows), places
         flight.num_logprobs = plan.sample.num_logprobs.tolist() if plan.sample.num_logprobs.any() else None
+        flight.wants_logprobs = plan.wants_logprobs
         if flight.num_rows:
-            size = places["end"] if flight.num_logprobs is not None else 4 * flight.num_rows
+            reports = flight.num_logprobs is not None or flight.wants_logprobs
+            size = places["end"] if reports else 4 * flight.num_rows
             self._driver.copy_out(flight.outputs.ctypes.data, self._outputs, size, self._stream)
         self._driver.record(flight.event, self._stream)
 
@@ -563,7 +566,8 @@ def _result(flight: _Flight) -> StepResult:
             found = Logprobs(int(ids[row]), own[row], ranks[row], tuple(pairs))
             logprobs.append(found if count and not failed[row] else None)
     ids[failed] = 0
-    return StepResult(ids, logprobs, failed if failed.any() else None)
+    chosen = read("logprobs", np.float32).copy() if flight.wants_logprobs else None
+    return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
 
 
 def _power_of_two(count: int) -> int:

@@ -1,7 +1,7 @@
 """The certificate: how far each pass, and the compiled kernels, moved the numbers from the Hugging Face model's.
 
 Every row compares logits over the same few prompts with the float32 Hugging Face model. A float32 row must stay within
-`FLOAT32_BUDGET`; a row in another dtype may be no worse than `REFERENCE_FACTOR` times Hugging Face's own run in that
+`drift.FLOAT32_BUDGET`; a row in another dtype may be no worse than `REFERENCE_FACTOR` times Hugging Face's own run in that
 dtype, in the mean and at every position (`_judge`). The row of a lossy pass (weights, rows or the KV cache in integers)
 has the budget of all lossy passes up to it, and later rows may be no worse than that row, in the same way. What the
 kernels generate token by token must be what they find most likely in a prefill of the same tokens. Like compiler.py this
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inferc import drift
 from inferc import weights as weight_lib
 from inferc.errors import VerifyError
 from inferc.frontend.load import Checkpoint
@@ -41,15 +42,6 @@ from inferc.weights import TensorReader
 
 log = logging.getLogger(__name__)
 
-FLOAT32_BUDGET = 1e-5  # of `relative_error`
-REFERENCE_FACTOR = 1.1
-STANDARD_ERRORS = 3.0  # a mean KL is worse only if it is so beyond its own sampling error,
-MARGIN = 0.5  # which excuses no more than this share of the reference's mean
-OUTLIER_FACTOR = 10.0  # a position this many times further off than the reference's furthest is broken,
-OUTLIER_FLOOR = 1e-3  # if it is further off than this, in nats
-# unless a router chose another expert there: it may where two are equally likely to within rounding, in any dtype but
-# float32. Such positions are few, and the text goes on to make sense.
-ROUTED_SHARE, ROUTED_KL = 0.03, 2.0
 NEAR_TIE = 1e-3  # logits this close may swap places in float32 arithmetic of another order
 PROMPT_LENGTHS = (7, 24, 40, 64)
 GREEDY_TOKENS = 16
@@ -90,7 +82,11 @@ class Certificate:
         return {
             "scope": self.scope,
             "ok": all(row.ok for row in self.rows),
-            "budgets": {"float32_relative_error": FLOAT32_BUDGET, "kl_factor": REFERENCE_FACTOR, **self._lossy()},
+            "budgets": {
+                "float32_relative_error": drift.FLOAT32_BUDGET,
+                "kl_factor": drift.REFERENCE_FACTOR,
+                **self._lossy(),
+            },
             "num_positions": sum(len(prompt) for prompt in self.prompts),
             "prompts": self.prompts,
             "rows": [asdict(row) for row in self.rows],
@@ -210,38 +206,27 @@ class Certifier:
 
     def _compare(self, name: str, ran_by: str, found: Sequence[Tensor]) -> tuple[Row, Tensor]:
         """The row without judgement, and the KL of each position. found: logits per prompt [T, vocab_size]."""
-        errors, sizes, largest, kls, agreed = 0.0, 0.0, 0.0, [], 0
-        for logits, expected in zip(found, self.reference, strict=True):
-            ours, wide = logits.double().log_softmax(-1), expected.double().log_softmax(-1)
-            error = _centred(ours) - _centred(wide)
-            errors += float(error.pow(2).sum())
-            sizes += float(_centred(wide).pow(2).sum())
-            largest = max(largest, float(error.abs().max()))
-            kls.append((wide.exp() * (wide - ours)).sum(-1))
-            agreed += int((ours.argmax(-1) == wide.argmax(-1)).sum())
-        kl = torch.cat(kls)
+        found_drift = drift.measure(found, self.reference)
         row = Row(
             name,
             ran_by,
             self._dtype,
-            max_abs_error=_figure(largest),
-            relative_error=_figure(math.sqrt(errors / sizes)),
-            kl=_figure(float(kl.mean())),
-            top1_agreement=round(agreed / len(kl), 4),
+            max_abs_error=_figure(found_drift.max_abs_error),
+            relative_error=_figure(found_drift.relative_error),
+            kl=_figure(float(found_drift.kl.mean())),
+            top1_agreement=round(found_drift.top1_agreement, 4),
         )
-        return row, kl
+        return row, found_drift.kl
 
     def _judge(self, row: Row, kl: Tensor, greedy_equal: int | None) -> str:
         """Why the row is over its budget; empty if it is not."""
         if row.max_abs_error is None or row.relative_error is None or row.kl is None:
             return "its logits are not all finite numbers"
         if self._budget is not None:
-            return _over_budget(row, self._budget)
+            return drift.over_budget(row.kl, row.top1_agreement, self._budget)
         if self._reference_kl is None:
-            if row.relative_error > FLOAT32_BUDGET:
-                return (
-                    f"its logits are off by {row.relative_error:.1e} of the reference's, allowed {FLOAT32_BUDGET:.0e}"
-                )
+            if reason := drift.over_float32(row.relative_error):
+                return reason
             if greedy_equal is not None and greedy_equal < len(self.certificate.prompts):
                 return (
                     f"greedy tokens differ from transformers' in {len(self.certificate.prompts) - greedy_equal} prompts"
@@ -250,34 +235,7 @@ class Certifier:
         return self._judge_positions(kl, self._reference_kl)
 
     def _judge_positions(self, kl: Tensor, own: Tensor) -> str:
-        """Whether KL per position is worse than the reference's `own`: at any position, or in the mean."""
-        limit = max(OUTLIER_FACTOR * float(own.max()), OUTLIER_FLOOR)
-        routed = (kl > limit) & (kl <= ROUTED_KL) if self._has_router else torch.zeros_like(kl, dtype=torch.bool)
-        if int(routed.sum()) > max(1.0, ROUTED_SHARE * len(kl)):
-            return f"{int(routed.sum())} of {len(kl)} positions are off by more than {limit:.1e} nats, too many to be ties of the router"
-        kl, own = kl[~routed], own[~routed]
-        if float(kl.max()) > limit:
-            return (
-                f"a position's KL to float32 is {float(kl.max()):.2e} nats, and {self._reference_name}"
-                f" is {float(own.max()):.2e} at most"
-            )
-        worse = kl - REFERENCE_FACTOR * own
-        margin = STANDARD_ERRORS * float(worse.std()) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-        if float(worse.mean()) > min(margin, MARGIN * float(own.mean())):
-            return f"its KL to float32 is {float(kl.mean()):.2e}, {self._reference_name} is {float(own.mean()):.2e}"
-        return ""
-
-
-def _over_budget(row: Row, budget: Budget) -> str:
-    """Why a quantized program is too far from float32; empty if it is not."""
-    if row.kl is not None and row.kl > budget.max_kl:
-        return f"its KL to float32 is {row.kl:.2e} nats, {budget.name} is allowed {budget.max_kl:.2e}"
-    if row.top1_agreement < budget.min_top1:
-        return (
-            f"float32's most likely token is its own at {row.top1_agreement:.1%} of the positions,"
-            f" {budget.name} needs {budget.min_top1:.0%}"
-        )
-    return ""
+        return drift.over_own(kl, own, self._reference_name, self._has_router)
 
 
 def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeight) -> Tensor:
@@ -344,11 +302,6 @@ def _scored_logits(engine: Engine, runner: ModelRunner | RankGroup, logits_id: i
     engine.take_scores()
     runner.set_observer(None)
     return torch.cat(seen)
-
-
-def _centred(log_probabilities: Tensor) -> Tensor:
-    """Logits up to the constant of each position that no probability depends on."""
-    return log_probabilities - log_probabilities.mean(-1, keepdim=True)
 
 
 def _figure(value: float) -> float | None:

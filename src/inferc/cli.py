@@ -38,8 +38,10 @@ from inferc.cli_common import (
     say,
     writing,
 )
+from inferc.cli_diff import diff
 from inferc.cli_explain import explain
 from inferc.cli_generate import chat, generate
+from inferc.cli_replay import replay
 from inferc.cli_serve import serve
 from inferc.cli_simulate import simulate
 from inferc.errors import ConfigError
@@ -268,13 +270,15 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-# ------------------------------------------------------------------------ generate, chat, batch, serve, eval
+# ---------------------------------------------------------------- generate, chat, batch, serve, replay, diff, eval
 
 command(app, "generate")(generate)
 command(app, "chat")(chat)
 command(app, "batch")(batch)
 command(app, "serve")(serve)
 command(app, "simulate")(simulate)
+command(app, "replay")(replay)
+command(app, "diff")(diff)
 
 
 @command(app, "eval")

@@ -100,6 +100,24 @@ TbtMs = Annotated[
         "--tbt-ms", metavar="MS", help="Cut prompts so that no step takes longer while tokens are being generated."
     ),
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        "--record",
+        metavar="FILE",
+        help="Write every request that ends to FILE, with its seed, tokens and log probabilities: `inferc replay FILE`"
+        " runs it again and compares each bit.",
+    ),
+]
+Tap = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tap",
+        metavar="NAME",
+        help="Keep the values of a node, for example layers.3.attention.out or 'layers.*.attention.out'; may be repeated."
+        " program.json lists them under observable.",
+    ),
+]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
 MaxBatchedTokens = Annotated[
     int | None,
@@ -259,6 +277,9 @@ def engine_options(
     kv_disk: Path | None = None,
     kv_disk_size: str = "auto",
     kv_evict: str | None = None,
+    record: Path | None = None,
+    tap: list[str] | None = None,
+    tap_out: Path | None = None,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -279,6 +300,9 @@ def engine_options(
         "kv_disk": None if kv_disk is None else str(kv_disk),
         "kv_disk_bytes": "auto" if kv_disk_size == "auto" else parse_bytes(kv_disk_size),
         "kv_evict": kv_evict,
+        "record": None if record is None else str(record),
+        "tap": tuple(tap or ()),
+        "tap_out": None if tap_out is None else str(tap_out),
     }
     for name, value in options.items():
         limit = MAX_BYTES if name.endswith("_bytes") else MAX_COUNT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,8 @@ from inferc.cli_common import (
     Out,
     Policy,
     PrefixCache,
+    Record,
+    Tap,
     TbtMs,
     Threads,
     decode_utf8,
@@ -68,6 +71,12 @@ def generate(
     kv_disk: KVDisk = None,
     kv_disk_size: KVDiskSize = "auto",
     kv_evict: KVEvict = None,
+    record: Record = None,
+    tap: Tap = None,
+    tap_out: Annotated[
+        Path | None,
+        typer.Option("--tap-out", metavar="FILE.npz", help="Where --tap's values go (numpy.load reads it)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -77,10 +86,11 @@ def generate(
         raise ConfigError(f"--stream takes one --prompt, found {len(prompt)}; leave --stream out")
     if prompt.count("-") > 1:
         raise ConfigError(f"--prompt - was given {prompt.count('-')} times: standard input is one prompt; give it once")
+    check_tap(tap, tap_out)
     from inferc.runtime.llm import LLM
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    asked.update(max_tokens=max_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos)
+    asked.update(max_tokens=max_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, tap=bool(tap))
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(
         out,
@@ -93,6 +103,8 @@ def generate(
             kv_disk=kv_disk,
             kv_disk_size=kv_disk_size,
             kv_evict=kv_evict,
+            record=record,
+            tap=tap,
         ),
     ) as llm:
         params = llm.sampling_params(**asked)
@@ -100,15 +112,41 @@ def generate(
             for piece in _pieces(llm, texts[0], params):
                 say(piece, end="", flush=True)
             say()
+            _keep_tapped(llm, tap_out)
             return
         answers = llm.generate(texts, params, progress=sys.stderr.isatty())
+        tapped = _keep_tapped(llm, tap_out)
     if as_json:
         rows = [(answer.prompt, output) for answer in answers for output in answer.outputs]
         keys = ["text", "token_ids", "finish_reason", *(["num_forgotten_tokens"] if kv_evict is not None else [])]
-        print_json({"outputs": [{"prompt": p, **{key: getattr(o, key) for key in keys}} for p, o in rows]})
+        outputs = [{"prompt": p, **{key: getattr(o, key) for key in keys}} for p, o in rows]
+        print_json({"outputs": outputs, **({"tapped": tapped} if tapped else {})})
         return
     for answer in answers:
         say(answer.outputs[0].text)
+
+
+def check_tap(tap: list[str] | None, tap_out: Path | None) -> None:
+    if bool(tap) != (tap_out is not None):
+        raise ConfigError("--tap NAME says which values are kept and --tap-out FILE.npz where; give both or none")
+    if tap_out is not None and tap_out.suffix != ".npz":
+        raise ConfigError(f"--tap-out {tap_out}: expected a name that ends in .npz")
+
+
+def _keep_tapped(llm: LLM, path: Path | None) -> dict[str, Any]:
+    """Write the tapped values of all prompts, and say what they are; empty where nothing is tapped."""
+    if path is None:
+        return {}
+    from inferc.runtime.tapped import write_tapped
+
+    sequences = llm.tapped()
+    write_tapped(path, sequences)
+    rows = sum(len(each.token_ids) for each in sequences)
+    first = sequences[0].values
+    print(f"{path}: {len(first)} values of {rows} tokens, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+    for name, value in first.items():
+        print(f"  {name:40} {value.dtype}[{', '.join(map(str, ('rows', *value.shape[1:])))}]", file=sys.stderr)
+    return {"file": str(path), "rows": rows, "values": {name: list(value.shape[1:]) for name, value in first.items()}}
 
 
 def chat(

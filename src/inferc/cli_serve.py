@@ -25,6 +25,8 @@ from inferc.cli_common import (
     Pin,
     Policy,
     PrefixCache,
+    Record,
+    Tap,
     TbtMs,
     Threads,
     engine_options,
@@ -74,6 +76,12 @@ def serve(
     kv_events_topic: Annotated[
         str, typer.Option("--kv-events-topic", metavar="TOPIC", help="The first frame of each ZeroMQ message.")
     ] = "",
+    record: Record = None,
+    tap: Tap = None,
+    tap_out: Annotated[
+        Path | None,
+        typer.Option("--tap-out", metavar="DIR", help="Where --tap's values go: DIR/REQUEST.npz for each that asks."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
@@ -82,6 +90,8 @@ def serve(
     """
     if not 0 <= grpc_port <= 65535:
         raise ConfigError(f"--grpc-port {grpc_port}: expected 1 to 65535, or 0 for a free one")
+    if tap and tap_out is None:
+        raise ConfigError("--tap without --tap-out DIR: say where the values of requests that ask for it shall go")
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
@@ -97,6 +107,9 @@ def serve(
         kv_disk=kv_disk,
         kv_disk_size=kv_disk_size,
         kv_evict=kv_evict,
+        record=record,
+        tap=tap,
+        tap_out=tap_out,
     )
     publisher = None
     if kv_events not in (None, "grpc"):

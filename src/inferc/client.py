@@ -88,13 +88,16 @@ class Client:
         except grpc.FutureTimeoutError:
             raise ServerError("UNAVAILABLE", f"no server answered at {self.address} within {timeout:g} s") from None
 
-    def generate(self, prompt: Prompt, *, request_id: str = "", **sampling: Any) -> Iterator[Piece]:
+    def generate(self, prompt: Prompt, *, request_id: str = "", tap: bool = False, **sampling: Any) -> Iterator[Piece]:
         """Stream an answer. `sampling` are the fields of inferc.v1.SamplingParams, for example max_tokens=64.
+
+        tap: the server keeps this request's values of what it was started to tap.
 
         Closing the iterator, or dropping it, ends the request on the server at once.
         """
         try:
-            request = pb.GenerateRequest(request_id=request_id, sampling=_sampling(sampling), **_prompt(prompt))
+            fields = {"request_id": request_id, "tap": tap, "sampling": _sampling(sampling), **_prompt(prompt)}
+            request = pb.GenerateRequest(**fields)
         except (TypeError, ValueError) as error:  # half of a surrogate pair, or a request_id that is no text
             raise RequestError(f"the request cannot be sent: {error}") from None
         call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout)

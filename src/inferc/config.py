@@ -183,8 +183,14 @@ class EngineConfig:
     deterministic: bool = False  # a cpu step always is
     pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
     kv_events: bool = False  # collect what the prefix cache stores and evicts, for whoever takes it
+    record: str | None = None  # a file that every request is written to, for `inferc replay`
+    tap: tuple[str, ...] = ()  # names of values that are kept of requests that ask for it; `*` stands for anything
+    tap_out: str | None = None  # a folder for them, a file a request; None: `LLM.tapped` has them
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tap", tuple(self.tap))  # JSON knows lists only
+        if self.tap_out is not None and not self.tap:
+            raise ConfigError(f"tap_out {self.tap_out} without a tap: say with --tap NAME which values are to be kept")
         _check_fields(self)
         _check_positive(
             self, "num_threads", "max_num_seqs", "max_num_batched_tokens", "kv_memory_bytes", "kv_disk_bytes"

@@ -47,7 +47,7 @@ class Script:
         self.sinks: dict[str, Sink] = {}
         self.aborted: list[tuple[str, int | None]] = []
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> str:
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str:
         """Ids are letters: the first request is "a"."""
         request_id = chr(ord("a") + len(self.sinks))
         self.sinks[request_id] = sink

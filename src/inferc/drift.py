@@ -1,0 +1,96 @@
+"""How far logits are from a reference's, and when that is too far: what certificates and `inferc diff` judge by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, cat, zeros_like
+from torch import bool as bool_
+
+if TYPE_CHECKING:
+    from inferc.passes.quantize.schemes import Budget
+
+FLOAT32_BUDGET = 1e-5  # of `relative_error`
+REFERENCE_FACTOR = 1.1
+STANDARD_ERRORS = 3.0  # a mean KL is worse only if it is so beyond its own sampling error,
+MARGIN = 0.5  # which excuses no more than this share of the reference's mean
+OUTLIER_FACTOR = 10.0  # a position this many times further off than the reference's furthest is broken,
+OUTLIER_FLOOR = 1e-3  # if it is further off than this, in nats
+# unless a router chose another expert there: it may where two are equally likely to within rounding, in any dtype but
+# float32. Such positions are few, and the text goes on to make sense.
+ROUTED_SHARE, ROUTED_KL = 0.03, 2.0
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Of logits from a reference's, over all positions. Errors are of centred logits."""
+
+    max_abs_error: float
+    relative_error: float  # root of the mean square, relative to the reference's
+    kl: Tensor  # of each position, from the reference, in nats
+    top1_agreement: float
+
+    @property
+    def is_finite(self) -> bool:
+        mean = float(self.kl.mean())
+        return all(map(math.isfinite, (self.max_abs_error, self.relative_error, mean)))
+
+
+def measure(found: Sequence[Tensor], reference: Sequence[Tensor]) -> Drift:
+    """Logits per prompt [T, vocab_size], beside the reference's."""
+    errors, sizes, largest, kls, agreed = 0.0, 0.0, 0.0, [], 0
+    for logits, expected in zip(found, reference, strict=True):
+        ours, wide = logits.double().log_softmax(-1), expected.double().log_softmax(-1)
+        error = _centred(ours) - _centred(wide)
+        errors += float(error.pow(2).sum())
+        sizes += float(_centred(wide).pow(2).sum())
+        largest = max(largest, float(error.abs().max()))
+        kls.append((wide.exp() * (wide - ours)).sum(-1))
+        agreed += int((ours.argmax(-1) == wide.argmax(-1)).sum())
+    kl = cat(kls)
+    return Drift(largest, math.sqrt(errors / sizes), kl, agreed / len(kl))
+
+
+def _centred(log_probabilities: Tensor) -> Tensor:
+    """Logits up to the constant of each position that no probability depends on."""
+    return log_probabilities - log_probabilities.mean(-1, keepdim=True)
+
+
+def over_float32(relative_error: float) -> str:
+    """Why a float32 program is too far from float32; empty if it is not."""
+    if relative_error <= FLOAT32_BUDGET:
+        return ""
+    return f"its logits are off by {relative_error:.1e} of the reference's, allowed {FLOAT32_BUDGET:.0e}"
+
+
+def over_budget(kl: float, top1_agreement: float, budget: Budget) -> str:
+    """Why a quantized program is too far from float32; empty if it is not."""
+    if kl > budget.max_kl:
+        return f"its KL to float32 is {kl:.2e} nats, {budget.name} is allowed {budget.max_kl:.2e}"
+    if top1_agreement < budget.min_top1:
+        return (
+            f"float32's most likely token is its own at {top1_agreement:.1%} of the positions,"
+            f" {budget.name} needs {budget.min_top1:.0%}"
+        )
+    return ""
+
+
+def over_own(kl: Tensor, own: Tensor, name: str, has_router: bool = False) -> str:
+    """Whether KL per position is worse than that of `name`, `own`: at any position, or in the mean. Empty if not."""
+    limit = max(OUTLIER_FACTOR * float(own.max()), OUTLIER_FLOOR)
+    routed = (kl > limit) & (kl <= ROUTED_KL) if has_router else zeros_like(kl, dtype=bool_)
+    if int(routed.sum()) > max(1.0, ROUTED_SHARE * len(kl)):
+        return f"{int(routed.sum())} of {len(kl)} positions are off by more than {limit:.1e} nats, too many to be ties of the router"
+    kl, own = kl[~routed], own[~routed]
+    if not len(kl):
+        return ""
+    if float(kl.max()) > limit:
+        return f"a position's KL to float32 is {float(kl.max()):.2e} nats, and {name} is {float(own.max()):.2e} at most"
+    worse = kl - REFERENCE_FACTOR * own
+    margin = STANDARD_ERRORS * float(worse.std()) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
+    if float(worse.mean()) > min(margin, MARGIN * float(own.mean())):
+        return f"its KL to float32 is {float(kl.mean()):.2e}, {name} is {float(own.mean()):.2e}"
+    return ""
