@@ -17,9 +17,12 @@ from inferc.cli import app
 from inferc.client import Client
 from inferc.runtime.abi import detect_isa
 
-COMMANDS = ("compile", "explain", "inspect", "generate", "chat", "batch", "serve", "simulate", "eval", "bench")
+COMMANDS = (
+    *("compile", "explain", "inspect", "generate", "chat", "batch", "serve", "simulate"),
+    *("replay", "diff", "eval", "bench"),
+)
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
-NOT_BUILT = ("verify", "replay", "diff", "top", "doctor")
+NOT_BUILT = ("verify", "top", "doctor")
 
 
 def run_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, Any]:

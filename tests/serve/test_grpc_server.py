@@ -107,7 +107,7 @@ def test_usage_says_what_was_found_in_the_prefix_cache(served: str) -> None:
             stream = channel.unary_stream(f"/{SERVICE}/Generate", RAW, pb.GenerateResponse.FromString)
             return int(list(stream(request.SerializeToString()))[-1].usage.cached_tokens)
 
-    assert [cached(salt) for salt in ("mine", "mine", "yours")] == [0, 64, 0]
+    assert [cached(salt) for salt in ("mine", "mine", "yours")] == [0, 79, 0], "all of 80 but the last"
 
 
 def test_model_info(client: Client, tiny_artifact: Path) -> None:

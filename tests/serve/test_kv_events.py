@@ -398,7 +398,8 @@ def test_a_router_knows_what_a_server_will_find(publishing: tuple[Server, Subscr
             subscriber.rebuild()
             assert len(subscriber.held) <= 8
             expected = subscriber.num_cached(prompt)
-            assert generate(server.address, prompt) == expected
+            # Events tell of full blocks; the first tokens of one more may be found too.
+            assert generate(server.address, prompt) // 32 * 32 == expected
         subscriber.replay(0)
         subscriber.rebuild()
         from_start = client.kv_events(0)
