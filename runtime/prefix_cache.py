@@ -90,7 +90,7 @@ class PrefixCache:
         assert seq is not None
         extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
         self.cache.publish(slot, seq.hashes[:count], seq.params.cache_priority)
-        for block in range(first, count):
+        for block in range(first, count) if self._partial is not None else ():
             self._list(
                 seq,
                 block,
