@@ -17,7 +17,7 @@ from inferc.errors import ArtifactError, ConfigError
 
 log = logging.getLogger(__name__)
 
-ABI = 4
+ABI = 5
 
 # Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
@@ -42,7 +42,7 @@ COLLECTIVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int6
 class InfercHost(Structure):
     _fields_ = [
         *(("abi", c_uint64), ("context", c_void_p), ("observe", OBSERVE), ("collective", COLLECTIVE)),
-        ("ranks", c_int64 * 2),
+        *(("ranks", c_int64 * 2), ("taps", c_void_p)),
     ]
 
 
@@ -130,13 +130,6 @@ def load_library(path: Path) -> ctypes.CDLL:
     if found != ABI:
         raise ArtifactError(f"{path} has step ABI {found}, this runtime has {ABI}; compile the model again")
     return library
-
-
-def tap_function(library: ctypes.CDLL) -> Any:
-    """The library's own observer, which fills an InfercTaps. Raises ArtifactError if it was compiled before there was one."""
-    if not hasattr(library, "inferc_tap"):
-        raise ArtifactError("the artifact was compiled before there were taps; compile the model again")
-    return OBSERVE(ctypes.cast(library.inferc_tap, c_void_p).value or 0)
 
 
 # The file that each name was first loaded from, as (device, inode).

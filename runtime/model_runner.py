@@ -118,8 +118,8 @@ class ModelRunner:
         self._count_table = np.zeros(self.max_num_seqs, np.uintp)
         self._last_ids = np.zeros(self.max_num_seqs, np.int32)
         self._host: abi.InfercHost | None = None
-        self._observed = self._tap = abi.OBSERVE()
-        self._collectives = Collectives()
+        self._observed = abi.OBSERVE()
+        self._collectives, self._collective = Collectives(), abi.COLLECTIVE()
         self._tables: Tables | None = None
         inputs = _step_inputs(artifact)
         self._hidden = _rows_of(inputs["hidden_in"]) if "hidden_in" in inputs else None
@@ -311,13 +311,12 @@ class ModelRunner:
         self._observe((lambda _, node, *value: tap(node)) if tap is not None else None)
 
     def set_taps(self, nodes: Sequence[Node]) -> None:
-        """Copy the values of these nodes for the tapped rows of every plan. Raises ArtifactError for old compiled code."""
-        self._tap = abi.tap_function(self._library)
+        """Copy the values of these nodes for the tapped rows of every plan."""
         self._tables = Tables(self._artifact.program, nodes)
 
     def _tapping(self, taps: StepTaps) -> abi.InfercHost:
-        """The host of a step with taps: the compiled code calls itself."""
-        return abi.InfercHost(abi.ABI, taps.pointer, self._tap, abi.COLLECTIVE(), (ctypes.c_int64 * len(GROUPS))())
+        """The host of a step with taps."""
+        return self._new_host(taps.pointer)
 
     def set_collective(self, collectives: Collectives) -> None:
         """Answer the step's exchanges with other ranks by these."""
@@ -329,11 +328,12 @@ class ModelRunner:
         self._set_host()
 
     def _set_host(self) -> None:
-        joined = bool(self._collectives.groups)
-        collective = abi.COLLECTIVE(self._collectives) if joined else abi.COLLECTIVE()
+        self._collective = abi.COLLECTIVE(self._collectives) if self._collectives.groups else abi.COLLECTIVE()
+        self._host = self._new_host(None) if self._collectives.groups or self._observed else None
+
+    def _new_host(self, taps: int | None) -> abi.InfercHost:
         ranks = (ctypes.c_int64 * len(GROUPS))(*self._collectives.ranks)
-        needed = joined or self._observed
-        self._host = abi.InfercHost(abi.ABI, None, self._observed, collective, ranks) if needed else None
+        return abi.InfercHost(abi.ABI, None, self._observed, self._collective, ranks, taps)
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads and give the memory back."""

@@ -129,7 +129,9 @@ class Process:
     def _read(self) -> bytes:
         assert self._process.stdout
         data = self._process.stdout.read(8)
-        assert len(data) == 8, f"the emulated process ended ({self._process.wait(10)})"
+        if len(data) != 8:
+            with self._process:  # else its pipes are reported in whichever test runs when they are collected
+                raise AssertionError(f"the emulated process ended ({self._process.wait(10)})")
         return data
 
 

@@ -77,20 +77,6 @@ __attribute__((visibility("default"))) int inferc_step(const InfercHost* host, c
   return 0;
 }
 
-__attribute__((visibility("default"))) void inferc_tap(void* context, int32_t node, int32_t, const void* data, int64_t rows,
-                                                       int64_t stride) {
-  const InfercTaps& taps = *static_cast<InfercTaps*>(context);
-  const bool by_logits = taps.by_logits_row[node];
-  const int64_t* wanted = by_logits ? taps.logits_rows : taps.token_rows;
-  const int64_t count = by_logits ? taps.num_logits_rows : taps.num_token_rows, bytes = taps.row_bytes[node];
-  const int64_t first = taps.seen[node];  // logits come 64 rows at a time
-  taps.seen[node] += rows;
-  const int64_t* end = std::lower_bound(wanted, wanted + count, first + rows);
-  for (const int64_t* row = std::lower_bound(wanted, wanted + count, first); row < end; ++row)
-    memcpy(taps.values + taps.places[node] + (row - wanted) * bytes,
-           static_cast<const char*>(data) + (*row - first) * stride, size_t(bytes));
-}
-
 __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena) {
   if (int line = inferc::check_step(args->step, arena)) return line;
   INFERC_CHECK(!inferc::HIDDEN_OUT);  // the stage with the LM head has the logits

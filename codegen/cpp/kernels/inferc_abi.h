@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 4
+#define INFERC_ABI 5
 #define INFERC_SAMPLE_ROWS 64  // logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 
@@ -26,14 +26,15 @@ struct InfercExchange {
 // Calls out of a step, made by thread 0 while the others wait; a null function costs a branch.
 struct InfercHost {
   uint64_t abi;
-  void* context;  // null, or the InfercTaps whose nodes alone are observed
+  void* context;  // what both calls are given
   // After each observable node (program.json "observable"): rows of `row_bytes` bytes at `data`, `stride` bytes apart.
   void (*observe)(void* context, int32_t node, int32_t layer, const void* data, int64_t rows, int64_t stride);
   void (*collective)(void* context, int32_t op, int32_t group, void* data, int64_t count);
   int64_t ranks[INFERC_GROUPS];  // of this process, in each group
+  const struct InfercTaps* taps;  // null, or what the step copies of its values; `observe` is not called then
 };
 
-// Which rows of which nodes `inferc_tap` copies. Per node, by its number in program.json "observable": its place, where its
+// Which rows of which nodes a step copies. Per node, by its number in program.json "observable": its place, where its
 // values begin in `values`, or -1; the bytes of a row; whether it has a row for each logits row instead of each token;
 // and how many of its rows have been seen in this step, at first 0.
 struct InfercTaps {
@@ -119,8 +120,6 @@ int inferc_abi(void);
 void* inferc_threads_open(int count, const int32_t* cpus);
 void inferc_threads_close(void* threads);
 int inferc_step(const InfercHost* host, const StepArgs* args, void* arena);
-// An `observe` whose context is an InfercTaps.
-void inferc_tap(void* context, int32_t node, int32_t layer, const void* data, int64_t rows, int64_t stride);
 int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena);
 int inferc_score(const InfercHost* host, const ScoreArgs* args, void* arena);
 // Copies the K and V of slots source[i] to slots target[i], in order, in every layer of a group.

@@ -1,6 +1,8 @@
 // What generated code is written in: one step's sizes, the arena's pools, weights and the K,V pool by number; and what it
 // defines for entry.h.
 #pragma once
+#include <algorithm>
+
 #include "attention.h"
 #include "inferc_abi.h"
 #include "moe.h"
@@ -32,6 +34,19 @@ struct PoolShape {
 template <class T>
 INLINE Rows<T> shifted(Rows<T> value, i64 rows) {
   return {value.data + rows * value.stride, value.stride};
+}
+
+// Copies the wanted ones of a node's rows.
+__attribute__((noinline)) inline void tap(const InfercTaps& taps, i64 node, const void* data, i64 rows, i64 stride) {
+  const bool by_logits = taps.by_logits_row[node];
+  const i64* wanted = by_logits ? taps.logits_rows : taps.token_rows;
+  const i64 count = by_logits ? taps.num_logits_rows : taps.num_token_rows, bytes = taps.row_bytes[node];
+  const i64 first = taps.seen[node];  // logits come 64 rows at a time
+  taps.seen[node] += rows;
+  const i64* end = std::lower_bound(wanted, wanted + count, first + rows);
+  for (const i64* row = std::lower_bound(wanted, wanted + count, first); row < end; ++row)
+    memcpy(taps.values + taps.places[node] + (row - wanted) * bytes,
+           static_cast<const char*>(data) + (*row - first) * stride, size_t(bytes));
 }
 
 struct Step {
@@ -88,13 +103,15 @@ struct Step {
   // written again comes a barrier that is there anyway.
   template <class T>
   INLINE void observe(Team& team, i64 node, i64 layer, Rows<T> value, i64 count) const {
-    if (!host || !host->observe) return;
-    const auto* taps = static_cast<const InfercTaps*>(host->context);
-    if (taps && taps->places[node] < 0) return;
+    if (!host || !(host->taps ? host->taps->places[node] >= 0 : host->observe != nullptr)) return;
+    const i64 stride = value.stride * i64(sizeof(T));
     team.barrier();
-    if (team.tid == 0)
-      host->observe(host->context, i32(node), i32(layer), value.data, count, value.stride * i64(sizeof(T)));
-    if (!taps) team.barrier();
+    if (host->taps) {
+      if (team.tid == 0) tap(*host->taps, node, value.data, count, stride);
+      return;
+    }
+    if (team.tid == 0) host->observe(host->context, i32(node), i32(layer), value.data, count, stride);
+    team.barrier();
   }
 };
 
