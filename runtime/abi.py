@@ -70,7 +70,7 @@ class StepArgs(Structure):
         *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_rows", "max_tokens", "max_seqs", "max_rows")),
         *((name, c_void_p) for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots")),
         *((name, c_void_p) for name in ("logits_rows", "slot_mapping", "block_table", "max_blocks", "kv_cache")),
-        *((name, c_void_p) for name in ("weights", "threads", "hidden_in", "hidden_out")),
+        *((name, c_void_p) for name in ("weights", "threads", "hidden_in", "hidden_out", "mass_from", "masses")),
     ]
 
 

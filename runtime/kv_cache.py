@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.block_pool import MOVING, BlockPool
-from inferc.runtime.step import I32, I64
+from inferc.runtime.heavy_hitters import BlockMasses, first_counted
+from inferc.runtime.step import I32, I64, Counted
 
 
 class KVCacheManager:
@@ -28,7 +29,8 @@ class KVCacheManager:
     those which give nothing back may get a prompt's blocks at once; `begin` rises as blocks leave the group's window.
 
     tables[g] [num_slots, max_blocks] i32, 0 outside of [begin, end); begins, ends [num_groups, num_slots] i64
-    sinks[g] [num_slots, sink blocks] i32      of an evicted group: the first blocks of a slot whose `begin` is behind them
+    sinks[g] [num_slots, sink blocks] i32      of an evicted group: the blocks that a slot keeps of those before its `begin`
+    masses[g]                     of an evicted group that chooses these: what attention gives to blocks
     num_below [num_groups, num_slots] i64 how many of a slot's blocks are of the lower tier
     num_grown [num_slots] i64     the least `end` of a slot: blocks it has got in every group
     num_published [num_slots] i64 blocks from the first on that were published, or found
@@ -62,6 +64,10 @@ class KVCacheManager:
         self._num_sinks = max([group.sinks // self.block_size for group in self.groups])
         self.sinks: tuple[I32, ...] = tuple(
             np.zeros((num_slots, group.sinks // self.block_size), np.int32) for group in self.groups
+        )
+        self.masses = tuple(
+            BlockMasses(group, num_slots, max_blocks, limits.block_size) if group.counted else None
+            for group in self.groups
         )
         self._evicted = next((index for index, group in enumerate(self.groups) if group.kind == "evicted"), None)
         self.num_grown: I64 = np.zeros(num_slots, np.int64)
@@ -340,9 +346,13 @@ class KVCacheManager:
             begin, end = int(self.begins[index, slot]), group.first_key(position) // self.block_size
             if end > begin:
                 assert end <= self.ends[index, slot], "blocks are given back before they were held"
-                if not begin and group.sinks:
-                    begin = self._keep_sinks(index, slot)
-                self._drop(index, slot, begin, end)
+                if group.counted:
+                    self._choose(index, slot, position, begin, end)
+                    begin = begin or len(self.sinks[index][slot])
+                else:
+                    if not begin and group.sinks:
+                        begin = self._keep_sinks(index, slot)
+                    self._drop(index, slot, begin, end)
                 self.begins[index, slot] = end
                 self.num_given_back += end - begin
                 self._changed.append(slot)
@@ -356,6 +366,50 @@ class KVCacheManager:
         table[:count] = 0
         self.num_below[index, slot] -= np.count_nonzero(sinks >= self.pools[index].num_blocks)
         return count
+
+    def _choose(self, index: int, slot: int, position: int, begin: int, end: int) -> None:
+        """Keep the best of the blocks that a slot has kept and of [begin, end), and give up the others."""
+        masses, table, sinks = self.masses[index], self.tables[index][slot], self.sinks[index][slot]
+        assert masses is not None
+        own = slice(0, len(sinks) if begin else 0)
+        candidates = np.concatenate((masses.kept[slot, own], np.arange(begin, end)))
+        blocks = np.concatenate((sinks[own], table[begin:end]))
+        is_kept = masses.choose(slot, position, candidates)
+        self.num_below[index, slot] -= np.count_nonzero(table[begin:end] >= self.pools[index].num_blocks)
+        sinks[:] = blocks[is_kept]
+        table[begin:end] = 0
+        self._give_up(index, blocks[~is_kept].tolist())
+
+    def count(self, slots: I64, start: I64, end: I64, query_start_loc: I32, max_blocks: int) -> Counted | None:
+        """Which queries of a step of some slots are counted, by whose attention blocks are kept later; None: none at all."""
+        group = self.groups[self._evicted] if self._evicted is not None else None
+        if group is None or not group.counted:
+            return None
+        first = np.clip(first_counted(group, start), start, end)
+        seqs = np.flatnonzero(first < end)
+        if not len(seqs):
+            return None
+        of = slots[seqs]
+        forgotten = self.num_forgotten(of) // self.block_size
+        return Counted(
+            (query_start_loc[:-1] + (first - start)).astype(np.int32),
+            tuple(None if each is None else np.zeros((len(slots), max_blocks), np.int64) for each in self.masses),
+            seqs,
+            of,
+            first_counted(group, start[seqs]) // group.stride % 2,
+            tuple(None if each is None else each.columns(of, forgotten, max_blocks) for each in self.masses),
+        )
+
+    def add_masses(self, counted: Counted) -> None:
+        """What a step has counted. Every step that counted for a sequence has landed when its next stride but one begins."""
+        for masses, found, columns in zip(self.masses, counted.masses, counted.columns, strict=True):
+            if masses is not None and found is not None and columns is not None:
+                masses.add(counted.slots, counted.turns, columns, found[counted.seqs])
+
+    @property
+    def most_found(self) -> int:
+        """The blocks of a sequence that may be found at most: behind them its own attention counts."""
+        return min(group.first_counted for group in self.groups) // self.block_size
 
     @property
     def evicts(self) -> bool:
@@ -408,6 +462,13 @@ class KVCacheManager:
         pool.drop(blocks)
         table[slot, begin:end] = 0
 
+    def _give_up(self, index: int, blocks: Sequence[int]) -> None:
+        """One reference less to some blocks, of either tier."""
+        count = self.pools[index].num_blocks
+        self.pools[index].drop([block for block in blocks if block < count])
+        if self.lower:
+            self.lower[index].drop([block for block in blocks if block >= count])
+
     def spill(self, index: int, block: int, below: int, slots: I64) -> int:
         """Let those of some slots that have a block of the arena have its copy in the lower tier instead; how many did."""
         table = self.tables[index]
@@ -430,11 +491,10 @@ class KVCacheManager:
         for index in range(len(self.groups)):
             self._drop(index, slot, int(self.begins[index, slot]), int(self.ends[index, slot]))
             if (sinks := self.sinks[index][slot]).any():
-                count = self.pools[index].num_blocks
-                self.pools[index].drop([block for block in sinks.tolist() if block < count])
-                if self.lower:
-                    self.lower[index].drop([block for block in sinks.tolist() if block >= count])
+                self._give_up(index, sinks.tolist())
                 sinks[:] = 0
+            if (masses := self.masses[index]) is not None:
+                masses.reset(slot)
         self.begins[:, slot] = self.ends[:, slot] = self.num_grown[slot] = self.num_published[slot] = 0
         self.next_unseen[slot] = self._first_unseen
 

@@ -49,6 +49,12 @@ def load_engine(
     groups = cache_groups(artifact.whole_kv_groups)
     if config.kv_evict is not None:
         groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
+        if any(group.counted for group in groups) and (target != "cpu" or len(artifact.ranks) > 1):
+            what = f"{len(artifact.ranks)} ranks" if len(artifact.ranks) > 1 else f"target {target}"
+            raise UnsupportedError(
+                f"kv_evict {config.kv_evict}: found {what}, and attention is counted on the cpu target in one rank;"
+                " use sinks:N+window:M"
+            )
         if not chunked_prefill:
             raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
     nodes = _tapped_nodes(artifact, target, config)

@@ -43,7 +43,7 @@ class PrefixCache:
 
     def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:
         """The block of each group that begins as a sequence goes on behind its first blocks, and for how many tokens."""
-        if self._partial is None or seq.params.tap:
+        if self._partial is None or seq.params.tap or num_blocks >= self.cache.most_found:
             return None
         size, parent = self.cache.block_size, seq.hashes[num_blocks - 1] if num_blocks else seq.root
         ids = np.array(
@@ -79,11 +79,12 @@ class PrefixCache:
 
     def most_found(self, seq: Sequence) -> int:
         """Blocks that can be found of a sequence at most; none where taps are to see what is computed."""
-        return 0 if seq.params.tap else (len(seq.token_ids) - 1) // self.cache.block_size
+        return 0 if seq.params.tap else min((len(seq.token_ids) - 1) // self.cache.block_size, self.cache.most_found)
 
     def publish(self, slot: int, num_tokens: int, step: int | None = None) -> None:
         """Let the full blocks of a slot's first tokens be found, which are known, and computed by `step`: this one if not given."""
-        count, first = num_tokens // self.cache.block_size, int(self.cache.num_published[slot])
+        first = int(self.cache.num_published[slot])
+        count = min(num_tokens // self.cache.block_size, self.cache.most_found)
         if not self.is_on or count <= first:
             return
         seq = self.batch.seqs[slot]
@@ -117,7 +118,7 @@ class PrefixCache:
         count = int(min(self.batch.num_computed[slot], self.batch.num_known[slot]))
         self.publish(slot, count, SUBMITTED)
         block, size, seq = count // self.cache.block_size, self.cache.block_size, self.batch.seqs[slot]
-        if self._partial is None or count % size < LEAST or seq is None:
+        if self._partial is None or count % size < LEAST or seq is None or block >= self.cache.most_found:
             return
         parent = seq.hashes[block - 1] if block else seq.root
         ids = self.batch.tokens[slot, block * size : count]
@@ -128,6 +129,7 @@ class PrefixCache:
     def publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
         cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
+        slots = slots[cache.num_grown[slots] <= cache.most_found]
         last = cache.num_grown[slots] - 1
         # All its tokens are known: only the one behind it may be on its way.
         ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()

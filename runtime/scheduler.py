@@ -484,6 +484,8 @@ class Scheduler:
         step, oldest = self._in_flight.popleft()
         assert oldest is plan, "steps land in the order they were scheduled"
         self._landed = step
+        if plan.counted is not None:
+            self.cache.add_masses(plan.counted)
         outputs = self._append(plan.sample.seq_slots, result)
         if self._leaving:
             still: deque[tuple[int, Sequence]] = deque()

@@ -75,7 +75,10 @@ class Scorer:
         if not count:  # running sequences have all blocks; one of them will give some back, or end
             return
         targets = np.array(job.token_ids[start + 1 : start + count + 1], np.int32)
-        logprobs, argmax = runner.score(self._plan(job.slot, job.token_ids, start, count), targets)
+        plan = self._plan(job.slot, job.token_ids, start, count)
+        logprobs, argmax = runner.score(plan, targets)
+        if plan.counted is not None:
+            self._scheduler.cache.add_masses(plan.counted)
         job.logprobs += logprobs.tolist()
         job.argmax += argmax.tolist()
         if len(job.logprobs) == last:
@@ -91,18 +94,20 @@ class Scorer:
         slots = np.array([slot])
         forgotten = cache.num_forgotten(slots) if cache.evicts else np.zeros(1, np.int64)
         seen = start + count - int(forgotten[0])
+        starts, max_blocks = np.array([0, count], np.int32), cache.blocks_for(seen)
         return StepPlan(
             token_ids=np.array(token_ids[start : start + count], np.int32),
             positions=positions,
-            query_start_loc=np.array([0, count], np.int32),
+            query_start_loc=starts,
             seq_lens=np.array([seen], np.int32),
             seq_slots=np.array([slot], np.int32),
             logits_rows=np.arange(count, dtype=np.int32),
             slot_mapping=tuple(positions + (table[slot, block] - block) * cache.block_size for table in cache.tables),
-            block_tables=cache.tables_without(slots, forgotten, cache.blocks_for(seen))
+            block_tables=cache.tables_without(slots, forgotten, max_blocks)
             if cache.evicts
             else tuple(table[slot : slot + 1].copy() for table in cache.tables),
             sample=SampleRows.greedy(np.full(count, slot, np.int32)),
+            counted=cache.count(slots, positions[:1], positions[-1:] + 1, starts, max_blocks),
         )
 
     def _release(self, job: _Job) -> None:

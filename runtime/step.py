@@ -111,6 +111,24 @@ class Copies:
     target: I64
 
 
+@dataclass(frozen=True)
+class Counted:
+    """The queries of a step that are counted, and where what they give is to be added.
+
+    first_rows [B] i32: of each of the step's sequences the first row that counts, or the one behind its last
+    masses: per KV group [B, max_blocks] i64, as the compiled step fills them in (`StepArgs`), or None where nothing is chosen
+    seqs, slots, turns [n] i64: the sequences that have such rows, their slots, and whether their stride is an odd one
+    columns: per KV group [n, max_blocks] i64, which of its sequence's blocks stands in a column of the step's block table
+    """
+
+    first_rows: I32
+    masses: tuple[I64 | None, ...]
+    seqs: I64
+    slots: I64
+    turns: I64
+    columns: tuple[I64 | None, ...]
+
+
 @dataclass
 class StepPlan:
     """One step. Prefill, chunks and decode are one thing: sequence b owns rows [query_start_loc[b], query_start_loc[b + 1])."""
@@ -129,6 +147,7 @@ class StepPlan:
     copies: tuple[Copies, ...] = ()  # per KV group, before anything is computed; none at all: ()
     wants_logprobs: bool = False  # of the chosen tokens of all rows, whatever `sample` asks for
     tapped_rows: I64 = field(default_factory=_no_long_rows)  # rising, of [0, T): whose values the taps keep
+    counted: Counted | None = None  # the queries whose attention is counted; the step adds to its masses
 
     @property
     def num_tokens(self) -> int:

@@ -71,7 +71,12 @@ class StepInputs:
         for name, array in arrays.items():
             setattr(args, name, array.ctypes.data)
         args.threads = threads
-        return StepInputs(args, token_ids, plan.late_rows, plan.late_slots, [arrays, slots, tables])
+        kept: list[Any] = [arrays, slots, tables]
+        if (counted := plan.counted) is not None:
+            addresses = np.array([0 if each is None else each.ctypes.data for each in counted.masses], np.uintp)
+            args.mass_from, args.masses = counted.first_rows.ctypes.data, addresses.ctypes.data
+            kept += [counted, addresses]
+        return StepInputs(args, token_ids, plan.late_rows, plan.late_slots, kept)
 
     def fill_late(self, last_ids: I32) -> None:
         """Put in the ids that were last sampled for the slots of late rows."""

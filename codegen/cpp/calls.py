@@ -564,6 +564,6 @@ def _attention(b: Builder, q: str, types: str, cache: str, sinks: str) -> Call:
     b.writes.append(("partials", 0, 1))
     fields = (
         f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {sinks}, s.seqs, {heads}, "
-        f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t)"
+        f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t), s.a.mass_from, s.masses({group})"
     )
     return b.done(f"paged_attention<Attention<{types}>>(t, Attention<{types}>{{{{{fields}}}}});")

@@ -80,9 +80,10 @@ KVEvict = Annotated[
     str | None,
     typer.Option(
         "--kv-evict",
-        metavar="sinks:N+window:M",
-        help="Each sequence forgets all but its first N tokens and its last M: it never ends for want of memory, and what"
-        " it says is not the model's own any more; answers tell how much was forgotten.",
+        metavar="sinks:N+window:M|heavy-hitters:N",
+        help="Each sequence forgets all but its first N tokens and its last M, or all but N tokens, half of which are the"
+        " last and half those that attention looks at most: it never ends for want of memory, and what it says is not the"
+        " model's own any more; answers tell how much was forgotten.",
     ),
 ]
 Policy = Annotated[

@@ -176,7 +176,9 @@ class EngineConfig:
     prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
     kv_disk: str | None = None  # a folder for what the arena has no room for, and for the next run
     kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of kv_disk.py, at most half of what is free there
-    kv_evict: str | None = None  # "sinks:N+window:M": what a sequence does not forget, see kv_pools.Eviction
+    kv_evict: str | None = (
+        None  # "sinks:N+window:M", "heavy-hitters:N": what a sequence does not forget, see kv_pools.Eviction
+    )
     policy: str = "fcfs"  # who goes first, see inferc.runtime.policies
     overcommit: bool = False  # let in what fits now, also where blocks are expected to be missing later on
     tbt_ms: float | None = None  # no step shall take longer while somebody decodes

@@ -55,6 +55,9 @@ class CacheGroup:
     bytes_per_token: int
     sinks: int = 0  # of an evicted group, with the stride of what it gives back; in tokens, multiples of a block
     stride: int = 0
+    counted: int = (
+        0  # queries at the end of a stride by whose attention the sinks are chosen; 0: they are the first tokens
+    )
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> CacheGroup:
@@ -93,10 +96,23 @@ class CacheGroup:
         span = self.window - 1 + num_new
         return min(whole, (span + limits.block_size - 2) // limits.block_size + 1)
 
+    @property
+    def first_choice(self) -> int:
+        """The first position whose query does not see all before it, of an evicted group."""
+        return ((self.sinks + self.window) // self.stride + 1) * self.stride
+
+    @property
+    def first_counted(self) -> int:
+        """The first token that is needed whatever the cache holds of its sequence, as its attention counts."""
+        return max(0, self.first_choice - self.stride - self.counted) if self.counted else NEVER
+
     def most_new(self, position: int) -> int:
-        """Tokens from `position` on that see the same keys but for one another, of an evicted group."""
-        stride = self.stride
-        return max((self.sinks + self.window) // stride + 1, position // stride + 1) * stride - position
+        """Tokens from `position` on that see the same keys but for one another, of an evicted group.
+
+        Where attention is counted, also no more than to the end of a stride whose last queries count.
+        """
+        first = self.first_choice - (self.stride if self.counted else 0)
+        return max(first, (position // self.stride + 1) * self.stride) - position
 
     def most_blocks(self, limits: CacheLimits) -> int:
         """Most blocks that one sequence ever holds."""
@@ -105,23 +121,31 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class Eviction:
-    """What a sequence forgets while it runs: all but its first `sinks` tokens and its last `window`, rounded up to blocks.
+    """What a sequence forgets while it runs: all but `sinks` tokens and its last `window`, rounded up to blocks.
 
+    The sinks are its first tokens, or if it `chooses` the blocks that attention gives most (runtime/heavy_hitters.py).
     Both are forgotten where the sequence's length is a multiple of a stride, so that a query's keys depend on its position
     alone and on no schedule; it sees up to a stride more than the window. Layers that attend over a window of their own have to
     have one that is no longer.
-    Source: Xiao et al. 2024, arXiv:2309.17453 (attention sinks); keys keep the positions that they were rotated for.
+    Sources: Xiao et al. 2024, arXiv:2309.17453 (attention sinks); Zhang et al. 2023, arXiv:2306.14048 (heavy hitters, as many
+    as are kept of the latest). Keys keep the positions that they were rotated for.
     """
 
     sinks: int
     window: int
+    chooses: bool = False
 
     @staticmethod
     def parse(text: str) -> Eviction:
-        """`sinks:4+window:1024`. Raises ConfigError."""
-        match = re.fullmatch(r"sinks:(\d{1,9})\+window:(\d{1,9})", text)
-        if match is None or not int(match[2]):
-            raise ConfigError(f"kv_evict is {text!r}, expected sinks:N+window:M in tokens, as in sinks:4+window:1024")
+        """`sinks:4+window:1024`, or `heavy-hitters:2048`, half of which are the latest. Raises ConfigError."""
+        match = re.fullmatch(r"sinks:(\d{1,9})\+window:(\d{1,9})|heavy-hitters:(\d{1,9})", text)
+        if match is None or not int(match[2] or match[3]):
+            raise ConfigError(
+                f"kv_evict is {text!r}, expected sinks:N+window:M or heavy-hitters:N in tokens, as in sinks:4+window:1024"
+            )
+        if match[3]:
+            window = (int(match[3]) + 1) // 2
+            return Eviction(int(match[3]) - window, window, chooses=True)
         return Eviction(int(match[1]), int(match[2]))
 
     def apply(self, groups: Sequence[CacheGroup], block_size: int) -> tuple[CacheGroup, ...]:
@@ -130,7 +154,9 @@ class Eviction:
         evicted = []
         for group in groups:
             if group.kind in ("full", "latent"):
-                group = replace(group, kind="evicted", window=window, sinks=sinks, stride=STRIDE * block_size)
+                counted = block_size if self.chooses else 0
+                stride = STRIDE * block_size
+                group = replace(group, kind="evicted", window=window, sinks=sinks, stride=stride, counted=counted)
             elif group.kind == "chunk":
                 raise UnsupportedError(
                     "kv_evict: the model has layers that attend in chunks, whose keys cannot move; leave it out"

@@ -43,7 +43,8 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Qwen3 has norms on q and k beside all that Llama has. Integers multiply rows in bfloat16, or in int8."""
     folder = tmp_path_factory.mktemp("bits")
     options, family = OPTIONS[request.param], "qwen3_moe" if "experts" in request.param else "qwen3"
-    make_random_model(family, folder / "model", options.get("dtype", "bfloat16"), **FAMILIES[family].fields)
+    fields = {**FAMILIES[family].fields, "max_position_embeddings": 1024}
+    make_random_model(family, folder / "model", options.get("dtype", "bfloat16"), **fields)
     compile(folder / "model", folder / "artifact", CompileConfig(certify="none", **options))
     return folder / "artifact"
 
@@ -116,6 +117,17 @@ def test_a_prefix_found_in_the_cache_gives_the_same_bits(artifact: Path) -> None
     assert bits == [run(artifact, [ids], prefix_cache=False)[0][0] for ids in prompts]
     again, stats = run(artifact, prompts, max_num_seqs=1, max_num_batched_tokens=16)
     assert stats.cached_tokens > 0 and again == bits
+
+
+def test_what_attention_chose_gives_the_same_bits(artifact: Path) -> None:
+    """The first sequence chooses in its prompt, the second while it decodes, and both when they are computed again."""
+    prompts = [prompt(length) for length in (560, 505, 40)]
+    alone = [run(artifact, [ids], kv_evict="heavy-hitters:200", num_threads=1)[0][0] for ids in prompts]
+    assert alone[:2] != [run(artifact, [ids])[0][0] for ids in prompts[:2]]
+    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    sizes = {"kv_memory_bytes": 18 * block_bytes, "max_num_batched_tokens": 50, "max_num_seqs": 3, "num_threads": 2}
+    bits, stats = run(artifact, prompts, kv_evict="heavy-hitters:200", overcommit=True, **sizes)
+    assert bits == alone and stats.num_preemptions > 0
 
 
 def test_what_lies_on_disk_gives_the_same_bits(artifact: Path, tmp_path: Path) -> None:

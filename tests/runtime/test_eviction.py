@@ -23,8 +23,10 @@ def test_a_spec_becomes_groups_of_whole_blocks() -> None:
     assert group == CacheGroup("evicted", 1024, 8, sinks=32, stride=256)
     full, window = Eviction.parse("sinks:0+window:6").apply([FULL, WINDOW], 2)
     assert (full.sinks, full.window, window) == (0, 6, WINDOW)
-    for text in ("window:6", "sinks:1+window:0", "sinks:-1+window:5", "sinks:4+window:10%"):
-        with pytest.raises(ConfigError, match=r"expected sinks:N\+window:M in tokens"):
+    (group,) = Eviction.parse("heavy-hitters:100").apply([FULL], 32)
+    assert group == CacheGroup("evicted", 64, 8, sinks=64, stride=256, counted=32)
+    for text in ("window:6", "sinks:1+window:0", "sinks:-1+window:5", "sinks:4+window:10%", "heavy-hitters:0"):
+        with pytest.raises(ConfigError, match=r"expected sinks:N\+window:M or heavy-hitters:N in tokens"):
             Eviction.parse(text)
     with pytest.raises(ConfigError, match="keeps a window of 4 tokens, and the model has layers that attend over 6"):
         Eviction(0, 4).apply([FULL, WINDOW], 4)
@@ -62,11 +64,13 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_every_schedule_gives_the_text_of_each_sequence_alone(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4])
     evicted = CacheGroup("evicted", 4 * rng.randint(1, 3), 8, sinks=4 * rng.randint(0, 2), stride=4 * rng.randint(1, 3))
+    if rng.random() < 0.5:
+        evicted = replace(evicted, counted=rng.randint(1, 4))
     groups = rng.choice([(evicted,), (evicted, replace(WINDOW, window=4)), (evicted, evicted)])
     num_lower = rng.choice([0, 60])
     most = evicted.most_blocks(CacheLimits(size, 200, 1, 64))
@@ -92,7 +96,7 @@ def test_every_schedule_gives_the_text_of_each_sequence_alone(seed: int) -> None
         requests[str(name)] = prompt, params
     found = run(engine, requests, rng)
     for asked, (prompt, params) in requests.items():
-        assert found[asked] == oracle(prompt, params, (), 120, group=evicted)[0]
+        assert found[asked] == oracle(prompt, params, (), 120, group=evicted, size=size)[0]
 
 
 def test_an_answer_tells_what_it_forgot_and_memory_stays_bounded() -> None:
@@ -107,11 +111,12 @@ def test_an_answer_tells_what_it_forgot_and_memory_stays_bounded() -> None:
     assert max(told) == 60 + 3 - 2 - (60 + 3 - 2) % 8 - 8 - 4
 
 
-def test_texts_are_scored_as_they_would_be_generated() -> None:
-    engine = make_engine(num_blocks=6, max_model_len=400, groups=(EVICTED,))
+@pytest.mark.parametrize("group", [EVICTED, replace(EVICTED, counted=3)], ids=["sinks", "heavy hitters"])
+def test_texts_are_scored_as_they_would_be_generated(group: CacheGroup) -> None:
+    engine = make_engine(num_blocks=6, max_model_len=400, groups=(group,))
     text = [number * 7 % VOCAB_SIZE for number in range(90)]
     engine.score("text", text)
     while engine.has_work:
         engine.step()
     ((_, score),) = engine.take_scores()
-    assert score.argmax == [next_id(seen_of(text, position, EVICTED)) for position in range(89)]
+    assert score.argmax == [next_id(seen_of(text, position, group)) for position in range(89)]

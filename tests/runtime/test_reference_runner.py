@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inferc import LLM, CompileConfig, SamplingParams, compile
+from inferc.errors import UnsupportedError
 
 PROMPTS = ["def add(first", "for name in", "The quick brown fox"]
 CASES = {
@@ -27,10 +28,15 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def folder(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("artifacts") / "reference"
     compile(tiny_llama_folder, out, CompileConfig(target="reference", certify="none"))
-    with LLM(out, max_num_seqs=4) as llm:
+    return out
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, max_num_seqs=4) as llm:
         yield llm
 
 
@@ -38,6 +44,11 @@ def reference(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 def compiled(tiny_artifact: Path) -> Iterator[LLM]:
     with LLM(tiny_artifact, max_num_seqs=4, num_threads=1) as llm:
         yield llm
+
+
+def test_attention_is_not_counted(folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match="found target reference, and attention is counted on the cpu target"):
+        LLM(folder, kv_evict="heavy-hitters:64")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -33,10 +33,61 @@ def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozens
     return token
 
 
-def seen_of(ids: list[int], position: int, group: CacheGroup) -> list[int]:
-    """What the query at a position sees of its sequence where a cache evicts, else all up to it."""
-    first = group.first_key(position) if group.kind == "evicted" else 0
-    return ids[: position + 1] if not first else [*ids[: group.sinks], *ids[first : position + 1]]
+def drawn_of(ids: list[int], position: int) -> int:
+    """A number for the query at a position."""
+    return zlib.crc32(np.array(ids[: position + 1], np.int64).tobytes())
+
+
+def mass_of(drawn: int, block: int) -> int:
+    """What the query with this number gives a block."""
+    return drawn * (block + 1) % 997
+
+
+def is_counted(position: int, group: CacheGroup) -> bool:
+    end = (position // group.stride + 1) * group.stride
+    return bool(group.counted) and position >= end - group.counted and end >= group.first_choice - group.stride
+
+
+def kept_blocks(ids: list[int], position: int, group: CacheGroup, size: int) -> list[int]:
+    """The blocks that the query at a position sees of those that an evicted group has given back, from the first token on."""
+    if not group.first_key(position):
+        return []
+    if not group.counted:
+        return list(range(group.sinks // size))
+    kept_from: dict[int, list[int]] = {}
+    kept: list[int] = []
+    scores: dict[int, int] = {}
+    begin = 0
+    for choice in range(group.first_choice, position + 1, group.stride):
+        scores = {block: score // 2 for block, score in scores.items()}
+        for query in range(choice - 2 * group.stride, choice - group.stride):
+            if query < 0 or not is_counted(query, group):
+                continue
+            before = kept_from.get(query // group.stride * group.stride, [])
+            drawn = drawn_of(ids, query)
+            for block in (*before, *range(group.first_key(query) // size, query // size + 1)):
+                scores[block] = scores.get(block, 0) + mass_of(drawn, block)
+        end = group.first_key(choice) // size
+        best = sorted((*kept, *range(begin, end)), key=lambda block: (-scores.get(block, 0), -block))
+        kept, begin = sorted(best[: group.sinks // size]), end
+        kept_from[choice] = kept
+    return kept
+
+
+def seen_tokens(ids: list[int], position: int, group: CacheGroup, size: int) -> list[int]:
+    """Which tokens the query at a position sees where a cache evicts, else all up to it."""
+    if group.kind != "evicted":
+        return list(range(position + 1))
+    kept = kept_blocks(ids, position, group, size)
+    return [
+        *(block * size + place for block in kept for place in range(size)),
+        *range(group.first_key(position), position + 1),
+    ]
+
+
+def seen_of(ids: list[int], position: int, group: CacheGroup, size: int = 4) -> list[int]:
+    """The ids of these."""
+    return [ids[place] for place in seen_tokens(ids, position, group, size)]
 
 
 def oracle(
@@ -47,9 +98,10 @@ def oracle(
     seed: int | None = None,
     broken: list[int] | None = None,
     group: CacheGroup = FULL,
+    size: int = 4,
 ) -> tuple[list[int], str]:
     """The output of one sequence run alone, and its finish reason. broken: the context without finite logits. group: of what it
-    sees, if that is not all."""
+    sees, if that is not all, in blocks of `size`."""
     ids = list(prompt)
     output: list[int] = []
     limit = max_total if params.max_tokens is None else min(max_total, len(prompt) + params.max_tokens)
@@ -60,7 +112,9 @@ def oracle(
         sampled = (0, 0) if params.greedy else (params.seed if seed is None else seed, len(output))
         early = len(output) < params.min_tokens
         output.append(
-            next_id(seen_of(ids, len(ids) - 1, group), sampled[0] or 0, sampled[1], stops if early else frozenset())
+            next_id(
+                seen_of(ids, len(ids) - 1, group, size), sampled[0] or 0, sampled[1], stops if early else frozenset()
+            )
         )
         ids.append(output[-1])
         if output[-1] in stops:
@@ -185,9 +239,10 @@ class FakeRunner:
             ):
                 seen = group.first_key(start)
                 where = np.arange(seen, length)
-                if group.kind == "evicted":
-                    where = np.append(np.arange(group.sinks if seen else 0), where)
                 column = np.where(where < evicted.sinks, where, where - forgotten) // size
+                if group.kind == "evicted":
+                    where = np.array([*seen_tokens(text, start, group, size), *range(start + 1, length)])
+                    column = np.arange(len(where)) // size
                 out_of_sight = np.delete(table[b], column)
                 assert group.kind == "evicted" or not out_of_sight[: seen // size].any(), "not given back"
                 slots = table[b, column].astype(np.int64) * size + where % size
@@ -195,9 +250,28 @@ class FakeRunner:
                 there = [text[place] for place in where.tolist()]
                 assert slots.min() >= size and pool[slots].tolist() == there, f"{group.kind}: another's K and V"
             for row in range(first, end):
-                contexts[row] = seen_of(text, int(plan.positions[row]), evicted)
+                contexts[row] = seen_of(text, int(plan.positions[row]), evicted, size)
+            self._count(plan, b, text, evicted)
         assert len(plan.sample) == len(plan.logits_rows)
         return [contexts[row] for row in plan.logits_rows.tolist()]
+
+    def _count(self, plan: StepPlan, b: int, text: list[int], group: CacheGroup) -> None:
+        """What the counted queries of one sequence give; those that must be are counted, and no others."""
+        first, end = plan.query_start_loc[b : b + 2].tolist()
+        positions = plan.positions[first:end].tolist()
+        wanted = [first + i for i, position in enumerate(positions) if group.counted and is_counted(position, group)]
+        begin = end if plan.counted is None else int(plan.counted.first_rows[b])
+        assert wanted == list(range(begin, end)), "others are counted"
+        for row in wanted:
+            position, size = int(plan.positions[row]), self.config.block_size
+            blocks = [
+                *kept_blocks(text, position, group, size),
+                *range(group.first_key(position) // size, position // size + 1),
+            ]
+            for masses in plan.counted.masses if plan.counted is not None else ():
+                for column, block in enumerate(blocks):
+                    if masses is not None:
+                        masses[b, column] += mass_of(drawn_of(text, position), block)
 
 
 def _lists(lists: object, count: int) -> list[list[int]]:

@@ -15,6 +15,8 @@ namespace inferc {
 
 constexpr i64 KEY_SPLIT = 512, QUERY_ROWS = AMX ? 256 : 48;
 
+constexpr double MASS_OF_ONE = 0x1p32;
+
 enum Mask { CAUSAL, SLIDING, CHUNKED };
 
 // C is the pool's kind: a Cache, or a Latent where all heads share one K that holds V; in T or in int8.
@@ -35,6 +37,8 @@ struct Attention {
   i64 window;
   float* partials;    // for splits that go to several threads, or null
   i64 max_partials;   // floats there
+  const i32* mass_from = nullptr;  // as in StepArgs, with the group's own of `masses`
+  i64* masses = nullptr;
 
   static constexpr bool latent = C::latent;
   static constexpr bool widens = !std::is_same_v<T, S>;
@@ -453,8 +457,75 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
   });
 }
 
+// What each block gets of the probabilities of a piece of one token, added to `masses`: integers, so that the order of tokens,
+// layers and heads is nothing. Per head and 16 keys, the highest score and the sum beside it are kept until the highest of
+// all is known.
+template <class T, class C>
+void count_masses(const Attention<T, C>& a, const Piece& piece) {
+  const i64 end = a.first_new(piece.seq) + piece.end, begin = a.first_key(end - 1), start = begin / KEY_TILE * KEY_TILE;
+  const i64 count = (end - start + KEY_TILE - 1) / KEY_TILE * PIECES;
+  float* highs = static_cast<float*>(__builtin_alloca(size_t(2 * piece.heads * count) * sizeof(float)));
+  float* sums = highs + piece.heads * count;
+  const Vec unit = set1(a.scores.unit());
+  const Queries<T, C> row_of(a, piece);
+  const PackedQueries<T, C> packed(a, piece);
+  TileWork<T, C> work(a);
+  for (i64 key = start; key < end; key += KEY_TILE) {
+    const Tile<typename C::Stored> tile = tile_at(a, piece, key);
+    const Range seen{begin > key ? begin - key : 0, end - key < KEY_TILE ? end - key : KEY_TILE};
+    const Range pieces = seen.in(16).rounded_to(a.granule);
+    work.keys.read(tile, nullptr, pieces);
+    for (i64 row = 0; row < piece.heads; row += work.at_once) {
+      const i64 rows = piece.heads - row < work.at_once ? piece.heads - row : work.at_once;
+      work.score(tile, nullptr, false, pieces, RowGroup<T, C>{a, row, rows, piece.heads, end - 1, key}, row_of, packed.rows);
+      for (i64 r = 0; r < rows; ++r)
+        for (i64 p = 0; p < PIECES; ++p) {
+          const i64 at = (row + r) * count + (key - start) / 16 + p;
+          highs[at] = MINUS_INF, sums[at] = 0.0f;
+          const int low = int(seen.first - p * 16), high = int(seen.last - p * 16);
+          if (low >= 16 || high <= 0) continue;
+          Vec s = by_scales<typename C::Stored>(load(work.scores + r * KEY_TILE + p * 16), tile.key_scales[p]);
+          if (a.scores.softcap != 0.0f)
+            s = mul(tanh(div(mul(s, set1(a.scores.scale)), set1(a.scores.softcap))), set1(a.scores.softcap));
+          highs[at] = maximum(keep(s, low, high, set1(MINUS_INF)));
+          sums[at] = sum(keep(exp(mul(sub(s, set1(highs[at])), unit)), low, high, zero()));
+        }
+    }
+  }
+  i64* const masses = a.masses + piece.seq * a.max_blocks;
+  const i64 of_block = a.cache.block_size / 16;
+  for (i64 r = 0; r < piece.heads; ++r) {
+    const float *high = highs + r * count, *part = sums + r * count;
+    float top = MINUS_INF, total = 0.0f;
+    for (i64 p = 0; p < count; ++p) top = fmaxf(top, high[p]);
+    auto weight = [&](i64 p) { return part[p] > 0.0f ? part[p] * exp((high[p] - top) * a.scores.unit()) : 0.0f; };
+    for (i64 p = 0; p < count; ++p) total += weight(p);
+    if (a.sinks) total += exp(to_float(a.sinks[piece.head * a.group() + piece.first + r]) - top * a.scores.unit());
+    for (i64 p = 0; p < count;) {
+      const i64 block = (start / 16 + p) / of_block;
+      float mass = 0.0f;
+      for (; p < count && (start / 16 + p) / of_block == block; ++p) mass += weight(p);
+      const i64 counted = i64(double(mass / total) * MASS_OF_ONE);
+      if (counted > 0) __atomic_fetch_add(masses + block, counted, __ATOMIC_RELAXED);
+    }
+  }
+}
+
+// The masses of all tokens that count.
+template <class T, class C>
+void count_masses(Team& team, const Attention<T, C>& a) {
+  const i64 parts = a.cache.heads * a.parts();
+  team.each(a.num_seqs * parts, 1, [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      const i64 seq = i / parts, first = a.query_start_loc[seq];
+      for (i64 row = a.mass_from[seq]; row < a.query_start_loc[seq + 1]; ++row)
+        count_masses(a, piece_of(a, seq, i % parts, row - first, row - first + 1));
+    }
+  });
+}
+
 template <class A>
-KERNEL void paged_attention(Team& team, const A& a) {
+INLINE void attend_all(Team& team, const A& a) {
   const i64 parts = a.cache.heads * a.parts(), new_tokens = a.query_start_loc[a.num_seqs];
   i64 tile = QUERY_ROWS / a.part_size(), longest = 0;  // tile: tokens of a piece
   auto tiles = [&](i64 seq) { return (a.query_start_loc[seq + 1] - a.query_start_loc[seq] + tile - 1) / tile; };
@@ -492,6 +563,12 @@ KERNEL void paged_attention(Team& team, const A& a) {
     i64 part = (piece - base) / tiles(seq), token = (piece - base) % tiles(seq) * tile;
     attend_piece(a, piece_of(a, seq, part, token, token + tile < count ? token + tile : count));
   });
+}
+
+template <class A>
+KERNEL void paged_attention(Team& team, const A& a) {
+  attend_all(team, a);
+  if (a.masses) count_masses(team, a);
 }
 
 }  // namespace inferc

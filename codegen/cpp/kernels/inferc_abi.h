@@ -69,6 +69,11 @@ struct StepArgs {
   void* threads;               // from inferc_threads_open
   const void* hidden_in;       // [num_tokens, hidden_size] of the stage before, where there is one
   void* hidden_out;            // [num_tokens, hidden_size] for the stage behind, where there is one
+  // What attention gives to blocks, where somebody wants to know; else null. Of each sequence the first row that counts (its
+  // last + 1: none), and per KV group, null if it does not count: [num_seqs, max_blocks], to which is added what the
+  // keys of each block get of its rows' probabilities, in all layers and heads, times 2^32.
+  const int32_t* mass_from;  // [num_seqs]
+  int64_t* const* masses;
 };
 
 struct SampleArgs {

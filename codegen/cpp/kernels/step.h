@@ -82,6 +82,7 @@ struct Step {
   INLINE Rows<T> sample(i64 offset, i64 column, i64 stride) const {
     return {reinterpret_cast<T*>(sample_pool + offset * INFERC_SAMPLE_ROWS + column), stride};
   }
+  INLINE i64* masses(int group) const { return a.masses ? a.masses[group] : nullptr; }
   template <class T>
   INLINE const T* weight(i64 index) const {
     return static_cast<const T*>(a.weights[index]);

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cpp_kernels import DTYPES, Kernels, assert_near, group_panels, packed
+from masses import ONE, masses_of, stored_rows
 from torch import Tensor
 
 from inferc.kv_pools import CacheGroup, row_size
@@ -78,7 +79,15 @@ class Pool:
         self.kernels("test_move_blocks", DTYPES.index(self.dtype), self.int8, *args)
 
     def attend(
-        self, q: Tensor, starts: Tensor, lengths: Tensor, layer: int, sinks: Tensor | None, splits: bool
+        self,
+        q: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        layer: int,
+        sinks: Tensor | None,
+        splits: bool,
+        mass_from: Tensor | None = None,
+        masses: Tensor | None = None,
     ) -> Tensor:
         case, out = self.case, torch.full_like(q, float("nan"))
         partials = torch.full((200_000 if splits else 1,), float("nan"))
@@ -87,6 +96,7 @@ class Pool:
         self.kernels(
             *("test_attention", self.kernels.threads, DTYPES.index(self.dtype), self.int8, q, out, self.data, *shape),
             *(starts, lengths, sinks, lengths.shape[0], case.heads, *how, partials, partials.numel()),
+            *(mass_from, masses),
         )
         return out
 
@@ -137,6 +147,52 @@ def test_decode_split_over_threads_gives_the_same_bits(kernels: Kernels, dtype: 
         split, _ = run_case(kernels, case, dtype, int8, splits=True)
         assert torch.equal(whole, split)
         assert_near(split, expected, factor=2.0)
+
+
+MASS_CASES = (
+    Case(((0, 17), (5, 1), (64, 1), (31, 33), (8, 3)), block_size=16),
+    Case(((0, 70), (600, 3), (1030, 1)), heads=6, kv_heads=1, dim=16),
+    Case(((511, 2), (130, 2)), heads=48, kv_heads=1, dim=80, block_size=64, softcap=5.0, sinks=True),
+)
+
+
+@pytest.mark.parametrize("case", MASS_CASES, ids=range(len(MASS_CASES)))
+def test_blocks_are_told_what_attention_gave_them(kernels: Kernels, dtype: torch.dtype, int8: bool, case: Case) -> None:
+    """Beside what is computed as without it; of all rows of the first sequence, none of the second, the last of the others."""
+    pool = Pool(kernels, case, dtype, int8)
+    for seq, (cached, new) in enumerate(case.seqs):
+        k, v = (torch.randn(cached + new, case.kv_heads, case.dim).to(dtype) for _ in range(2))
+        pool.write(k, v, pool.slots(seq, 0, cached + new), 1)
+    starts = torch.tensor([0, *(new for _, new in case.seqs)]).cumsum(0).to(torch.int32)
+    lengths = torch.tensor([cached + new for cached, new in case.seqs], dtype=torch.int32)
+    q = torch.randn(int(starts[-1]), case.heads, case.dim).to(dtype) * 2
+    sinks = torch.randn(case.heads).to(dtype) if case.sinks else None
+    mass_from = torch.cat((starts[:1], starts[2:3], starts[3:] - 1)).to(torch.int32)
+    masses = torch.full((len(case.seqs), pool.max_blocks), 7)
+    out = pool.attend(q, starts, lengths, 1, sinks, False, mass_from, masses)
+    assert torch.equal(out, pool.attend(q, starts, lengths, 1, sinks, False))
+    for seq, (length, first, end) in enumerate(
+        zip(lengths.tolist(), mass_from.tolist(), starts[1:].tolist(), strict=True)
+    ):
+        expected = torch.zeros(pool.max_blocks, dtype=torch.float64)
+        if first < end:
+            blocks = pool.canonical[pool.table[seq].long(), 1, 0].flatten(0, 1)
+            found = masses_of(
+                *(q[first:end], stored_rows(blocks, case.dim)[:length], length - (end - first), case.block_size),
+                *(case.dim**-0.5, 0, case.softcap, sinks),
+            )
+            expected[: len(found)] = found
+        assert ((masses[seq] - 7) / ONE - expected).abs().max() < 1e-4 * case.heads * max(1, end - first)
+    # One token at a time, in another order: the same integers.
+    again = torch.full_like(masses, 7)
+    for seq in range(len(case.seqs) - 1, -1, -1):
+        for row in range(int(mass_from[seq]), int(starts[seq + 1])):
+            length = lengths[seq : seq + 1] - int(starts[seq + 1]) + row + 1
+            table, pool.table = pool.table, pool.table[seq : seq + 1].contiguous()
+            own, once = again[seq : seq + 1], torch.tensor([0, 1]).int()
+            pool.attend(q[row : row + 1].contiguous(), once, length, 1, sinks, False, torch.zeros(1).int(), own)
+            pool.table = table
+    assert torch.equal(masses, again)
 
 
 # Sequences that share blocks with the one before: (tokens, blocks of 32 in common with the first of them, or 0).

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from cpp_kernels import DTYPES, Kernels, assert_near
+from masses import ONE, masses_of, stored_rows
 from torch import Tensor
 
 from inferc.kv_pools import row_size
@@ -61,16 +62,26 @@ class Latents:
             self._call(True, k, None, slots + positions % case.block_size, len(positions))
             self.canonical = ops.latent_write(self.canonical, k, slots + positions % case.block_size, 1)
 
-    def _call(self, write: bool, x: Tensor, out: Tensor | None, slots: Tensor | None, rows: int, room: int = 1) -> None:
+    def _call(
+        self,
+        write: bool,
+        x: Tensor,
+        out: Tensor | None,
+        slots: Tensor | None,
+        rows: int,
+        room: int = 1,
+        mass_from: Tensor | None = None,
+        masses: Tensor | None = None,
+    ) -> None:
         case, partials = self.case, torch.full((room,), float("nan"))
         where = (2, 1, case.block_size, case.dim, case.v_dim, slots, rows, self.table, self.max_blocks)
         seqs = (self.starts, self.lengths, len(case.seqs), case.heads)
-        how = (case.dim**-0.5, MASKS.index(case.mask), case.window, partials, room)
+        how = (case.dim**-0.5, MASKS.index(case.mask), case.window, partials, room, mass_from, masses)
         self.kernels.run("test_latent", self.dtype, self.int8, write, x, out, self.pool, *where, *seqs, *how)
 
-    def attend(self, q: Tensor, room: int = 1) -> Tensor:
+    def attend(self, q: Tensor, room: int = 1, mass_from: Tensor | None = None, masses: Tensor | None = None) -> Tensor:
         out = torch.full((*q.shape[:2], self.case.v_dim), float("nan"), dtype=self.dtype)
-        self._call(False, q, out, None, 0, room)
+        self._call(False, q, out, None, 0, room, mass_from, masses)
         return out
 
     def expected(self, q: Tensor) -> Tensor:
@@ -104,6 +115,18 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, dtype: torch.
     for row in (0, 7, 19):
         latents.lengths = torch.tensor([41 + row], dtype=torch.int32)
         assert torch.equal(latents.attend(q[row : row + 1].contiguous())[0], together[row])
+
+
+def test_blocks_are_told_what_attention_gave_them(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
+    case = Case(((40, 3), (520, 1)), heads=50, dim=64, v_dim=48)
+    latents = Latents(kernels, case, dtype, int8)
+    q, masses = latents.queries(), torch.zeros((2, latents.max_blocks), dtype=torch.int64)
+    latents.attend(q, mass_from=torch.tensor([1, 3]).int(), masses=masses)
+    for seq, (rows, length) in enumerate(((slice(1, 3), 43), (slice(3, 4), 521))):
+        keys = stored_rows(latents.canonical[latents.table[seq].long(), 1, 0].flatten(0, 1), case.dim)[:length]
+        expected = masses_of(q[rows], keys, length - (rows.stop - rows.start), case.block_size, case.dim**-0.5)
+        assert (masses[seq, : len(expected)] / ONE - expected).abs().max() < 1e-4 * case.heads
+        assert not masses[seq, len(expected) :].any()
 
 
 def test_blocks_move_in_the_canonical_form(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
