@@ -37,8 +37,7 @@ class BlockMasses:
         columns: I64 = np.arange(count) + forgotten[:, None]
         kept = min(count, self._num_kept)
         columns[:, :kept] = np.where(forgotten[:, None] > 0, self.kept[slots, :kept], columns[:, :kept])
-        last = self._scores.shape[1] - 1
-        return np.minimum(columns, last, out=columns)  # behind the last block there is nothing to count
+        return columns.clip(max=self._scores.shape[1] - 1)  # behind the last block there is nothing to count
 
     def add(self, slots: I64, turns: I64, columns: I64, masses: I64) -> None:
         """What a step has given to the blocks in `columns` [n, …]."""
