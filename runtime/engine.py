@@ -447,9 +447,9 @@ class Engine:
         finally:
             if self._mover is not None and self._is_whole:
                 self._store_all()
-            self.runner.close()
-            if self._mover is not None:
+            if self._mover is not None:  # it may be reading what the runner has
                 self._mover.close()
+            self.runner.close()
 
     def _store_all(self) -> None:
         """End all requests, and copy what they and those before have computed to the lower tier."""

@@ -4,8 +4,8 @@ A full block is published under the hash of all tokens up to its end. When the l
 where it is, and whoever begins with the same tokens takes it as it lies, until its place is needed: then the one goes, of
 the lowest priority, that was used the longest time ago. Knows block ids only; the bytes are the model runner's.
 
-Below the arena, in which steps write, there may be a lower tier (tiers.py): blocks with ids of their own behind the arena's,
-which steps can read as they lie and never write. What is found there is used from there.
+Below the arena, in which steps write, there may be a lower tier (tiers.py): blocks with ids of their own behind the arena's.
+Where steps can read them as they lie (`in_place`), what is found there is used from there; else it is copied to the arena first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.block_pool import MOVING, BlockPool
 from inferc.runtime.heavy_hitters import BlockMasses, first_counted
-from inferc.runtime.step import I32, I64, Counted
+from inferc.runtime.step import I32, I64, Copies, Counted
 
 
 class KVCacheManager:
@@ -44,8 +44,10 @@ class KVCacheManager:
         limits: CacheLimits,
         chunked_prefill: bool = True,
         num_lower: Sequence[int] = (),
+        in_place: bool = True,
     ) -> None:
-        """num_lower: blocks of each group's lower tier, if there is one."""
+        """num_lower: blocks of each group's lower tier, if there is one; in_place: steps read them as they lie."""
+        self.in_place = in_place
         self.block_size = limits.block_size
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for count in num_blocks)
@@ -77,6 +79,9 @@ class KVCacheManager:
         self.gives_back = any(group.gives_back for group in self.groups)
         self.num_given_back = 0
         self.num_raised = 0  # blocks of the lower tier that sequences found
+        self._raised: list[
+            tuple[int, int, int]
+        ] = []  # of a group, from the lower tier, to the arena, before the next step
         self._changed: list[int] = []
         sizes = list(zip(self.groups, self.pools, strict=True))
         # A step computes what there is room for, so a sequence never holds more of the arena than there is.
@@ -96,7 +101,7 @@ class KVCacheManager:
         chunk = limits.blocks_for(limits.max_num_batched_tokens) + 1
         # What a sequence has of the arena beyond this goes to the lower tier while it runs: others find room beside it.
         self.keep = [max(1, min(pool.size * 3 // 4, pool.size - 2 * chunk)) for pool in self.pools]
-        below = [max(0, pool.size - MOVING) for pool in self.lower] if chunked_prefill else []
+        below = [max(0, pool.size - MOVING) for pool in self.lower] if chunked_prefill and in_place else []
         self.max_tokens = longest(below) if below else self.max_tokens_at_once
         """The longest sequence that can be computed when it has the pools to itself."""
 
@@ -135,6 +140,8 @@ class KVCacheManager:
             spare = np.count_nonzero(self.ends[index, beside] - self.begins[index, beside] < most)
             first = self._first_block(group, len(found))
             own = [*found[: group.sinks // self.block_size if first else 0], *found[first:]]
+            if not self.in_place:  # the rest of them comes to the arena
+                own = [name for name in own if name in pool.block_of]
             kept = sum(pool.block_of[name] in pool.kept for name in own if name in pool.block_of)
             missing = min(blocks, most) - len(own)
             if self.spills(index, blocks):
@@ -145,7 +152,8 @@ class KVCacheManager:
 
     def spills(self, index: int, num_blocks: int) -> bool:
         """Whether a sequence of so many blocks has some of a group in the lower tier while it runs."""
-        return bool(self.lower) and not self.groups[index].gives_back and num_blocks > self.pools[index].size
+        has_room = bool(self.lower) and self.in_place and not self.groups[index].gives_back
+        return has_room and num_blocks > self.pools[index].size
 
     def spills_of(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` has some in the lower tier, in any group."""
@@ -226,12 +234,12 @@ class KVCacheManager:
         """Give an empty slot the blocks that `find` counted."""
         for index, (group, table) in enumerate(zip(self.groups, self.tables, strict=True)):
             begin = self._first_block(group, len(hashes))
-            blocks = self._hold(index, hashes[begin:], priority)
+            sinks = group.sinks // self.block_size if begin else 0
+            held = self._hold(index, [*hashes[:sinks], *hashes[begin:]], priority)
+            self.sinks[index][slot, :sinks], blocks = held[:sinks], held[sinks:]
             table[slot, begin : len(hashes)] = blocks
             self.num_below[index, slot] = sum(block >= self.pools[index].num_blocks for block in blocks)
             self.begins[index, slot], self.ends[index, slot] = begin, len(hashes)
-            if begin and group.sinks:
-                self.sinks[index][slot] = self._hold(index, hashes[: group.sinks // self.block_size], priority)
         self.num_grown[slot] = self.num_published[slot] = len(hashes)
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
 
@@ -243,11 +251,44 @@ class KVCacheManager:
         if 0 not in blocks:
             return blocks
         lower = self.lower[index]
-        below = [lower.block_of[name] for name, block in zip(names, blocks, strict=True) if not block]
-        lower.hold(below, priority)
+        missing = [name for name, block in zip(names, blocks, strict=True) if not block]
+        below = [lower.block_of[name] for name in missing]
         self.num_raised += len(below)
+        if self.in_place:
+            lower.hold(below, priority)
+        else:
+            below = self._raise(index, missing, below, priority)
         found = iter(below)
         return [block or next(found) for block in blocks]
+
+    def _raise(self, index: int, names: Sequence[bytes], below: Sequence[int], priority: int) -> list[int]:
+        """New blocks of the arena that the next step begins by copying from the lower tier, and that can be found at once.
+
+        Nothing is stored in those of the lower tier before that step has landed (`Tiers`).
+        """
+        pool = self.pools[index]
+        blocks = pool.take(len(names))
+        for name, block in zip(names, blocks, strict=True):
+            pool.publish(block, name, priority)
+        self._raised += [(index, source, block) for source, block in zip(below, blocks, strict=True)]
+        return blocks
+
+    def take_raised(self) -> tuple[Copies, ...]:
+        """Blocks of each group that the step which is scheduled copies from the lower tier first; none at all: ()."""
+        raised, self._raised = self._raised, []
+        if not raised:
+            return ()
+        groups = []
+        for index in range(len(self.groups)):
+            rows = np.array([row[1:] for row in raised if row[0] == index], np.int64).reshape(-1, 2)
+            groups.append(Copies(np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])))
+        return tuple(groups)
+
+    def num_there(self, found: Sequence[bytes]) -> int:
+        """How many of the blocks that `find` counted need no room in the arena."""
+        if self.in_place:
+            return len(found)
+        return min(sum(name in pool.block_of for name in found) for pool in self.pools)
 
     def publish(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """Let the first blocks of `slot`, which are or will be computed before any later step, be found by these hashes."""

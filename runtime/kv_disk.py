@@ -1,4 +1,7 @@
-"""The lower tier of the KV cache in files, which steps read by memory map and a later run finds again.
+"""The lower tier of the KV cache in files, which a later run finds again.
+
+Steps on a CPU read them by memory map, behind their own pool; blocks of a GPU come from there and are copied back. Of either
+the page cache is the tier in this machine's memory.
 
 DIR/<hash of what decides the bits>/
     tier.json     what decides them, and the sizes
@@ -13,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import mmap
 import os
 import queue
 import shutil
@@ -27,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from inferc.errors import ConfigError
+from inferc.errors import ConfigError, InfercError
 from inferc.runtime.block_pool import MOVING
 from inferc.runtime.file_map import ReadAhead, read_whole
 from inferc.runtime.kv_journal import Journal, Stored, write_all
@@ -42,6 +46,7 @@ FORMAT = 1
 DEFAULT_BYTES = 16 << 30
 SECONDS_PER_BYTE = 1e-9  # before anything was moved
 Bytes = NDArray[np.uint8]
+ReadBlock = Callable[[int, int, Bytes], None]  # a group's block of the arena, copied to memory here; raises InfercError
 
 
 class DiskTier:
@@ -68,7 +73,9 @@ class DiskTier:
                 f"--kv-disk {folder}: {error.strerror or error}; give a folder on a local disk that can be written to"
             ) from None
         self._staging = [np.zeros(size, np.uint8) for size in block_bytes]
-        self._memory: list[Bytes] = []  # of each pool, the places of the files behind the arena's blocks
+        self._below: list[Bytes] = []  # the memory of each file: [blocks, bytes of one]
+        self._first: list[int] = []  # the number of its first block, behind the arena's
+        self._read: ReadBlock = _read_none
         self._num_layers: list[int] = []
         self._checksums: dict[tuple[int, int], bytes] = {}  # of what was copied, until it is committed
         self._rate = FadingMean(0.98)
@@ -83,12 +90,31 @@ class DiskTier:
         return self._files
 
     def names(self, group: int) -> dict[int, bytes]:
-        first = len(self._memory[group]) - self.num_blocks[group]
+        first = self._first[group]
         return {first + place: stored.name for (index, place), stored in self._journal.live.items() if index == group}
 
     def attach(self, memory: Sequence[Bytes], num_layers: Sequence[int]) -> None:
         """Begin to work on the pools of a runner: [blocks of the arena and of the files, block_bytes] of each group."""
-        self._memory, self._num_layers = list(memory), list(num_layers)
+
+        def read(group: int, block: int, to: Bytes) -> None:
+            np.copyto(to, memory[group][block])
+
+        self._first = [len(pool) - count for pool, count in zip(memory, self.num_blocks, strict=True)]
+        self._below = [pool[first:] for pool, first in zip(memory, self._first, strict=True)]
+        self._read, self._num_layers = read, list(num_layers)
+        self._thread.start()
+
+    def map_files(self) -> list[Bytes]:
+        """The files in memory, to be read: [blocks, block_bytes] of each group."""
+        self._below = [
+            np.frombuffer(mmap.mmap(file, count * size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8).reshape(count, size)
+            for file, count, size in zip(self._files, self.num_blocks, self.block_bytes, strict=True)
+        ]
+        return self._below
+
+    def attach_device(self, num_blocks: Sequence[int], read: ReadBlock) -> None:
+        """Begin to work on the pools of a GPU, of so many blocks, which `read` copies from there; the files are mapped."""
+        self._first, self._read, self._num_layers = list(num_blocks), read, [1] * len(num_blocks)
         self._thread.start()
 
     def close(self) -> None:
@@ -100,7 +126,7 @@ class DiskTier:
         self._journal.close()
         for file in (*self._files, self._lock):
             os.close(file)
-        self._memory = []
+        self._below, self._read = [], _read_none
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -162,12 +188,11 @@ class DiskTier:
         if not self._ahead.is_needed():
             return
         spans: list[list[tuple[int, int]]] = []
-        for table, memory, count, layers in zip(tables, self._memory, self.num_blocks, self._num_layers, strict=True):
-            blocks = np.unique(table[table >= len(memory) - count]).tolist()
-            size = memory.shape[1] // layers
-            base = memory.ctypes.data
+        for table, below, first, layers in zip(tables, self._below, self._first, self._num_layers, strict=True):
+            places = (np.unique(table[table >= first]) - first).tolist()
+            size, base = below.shape[1] // layers, below.ctypes.data
             spans += [
-                [(base + block * memory.shape[1] + layer * size, size) for block in blocks] for layer in range(layers)
+                [(base + place * below.shape[1] + layer * size, size) for place in places] for layer in range(layers)
             ]
         self._ahead.read([span for layer in spans for span in layer])
 
@@ -184,16 +209,18 @@ class DiskTier:
             failure = move(group, below, *more)
         except OSError as error:
             failure = f"{self.folder}: {error.strerror or error}"
+        except InfercError as error:  # of the device
+            failure = str(error)
         if failure is None:
             self._rate.add((time.perf_counter() - started) / self.block_bytes[group])
         self._done.append(Done((group, below), failure))
 
     def _place(self, group: int, below: int) -> int:
-        return below - (len(self._memory[group]) - self.num_blocks[group])
+        return below - self._first[group]
 
     def _copy(self, group: int, below: int, block: int) -> str | None:
         place, data = self._place(group, below), self._staging[group]
-        np.copyto(data, self._memory[group][block])  # which may change: what is written has the checksum in any case
+        self._read(group, block, data)  # which may change: what is written has the checksum in any case
         self._journal.take_back(group, place)
         write_all(self._files[group], data.data, place * self.block_bytes[group])
         self._checksums[group, place] = xxhash.xxh3_128_digest(data.data)
@@ -204,13 +231,18 @@ class DiskTier:
         self._journal.commit(group, place, Stored(name, self._checksums.pop((group, place))))
 
     def _check(self, group: int, below: int) -> str | None:
-        place, data, path = self._place(group, below), self._memory[group][below], self.folder / f"group-{group}"
+        place, path = self._place(group, below), self.folder / f"group-{group}"
+        data = self._below[group][place]
         if (failure := read_whole(data.ctypes.data, len(data))) is not None:
             return f"{path}, block {place}: {failure}"
         stored = self._journal.live.get((group, place))
         if stored is None or xxhash.xxh3_128_digest(data.data) != stored.checksum:
             return f"{path}, block {place}: its checksum does not match"
         return None
+
+
+def _read_none(group: int, block: int, to: Bytes) -> None:
+    raise InfercError("no pool is attached")
 
 
 def _lock(path: Path) -> int:

@@ -24,6 +24,7 @@ from inferc.runtime.tapped import TapCollector
 from inferc.runtime.taps import Node, choose_nodes
 
 if TYPE_CHECKING:
+    from inferc.runtime.cuda.driver import Driver
     from inferc.runtime.kv_disk import DiskTier
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,11 @@ def load_engine(
             raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
     nodes = _tapped_nodes(artifact, target, config)
     with ExitStack() as made:  # closed again if what comes after it cannot be made
-        disk = _open_disk(artifact, target, config, groups)
+        driver = _open_driver() if target.startswith("cuda") else None
+        disk = _open_disk(artifact, target, config, groups, driver)
         if disk is not None:
             made.callback(disk.close)
-        runner, resolved = _make_runner(artifact, target, config, groups, disk)
+        runner, resolved = _make_runner(artifact, target, config, groups, disk, driver)
         made.callback(runner.close)
         taps = _make_taps(nodes, runner, config)
         recorder = _make_recorder(artifact, target, runner, config)
@@ -81,6 +83,7 @@ def load_engine(
         tbt_ms=config.tbt_ms,
         partial_blocks=target == "cpu",
         num_lower=() if disk is None else disk.num_blocks,
+        lower_in_place=target == "cpu",
         kv_events=config.kv_events,
         keep_logprobs=config.record is not None,
     )
@@ -161,31 +164,50 @@ def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
     return generation_defaults(artifact.model.get("generation") or {})
 
 
+def _open_driver() -> Driver:
+    from inferc.runtime.cuda.driver import Driver
+
+    return Driver()
+
+
 def _open_disk(
-    artifact: Artifact, target: str, config: EngineConfig, groups: tuple[CacheGroup, ...]
+    artifact: Artifact, target: str, config: EngineConfig, groups: tuple[CacheGroup, ...], driver: Driver | None
 ) -> DiskTier | None:
     """The lower tier of the KV cache, if one is asked for."""
     if config.kv_disk is None:
         return None
-    if target != "cpu" or len(artifact.ranks) > 1:
+    if target == "reference" or len(artifact.ranks) > 1:
         what = f"{len(artifact.ranks)} ranks" if len(artifact.ranks) > 1 else f"target {target}"
-        raise UnsupportedError(f"--kv-disk: found {what}, and it needs the cpu target in one rank; leave it out")
-    from inferc.runtime.abi import choose_isa
+        raise UnsupportedError(
+            f"--kv-disk: found {what}, and it needs the cpu or cuda target in one rank; leave it out"
+        )
     from inferc.runtime.kv_disk import DiskTier
 
-    # Another instruction set may compute other bits.
+    # Another instruction set, or another GPU, may compute other bits.
     model, kv_dtype = model_limits(artifact, config.kv_evict).cache_identity
-    identity = {"model": model, "kv_dtype": kv_dtype, "isa": choose_isa(config.isa, artifact.isas)}
+    isa = _isa(artifact, config) if driver is None else f"{driver.arch}{' deterministic' * config.deterministic}"
+    identity = {"model": model, "kv_dtype": kv_dtype, "isa": isa}
     sizes = [artifact.block_size * group.bytes_per_token for group in groups]
     return DiskTier(Path(config.kv_disk), identity, sizes, config.kv_disk_bytes)
 
 
+def _isa(artifact: Artifact, config: EngineConfig) -> str:
+    from inferc.runtime.abi import choose_isa
+
+    return choose_isa(config.isa, artifact.isas)
+
+
 def _make_runner(
-    artifact: Artifact, target: str, config: EngineConfig, groups: tuple[CacheGroup, ...], disk: DiskTier | None
+    artifact: Artifact,
+    target: str,
+    config: EngineConfig,
+    groups: tuple[CacheGroup, ...],
+    disk: DiskTier | None,
+    driver: Driver | None,
 ) -> tuple[Runner, ResolvedEngineConfig]:
     """What runs the artifact's steps, and the config with every "auto" settled for it."""
-    if target.startswith("cuda"):
-        return _make_cuda_runner(artifact, config, groups)
+    if driver is not None:
+        return _make_cuda_runner(artifact, config, groups, disk, driver)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)
     if target == "reference":
         if len(artifact.ranks) > 1:
@@ -212,14 +234,20 @@ def _make_runner(
 
 
 def _make_cuda_runner(
-    artifact: Artifact, config: EngineConfig, groups: tuple[CacheGroup, ...]
+    artifact: Artifact,
+    config: EngineConfig,
+    groups: tuple[CacheGroup, ...],
+    disk: DiskTier | None,
+    driver: Driver,
 ) -> tuple[Runner, ResolvedEngineConfig]:
-    from inferc.runtime.cuda.driver import Driver
     from inferc.runtime.cuda.memory import kv_available
     from inferc.runtime.cuda.runner import CudaRunner
 
-    driver = Driver()
     free, _ = driver.memory_info()
     available = kv_available(artifact, config, groups, free, driver.name)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, "cuda")
-    return CudaRunner(artifact, resolved, driver, owns_driver=True), resolved
+    if disk is None:
+        return CudaRunner(artifact, resolved, driver, owns_driver=True), resolved
+    runner = CudaRunner(artifact, resolved, driver, owns_driver=True, lower=disk.map_files())
+    disk.attach_device(runner.num_blocks, runner.read_block)
+    return runner, resolved

@@ -69,7 +69,8 @@ class Scheduler:
         self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
         self.batch = Batch(config.max_num_seqs, config.max_model_len, config.keep_logprobs)
         self.cache = KVCacheManager(
-            config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower
+            *(config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower),
+            config.lower_in_place,
         )
         self.tiers = None if mover is None else Tiers(self.cache, mover, self.forecast, clock)
         self.events = CacheEvents(self.cache) if config.kv_events else None
@@ -163,7 +164,7 @@ class Scheduler:
             samples = self.batch.num_computed[slots] + num_new == self.batch.num_tokens[slots]
             self.waiting.charge(self.batch.clients[slots], SAMPLED_COST * samples)
         plan = self.batch.plan(slots, num_new, self.cache, self._step)
-        plan.copies = self.prefixes.take_copies()
+        plan.raised, plan.copies = self.cache.take_raised(), self.prefixes.take_copies()
         self._in_flight.append((self._step, plan))
         return plan
 
@@ -282,7 +283,7 @@ class Scheduler:
 
     def _spills(self, slot: int) -> bool:
         """Whether a sequence that is alone and finds no block will find one, for having more in the lower tier."""
-        if self.tiers is None or self.num_running > 1:
+        if self.tiers is None or not self.cache.in_place or self.num_running > 1:
             return False
         wanted = self.cache.blocks_for(self.config.max_num_batched_tokens)
         groups = range(len(self.cache.groups))
@@ -404,7 +405,7 @@ class Scheduler:
         # Who has outlived the prediction is given as much again.
         totals = np.where(totals > known, totals, np.minimum(most, 2 * known - batch.prompt_len[slots] + 1))
         total = self.forecast.total_tokens(seq)
-        num_found, error = len(found) * cache.block_size, CAUTION * self.forecast.lengths.error
+        num_found, error = cache.num_there(found) * cache.block_size, CAUTION * self.forecast.lengths.error
         return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
 
     def _rerank(self) -> None:

@@ -15,7 +15,8 @@ class SchedulerConfig:
 
     policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
     now, and preempt the last when blocks are missing. kv_events: collect what the prefix cache stores and evicts.
-    partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_lower: blocks of each group's lower tier, if there is one.
+    partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_lower: blocks of each group's lower tier, if there is one;
+    lower_in_place: steps read them as they lie, else they are copied to the arena first.
     keep_logprobs: of every sampled token, in `Sequence.logprobs`.
     """
 
@@ -32,6 +33,7 @@ class SchedulerConfig:
     overcommit: bool = False
     kv_events: bool = False
     num_lower: tuple[int, ...] = ()
+    lower_in_place: bool = True
     partial_blocks: bool = False
     keep_logprobs: bool = False
 

@@ -105,7 +105,7 @@ def _no_long_rows() -> I64:
 
 @dataclass(frozen=True)
 class Copies:
-    """K and V of slots of one KV group, in every layer, to other slots of it."""
+    """K and V of slots (or of whole blocks) of one KV group, in every layer, to others of it."""
 
     source: I64
     target: I64
@@ -144,6 +144,7 @@ class StepPlan:
     sample: SampleRows
     late_rows: I32 = field(default_factory=_no_rows)  # [L] rows of token_ids still unknown here: the runner fills in
     late_slots: I32 = field(default_factory=_no_rows)  # [L] the id last sampled for this slot
+    raised: tuple[Copies, ...] = ()  # per KV group, blocks from the lower tier to the arena, before anything else
     copies: tuple[Copies, ...] = ()  # per KV group, before anything is computed; none at all: ()
     wants_logprobs: bool = False  # of the chosen tokens of all rows, whatever `sample` asks for
     tapped_rows: I64 = field(default_factory=_no_long_rows)  # rising, of [0, T): whose values the taps keep

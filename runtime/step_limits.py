@@ -23,7 +23,7 @@ class StepLimits:
     vocab_size: int
     num_blocks: tuple[int, ...]  # of each KV group
     block_size: int
-    num_lower: tuple[int, ...] = ()  # of each group, behind its blocks: they can be read and not be written
+    num_lower: tuple[int, ...] = ()  # of each group, behind its blocks: not to be written
 
     def check(self, plan: StepPlan) -> None:
         """Raise RequestError naming what of the plan is out of bounds."""
@@ -46,6 +46,12 @@ class StepLimits:
             ),
             "a slot to copy to": any(
                 outside(copies.target, limit) for copies, limit in zip(plan.copies, slot_limits, strict=False)
+            ),
+            "a block to copy from": any(
+                outside(raised.source, count) for raised, count in zip(plan.raised, self._num_readable, strict=False)
+            ),
+            "a block to copy to": any(
+                outside(raised.target, count) for raised, count in zip(plan.raised, self.num_blocks, strict=False)
             ),
             "a listed token id": any(
                 outside(lists.token_ids, self.vocab_size)

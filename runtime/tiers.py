@@ -1,9 +1,10 @@
 """What moves between the arena and the lower tier of the KV cache, and when.
 
-A block of the lower tier can be read by steps as it lies, so nothing has to come back up. What goes down is always a copy of
-a full block: of one that nobody has and that can be found (write-behind), of a preempted sequence if that is cheaper than to
-compute it again (swap), or of the oldest blocks of a running sequence that is longer than the arena (spill). Copies are made
-beside the steps, by a mover. A copy counts if its block was not given to somebody else meanwhile: full blocks do not change.
+A block of the lower tier is read by steps as it lies, or copied by the step that needs it first (`KVCacheManager`). What goes
+down is always a copy of a full block: of one that nobody has and that can be found (write-behind), of a preempted sequence
+if that is cheaper than to compute it again (swap), or, where steps read there, of the oldest blocks of a running sequence
+that is longer than the arena (spill). Copies are made beside the steps, by a mover. A copy counts if its block was not
+given to somebody else meanwhile: full blocks do not change.
 
 What an earlier run left is checked before it can be found; a sequence that could use it waits for that, unless computing it
 again is expected to take less time.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import c_void_p
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
 from inferc.runtime.cuda.shared_prefixes import shared_prefixes
 from inferc.runtime.cuda.staging import Staging
+from inferc.runtime.cuda.tier import TierCopies
 from inferc.runtime.cuda.weights import copy_weights, placed_bytes
 from inferc.runtime.model_runner import NUMPY_DTYPES, Observer
 from inferc.runtime.step import F32, I32, I64, Logprobs, StepPlan, StepResult, TokenLists
@@ -64,7 +65,9 @@ class CudaRunner:
     """Steps of one artifact on one GPU.
 
     owns_driver: closes it at the end. poison: fill memory with NaN first, so that tests see
-    a read of what was never written. place_weights: puts them at an address and on, in place of the artifact's. Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
+    a read of what was never written. place_weights: puts them at an address and on, in place of the artifact's. lower: memory of
+    this machine with the blocks of the KV cache's lower tier, of each group [blocks, bytes of one].
+    Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class CudaRunner:
         owns_driver: bool = False,
         poison: bool = False,
         place_weights: Callable[[Driver, int], dict[str, int]] | None = None,
+        lower: Sequence[NDArray[np.uint8]] = (),
     ) -> None:
         self._driver, self._artifact, self._owns_driver = driver, artifact, owns_driver
         self._entered = threading.local()
@@ -87,6 +91,7 @@ class CudaRunner:
         self.limits = StepLimits(
             *(self.max_num_tokens, self.max_num_seqs, max(self.max_num_tokens, self.max_num_seqs)),
             *(self.vocab_size, self.num_blocks, self.block_size),
+            num_lower=tuple(map(len, lower)),
         )
         self._groups = artifact.kv_groups
         self._order = INVARIANT if config.deterministic else FAST
@@ -115,6 +120,8 @@ class CudaRunner:
         self._counts = self._device(memory.counts_bytes(artifact, self.max_num_seqs))  # of penalties, by slot
         self._counted: set[int] = set()  # slots that have penalty counts
         self._staging = Staging(driver, self._stream, 8 + 4 * self.vocab_size, COUNT_BUFFERS)
+        sizes = [self.block_size * int(group["bytes_per_token"]) for group in self._groups]
+        self._tier = TierCopies(driver, self._stream, self._addresses.caches, sizes, self.num_blocks, lower)
         self._observer: Observer | None = None
         self._sent: tuple[Capacity, bool] | None = (
             None  # what the inputs on the device are for: layout, shared prefixes
@@ -216,6 +223,7 @@ class CudaRunner:
         self._pending.append(flight)
 
     def _submit(self, plan: StepPlan, flight: _Flight) -> None:
+        self._tier.up(plan.raised)
         capacity, as_graph = self._capacity(plan)
         shares = self._send(plan, flight, capacity)
         if not (as_graph and self._run_graph(capacity, shares)):
@@ -434,6 +442,11 @@ class CudaRunner:
         self._enter()
         self._blocks.unpack(group, blocks, canonical)
 
+    def read_block(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
+        """Copy a block, which no step under way changes, to memory here beside the steps; for one thread of its own."""
+        self._enter()
+        self._tier.down(group, block, to)
+
     # -------------------------------------------------------------------------------- plumbing
 
     def set_observer(self, observer: Observer | None) -> None:
@@ -517,6 +530,7 @@ class CudaRunner:
             driver.free(address)
         self._blocks.close()
         self._staging.close()
+        self._tier.close()
         for flight in self._flights:
             driver.free_host(flight.inputs)
             driver.free_host(flight.outputs)

@@ -170,3 +170,33 @@ def test_in_the_invariant_order_neither_the_batch_nor_chunks_show(
         runner.close()
         found.append(rows[0].tobytes())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_blocks_on_disk_have_the_same_bits(
+    made: tuple[Path, dict[tuple[str, str], str]], name: str, tmp_path: Path
+) -> None:
+    """Of an earlier run, and of sequences that made room for others."""
+    folder, faults = made
+    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+    out = folder / f"{name}-bfloat16-cuda"
+    artifact = load_artifact(out)
+    block_bytes = artifact.block_size * artifact.kv_bytes_per_token
+    source = np.random.default_rng(9)
+    texts = [source.integers(5, 300, 7 * artifact.block_size + 3).tolist() for _ in range(4)]
+    params = inferc.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    options: dict[str, Any] = {"deterministic": True, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+
+    def answers(**more: Any) -> tuple[list[Any], int]:
+        with inferc.LLM(out, **options, **more) as llm:
+            results = [llm.generate([text], params)[0].outputs[0] for text in (*texts, texts[0])]
+            return [
+                [(each.token_id, each.logprob) for each in row.logprobs or []] for row in results
+            ], llm.stats().num_raised
+
+    expected, _ = answers()
+    disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_bytes": 64 * block_bytes}
+    found, raised = answers(kv_memory_bytes=13 * block_bytes, **disk)
+    assert found == expected and raised >= 7
+    again, raised = answers(kv_memory_bytes=13 * block_bytes, **disk)
+    assert again == expected and raised >= 4 * 7

@@ -86,6 +86,7 @@ def test_every_schedule_gives_the_text_of_each_sequence_alone(seed: int) -> None
         overcommit=rng.random() < 0.5,
         partial_blocks=rng.random() < 0.5,
         num_lower=num_lower,
+        lower_in_place=rng.random() < 0.5,
         mover=FakeMover(seed) if num_lower else None,
     )
     requests = {}

@@ -195,6 +195,7 @@ def test_whatever_runs_a_router_knows_what_the_cache_holds(
         overcommit=data.draw(st.booleans()),
         policy=data.draw(st.sampled_from(["fcfs", "lpm", "priority"])),
         num_lower=data.draw(st.sampled_from([0, 12, 40])),
+        lower_in_place=data.draw(st.booleans()),
         partial_blocks=data.draw(st.booleans()),
     )
     router, step = Router(), 0

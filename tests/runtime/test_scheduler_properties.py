@@ -112,6 +112,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         prefix_cache=prefix_cache,
         partial_blocks=draw(st.booleans()),
         num_lower=num_lower,
+        lower_in_place=draw(st.booleans()),
         mover=mover,
         overcommit=draw(st.booleans()),
     )

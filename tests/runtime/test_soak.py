@@ -44,6 +44,7 @@ def engine_of(rng: random.Random, clock: Callable[[], float], policy: str) -> En
         prefix_cache=prefix_cache,
         partial_blocks=rng.random() < 0.5,
         num_lower=num_lower,
+        lower_in_place=rng.random() < 0.7,
         mover=FakeMover(rng.getrandbits(16), rate=rng.choice([1e-12, 1e-3])) if num_lower else None,
         policy=policy.replace("N", "50"),
         tbt_ms=rng.choice([None, None, 20.0]),

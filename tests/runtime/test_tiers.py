@@ -38,9 +38,13 @@ def alone(prompts: list[list[int]], max_tokens: int = 5) -> list[list[int]]:
     return [oracle(prompt, params, (), 10_000)[0] for prompt in prompts]
 
 
+IN_PLACE = pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
+
+
+@IN_PLACE
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_what_made_room_is_found_below(groups: tuple[CacheGroup, ...]) -> None:
-    engine = make_engine(prefix_cache=True, num_blocks=14, num_lower=100, groups=groups)
+def test_what_made_room_is_found_below(groups: tuple[CacheGroup, ...], in_place: bool) -> None:
+    engine = make_engine(prefix_cache=True, num_blocks=14, num_lower=100, groups=groups, lower_in_place=in_place)
     others = [[number, *PROMPT[1:]] for number in range(5)]
     assert run(engine, [PROMPT]) == alone([PROMPT])
     for other in others:
@@ -51,15 +55,18 @@ def test_what_made_room_is_found_below(groups: tuple[CacheGroup, ...]) -> None:
     after = engine.stats()
     assert after.cached_tokens - before.cached_tokens == 36
     assert engine.scheduler.cache.num_raised > 0
+    copied: int = engine.runner.num_raised  # type: ignore[attr-defined]
+    assert copied == (0 if in_place else engine.scheduler.cache.num_raised)
 
 
-def test_a_later_run_finds_what_was_stored_and_checks_it() -> None:
+@IN_PLACE
+def test_a_later_run_finds_what_was_stored_and_checks_it(in_place: bool) -> None:
     mover = FakeMover()
-    first = make_engine(prefix_cache=True, num_lower=30, mover=mover)
+    first = make_engine(prefix_cache=True, num_lower=30, mover=mover, lower_in_place=in_place)
     run(first, [PROMPT])
     first.close()
     assert mover.closed and len(mover.stored) == 11
-    second = make_engine(prefix_cache=True, num_lower=30, mover=mover)
+    second = make_engine(prefix_cache=True, num_lower=30, mover=mover, lower_in_place=in_place)
     assert run(second, [PROMPT, PROMPT]) == alone([PROMPT, PROMPT])
     assert mover.num_checks == 9 and second.stats().cached_tokens == 2 * 36
 
@@ -138,10 +145,19 @@ def test_a_long_sequence_ends_where_nothing_can_be_stored() -> None:
     assert run(engine, [PROMPT]) == alone([PROMPT])
 
 
+def test_where_steps_do_not_read_there_a_sequence_is_no_longer_than_the_arena() -> None:
+    engine = make_engine(prefix_cache=True, num_lower=80, num_blocks=13, max_model_len=240, lower_in_place=False)
+    assert engine.scheduler.cache.max_tokens == 48
+    with pytest.raises(RequestError, match="the whole KV cache holds 48"):
+        engine.score("text", [number * 7 % 50 for number in range(150)])
+
+
+@IN_PLACE
 @pytest.mark.parametrize("rate", [1e-12, 1.0])
-def test_a_preempted_sequence_is_swapped_if_that_is_cheaper(rate: float) -> None:
+def test_a_preempted_sequence_is_swapped_if_that_is_cheaper(rate: float, in_place: bool) -> None:
     mover = FakeMover(rate=rate)
-    engine = make_engine(prefix_cache=True, num_blocks=9, max_num_seqs=2, overcommit=True, num_lower=40, mover=mover)
+    sizes = {"num_blocks": 9, "max_num_seqs": 2, "num_lower": 40}
+    engine = make_engine(prefix_cache=True, overcommit=True, mover=mover, lower_in_place=in_place, **sizes)  # type: ignore[arg-type]
     engine.scheduler.forecast.cost.set_prices(dict(zip(WORK, (0.01, 1e-4, 1e-4, 1e-6, 1e-6), strict=True)))
     prompts = [PROMPT[:8], PROMPT[8:16]]
     assert run(engine, prompts, 12) == alone(prompts, 12)

@@ -140,6 +140,7 @@ class FakeRunner:
         self.queue: deque[StepPlan] = deque()
         self.num_steps = 0
         self.num_copied = 0  # tokens whose K and V were copied
+        self.num_raised = 0  # blocks that were copied to the arena
         self.closed = False
         self.fail_at: int | None = None
         self.broken_prompt: list[int] | None = None  # whose logits are not finite
@@ -207,6 +208,14 @@ class FakeRunner:
         ids[plan.late_rows] = self.last[plan.late_slots]
         assert ((ids >= 0) & (ids < VOCAB_SIZE)).all(), "a late id that was never sampled"
         contexts: dict[int, list[int]] = {}
+        for pool, raised, count in zip(self.pools, plan.raised, config.num_blocks, strict=False):
+            of_blocks = pool.reshape(-1, size)
+            assert not len(raised.source) or raised.source.min() >= count > raised.target.max() > 0
+            of_blocks[raised.target] = of_blocks[raised.source]
+            self.num_raised += len(raised.source)
+        if not config.lower_in_place:
+            for table, count in zip(plan.block_tables, config.num_blocks, strict=True):
+                assert table.max() < count, "a step reads below the arena"
         for pool, copies in zip(self.pools, plan.copies, strict=False):
             for source, target in zip(copies.source.tolist(), copies.target.tolist(), strict=True):
                 pool[target] = pool[source]
@@ -301,6 +310,7 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     num_lower: int = 0,
     mover: FakeMover | None = None,
+    lower_in_place: bool = True,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
@@ -312,6 +322,7 @@ def make_engine(
         overcommit,
         kv_events,
         (num_lower,) * len(groups) if num_lower else (),
+        lower_in_place,
         partial_blocks,
     )
     runner = FakeRunner(config)
