@@ -84,19 +84,11 @@ def workload(
     # As long as the longest prompt takes, three times over.
     work = max(each.prompt_len for each in trace.requests) * prices.prices["tokens"]
     objectives = (round(3000 * work, -2), tbt_ms)
-    middle = [
-        float(np.median([getattr(each, name) for each in trace.requests])) for name in ("prompt_len", "output_len")
-    ]
     rows, runs = [], {}
     for policy in POLICIES:
         played = runs[policy] = run(prices, trace, policy, kv_tokens, objectives)
         summary = summarize(policy, 1.0, played, *objectives)
-        short = [
-            each.latency
-            for each in played.times
-            if each.first is not None and each.request.prompt_len <= middle[0] and each.request.output_len <= middle[1]
-        ]
-        row = {**dataclasses.asdict(summary), "short_latency_p99": 1000 * float(np.percentile(short, 99))}
+        row = {**dataclasses.asdict(summary), "short_latency_p99": short_latency_p99(played, trace)}
         rows.append(row)
         print(
             f"  {policy:13} latency mean {summary.latency_mean / 1000:7.2f} s, P99 of short jobs"
@@ -112,6 +104,18 @@ def workload(
         "tbt_ms": tbt_ms,
         "rows": rows,
     }, runs
+
+
+def short_latency_p99(played: Playback, trace: Trace) -> float:
+    """Milliseconds, of those whose prompt and answer are both below the trace's medians."""
+    names = ("prompt_len", "output_len")
+    prompt, output = (float(np.median([getattr(each, name) for each in trace.requests])) for name in names)
+    short = [
+        each.latency
+        for each in played.times
+        if each.first is not None and each.request.prompt_len <= prompt and each.request.output_len <= output
+    ]
+    return 1000 * float(np.percentile(short, 99))
 
 
 def preemptions(prices: CostFile) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 python benchmarks/simulated.py OUT TRACE [--scale 16] [--requests 40] [--speed 0.01] [--policy fcfs …] [--kv-tokens N]
     [--ttft-ms MS] [--calibrate 30] [--out FILE]
 
-OUT is an artifact, TRACE as in `inferc simulate`. Prices of steps are measured right before and after the engine plays, since a
+OUT is an artifact, TRACE as in `inferc simulate`, or `mixed`, the requests of policies.py at --speed a second. Prices of steps are measured right before and after the engine plays, since a
 machine's speed moves; the simulation takes the mean of both. Every policy gets an engine of its own, with an empty cache.
 """
 
@@ -15,6 +15,8 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+
+from policies import mixed, short_latency_p99
 
 from inferc.runtime.artifact import load_artifact
 from inferc.runtime.calibrate import CostFile, measure_cost
@@ -55,7 +57,8 @@ def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str,
     engine = load_engine(artifact, **sizes)
     engine.scheduler.forecast.cost = learned
     replica = Replica.real(engine, time.perf_counter, time.sleep)
-    measured = summarize(policy, options.speed, play([replica], trace, objectives), *objectives)
+    played = play([replica], trace, objectives)
+    measured = summarize(policy, options.speed, played, *objectives)
     engine.runner = replica.runner.runner
     after = calibrate()
     engine.close()
@@ -63,11 +66,12 @@ def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str,
     cost.set_prices({name: (price + after.prices[name]) / 2 for name, price in before.prices.items()})
     # The prompts' lengths and ids need the same room as in the engine.
     simulated = Replica.simulated(dataclasses.replace(config), engine.model.vocab_size, cost)
-    predicted = summarize(policy, options.speed, play([simulated], trace, objectives), *objectives)
+    made_up = play([simulated], trace, objectives)
+    predicted = summarize(policy, options.speed, made_up, *objectives)
     return {
         "policy": policy,
-        "measured": dataclasses.asdict(measured),
-        "simulated": dataclasses.asdict(predicted),
+        "measured": {**dataclasses.asdict(measured), "short_latency_p99": short_latency_p99(played, trace)},
+        "simulated": {**dataclasses.asdict(predicted), "short_latency_p99": short_latency_p99(made_up, trace)},
         "ratios": ratios(measured, predicted),
         "prices_before": before.prices,
         "prices_after": after.prices,
@@ -87,7 +91,7 @@ def ratios(measured: Summary, predicted: Summary) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", help="a file, or: mixed")
     parser.add_argument("--scale", type=int, default=16)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--speed", type=float, default=0.01)
@@ -98,13 +102,17 @@ def main() -> None:
     parser.add_argument("--calibrate", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    trace = read_trace(options.trace).scaled(options.scale).first(options.requests).faster(options.speed)
+    if options.trace == "mixed":
+        trace = mixed(options.requests).faster(options.speed)
+    else:
+        trace = read_trace(Path(options.trace)).scaled(options.scale).first(options.requests).faster(options.speed)
     print(f"{len(trace.requests)} requests in {trace.seconds:.0f} s")
     rows = [compare(trace, policy, options) for policy in options.policy or ["fcfs"]]
     for row in rows:
         print(row["policy"], "simulated / measured:", json.dumps(row["ratios"]))
         for kind in ("measured", "simulated"):
-            print(f"  {kind:9}", json.dumps({name: round(row[kind][name], 4) for name in (*COMPARED, "goodput")}))
+            shown = (*COMPARED, "short_latency_p99", "goodput", "refused")
+            print(f"  {kind:9}", json.dumps({name: round(row[kind][name], 4) for name in shown}))
     if options.out is not None:
         facts = {"scale": options.scale, "speed": options.speed, "requests": options.requests, "rows": rows}
         options.out.write_text(json.dumps(facts, indent=1) + "\n")

@@ -399,7 +399,8 @@ class Engine:
         """Learn what steps cost: this one began when it was submitted, or when the one before it was done."""
         now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
         self._landed_at = now
-        if self.scheduler.foresees:
+        is_disturbed = any(each.raised for each in (plan, *self._in_flight))  # by copies, which no price is for
+        if self.scheduler.foresees and not is_disturbed:
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
             self.scheduler.forecast.cost.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
 
@@ -447,9 +448,11 @@ class Engine:
         finally:
             if self._mover is not None and self._is_whole:
                 self._store_all()
-            if self._mover is not None:  # it may be reading what the runner has
-                self._mover.close()
-            self.runner.close()
+            try:
+                if self._mover is not None:  # it may be reading what the runner has
+                    self._mover.close()
+            finally:
+                self.runner.close()
 
     def _store_all(self) -> None:
         """End all requests, and copy what they and those before have computed to the lower tier."""

@@ -270,6 +270,8 @@ class KVCacheManager:
         blocks = pool.take(len(names))
         for name, block in zip(names, blocks, strict=True):
             pool.publish(block, name, priority)
+        self.lower[index].hold(below, priority)  # they were used now
+        self.lower[index].drop(below)
         self._raised += [(index, source, block) for source, block in zip(below, blocks, strict=True)]
         return blocks
 
@@ -285,10 +287,11 @@ class KVCacheManager:
         return tuple(groups)
 
     def num_there(self, found: Sequence[bytes]) -> int:
-        """How many of the blocks that `find` counted need no room in the arena."""
-        if self.in_place:
+        """How many of the blocks that `find` counted need no room in the arena, where a group gives nothing back."""
+        if self.in_place or not self.lower:
             return len(found)
-        return min(sum(name in pool.block_of for name in found) for pool in self.pools)
+        pools = [pool for group, pool in zip(self.groups, self.pools, strict=True) if not group.gives_back]
+        return min((sum(name in pool.block_of for name in found) for pool in pools), default=len(found))
 
     def publish(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """Let the first blocks of `slot`, which are or will be computed before any later step, be found by these hashes."""

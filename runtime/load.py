@@ -60,12 +60,18 @@ def load_engine(
             raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
     nodes = _tapped_nodes(artifact, target, config)
     with ExitStack() as made:  # closed again if what comes after it cannot be made
-        driver = _open_driver() if target.startswith("cuda") else None
-        disk = _open_disk(artifact, target, config, groups, driver)
+        with ExitStack() as opened:
+            driver = _open_driver() if target.startswith("cuda") else None
+            if driver is not None:
+                opened.callback(driver.close)  # the runner's from then on
+            disk = _open_disk(artifact, target, config, groups, driver)
+            if disk is not None:
+                opened.callback(disk.close)
+            runner, resolved = _make_runner(artifact, target, config, groups, disk, driver)
+            opened.pop_all()
+        made.callback(runner.close)
         if disk is not None:
             made.callback(disk.close)
-        runner, resolved = _make_runner(artifact, target, config, groups, disk, driver)
-        made.callback(runner.close)
         taps = _make_taps(nodes, runner, config)
         recorder = _make_recorder(artifact, target, runner, config)
         made.pop_all()

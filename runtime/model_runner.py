@@ -171,6 +171,7 @@ class ModelRunner:
     def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
         self.limits.check(plan)
+        assert not plan.raised, "a text that is scored is not looked for in the cache"
         targets = abi.contiguous(target_ids, np.int32)
         if len(targets) != len(plan.logits_rows) or outside(targets, self.vocab_size):
             raise RequestError(

@@ -30,7 +30,9 @@ class PrefixCache:
     ) -> None:
         self.cache, self.batch, self.is_on, self.events = cache, batch, config.prefix_cache, events
         self.step = 1  # that is being scheduled, or will be next
-        self._partial = PartialIndex() if config.prefix_cache and config.partial_blocks else None
+        # What is copied from the lower tier first may take the place of a block that a part is to be copied from.
+        copies_parts = config.partial_blocks and (config.lower_in_place or not config.num_lower)
+        self._partial = PartialIndex() if config.prefix_cache and copies_parts else None
         self._copies: list[tuple[list[int], list[int], int]] = []  # from which blocks to which, and how many tokens
         self._places: I64 = np.arange(cache.block_size)
 

@@ -60,7 +60,7 @@ def test_a_kv_cache_in_int8(scheme: str | None, tiny_llama_folder: Path, tmp_pat
     ("family", "scheme"),
     [
         ("gpt_oss", "int4"),
-        ("llama4_text", "w8a8"),
+        pytest.param("llama4_text", "w8a8", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "w8a8", marks=pytest.mark.slow),
         pytest.param("llama4_text", "int4", marks=pytest.mark.slow),
     ],

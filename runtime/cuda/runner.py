@@ -256,6 +256,7 @@ class CudaRunner:
     def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
         self.limits.check(plan)
+        assert not plan.raised, "a text that is scored is not looked for in the cache"
         rows = len(plan.logits_rows)
         if len(target_ids) != rows or outside(target_ids, self.vocab_size):
             raise RequestError(f"score: {len(target_ids)} target ids for {rows} rows, or one out of range")

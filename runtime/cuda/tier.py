@@ -12,7 +12,7 @@ from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.staging import Staging
 from inferc.runtime.step import Copies
 
-BUFFERS = 4  # blocks on their way to the device while the next one is read here
+BUFFERS = 32  # blocks on their way to the device; the next one waits for the first of them
 
 
 class TierCopies:

@@ -66,7 +66,8 @@ ALIKE = {
     "ernie4_5",
     "seed_oss",
 }
-ALIKE |= {"arcee", "granite", "deepseek_v2"}
+ALIKE |= {"arcee", "granite", "deepseek_v2", "phi3", "stablelm", "smollm3", "helium", "olmoe", "hunyuan_v1_moe"}
+ALIKE |= {"minimax_m2", "ernie4_5_moe", "granitemoe", "glm4", "exaone4"}
 
 
 @scripts

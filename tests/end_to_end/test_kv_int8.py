@@ -35,7 +35,7 @@ def size(x: Tensor) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("gemma2", "deepseek_v3") else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+    [name if name == "gemma2" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
 )
 def test_the_kernels_do_what_the_oracle_does(name: str, tmp_path: Path) -> None:
     """But for numbers that another order of additions rounds to the neighbouring integer."""
@@ -59,7 +59,7 @@ def oracle(folder: Path, kv_dtype: str) -> Tensor:
     return torch.cat(run_lowered(program, weight_reader(program, checkpoint.reader), PROMPTS, chunk_size=16))
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "int4"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_the_shipped_model(scheme: Any, tmp_path: Path) -> None:
     """Certified, with half the cache: on its own and with weights in integers."""
     config = CompileConfig(kv_dtype="int8", quantize=scheme)

@@ -131,7 +131,11 @@ def shipped_nll(out: Path, **options: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "worse"), [("int8", 0.003), ("w8a8", 0.006), ("int4", 0.06), ("int4-g64", 0.07), ("int4-g128", 0.08)]
+    ("scheme", "worse"),
+    [
+        *(("int8", 0.003), ("w8a8", 0.006), ("int4", 0.06)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("int4-g64", 0.07), ("int4-g128", 0.08))),
+    ],
 )
 def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Path) -> None:
     before, after = shipped_nll(tmp_path / "plain"), shipped_nll(tmp_path / "quantized", quantize=scheme)

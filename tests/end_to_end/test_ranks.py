@@ -98,7 +98,7 @@ def test_ranks_in_one_process_give_the_models_tokens(name: str, folder: Path, ou
     assert generated(artifact(folder, out, name)) == reference(folder, prompts(), NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["tp2-int8-kv", "pp2-int8-kv"])
+@pytest.mark.parametrize("name", ["tp2-int8-kv", pytest.param("pp2-int8-kv", marks=slow)])
 def test_ranks_with_a_kv_cache_in_int8(name: str, folder: Path, out: Path) -> None:
     path, whole = artifact(folder, out, name), artifact(folder, out, "int8-kv")
     assert inspect_artifact(path)["kv_bytes_per_token"] == inspect_artifact(whole)["kv_bytes_per_token"]
@@ -193,7 +193,8 @@ def test_bfloat16_ranks_stay_within_the_budget(sizes: dict[str, Any], tmp_path: 
     assert summary.certificate["ok"]
 
 
-@pytest.mark.parametrize("scheme", ["int8", pytest.param("w8a8", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "w8a8"])
 def test_quantized_ranks_are_held_to_their_schemes_budget(scheme: str, tmp_path: Path) -> None:
     """The row of the ranks is the first that is quantized; the kernels' is measured by it."""
     folder = make_random_model("qwen3_moe", tmp_path / "m")
@@ -208,7 +209,7 @@ def test_quantized_ranks_are_held_to_their_schemes_budget(scheme: str, tmp_path:
 
 
 @slow
-@pytest.mark.parametrize("scheme", ["w8a8", "int4"])
+@pytest.mark.parametrize("scheme", ["w8a8", pytest.param("int4", marks=slow)])
 def test_quantized_experts_of_ranks_are_held_to_their_schemes_budget(scheme: str, tmp_path: Path) -> None:
     """Each rank quantizes its own experts, and the rows that reach it."""
     sizes: dict[str, Any] = {"ep": 2, "quantize": scheme}

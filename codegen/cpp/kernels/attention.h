@@ -457,13 +457,21 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
   });
 }
 
+// The keys of one token, from a tile's first on, in pieces of 16.
+template <class T, class C>
+struct KeySpan {
+  i64 begin, end, start, count;
+  INLINE KeySpan(const Attention<T, C>& a, i64 position)
+      : begin(a.first_key(position)), end(position + 1), start(begin / KEY_TILE * KEY_TILE),
+        count((end - start + KEY_TILE - 1) / KEY_TILE * PIECES) {}
+};
+
 // What each block gets of the probabilities of a piece of one token, added to `masses`: integers, so that the order of tokens,
 // layers and heads is nothing. Per head and 16 keys, the highest score and the sum beside it are kept until the highest of
 // all is known.
 template <class T, class C>
 void count_masses(const Attention<T, C>& a, const Piece& piece) {
-  const i64 end = a.first_new(piece.seq) + piece.end, begin = a.first_key(end - 1), start = begin / KEY_TILE * KEY_TILE;
-  const i64 count = (end - start + KEY_TILE - 1) / KEY_TILE * PIECES;
+  const auto [begin, end, start, count] = KeySpan<T, C>(a, a.first_new(piece.seq) + piece.end - 1);
   float* highs = static_cast<float*>(__builtin_alloca(size_t(2 * piece.heads * count) * sizeof(float)));
   float* sums = highs + piece.heads * count;
   const Vec unit = set1(a.scores.unit());
@@ -511,15 +519,23 @@ void count_masses(const Attention<T, C>& a, const Piece& piece) {
   }
 }
 
-// The masses of all tokens that count.
+// The masses of all tokens that count, of a few heads at a time where keys are many.
 template <class T, class C>
 void count_masses(Team& team, const Attention<T, C>& a) {
+  constexpr i64 room = 1 << 16;  // floats on a thread's stack, beyond those of one head
   const i64 parts = a.cache.heads * a.parts();
-  team.each(a.num_seqs * parts, 1, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      const i64 seq = i / parts, first = a.query_start_loc[seq];
-      for (i64 row = a.mass_from[seq]; row < a.query_start_loc[seq + 1]; ++row)
-        count_masses(a, piece_of(a, seq, i % parts, row - first, row - first + 1));
+  i64 rows = 0;
+  for (i64 seq = 0; seq < a.num_seqs; ++seq) rows += a.query_start_loc[seq + 1] - a.mass_from[seq];
+  team.each(rows * parts, 1, [&](i64 index, i64) {
+    i64 seq = 0, row = index / parts;
+    while (row >= a.query_start_loc[seq + 1] - a.mass_from[seq]) row -= a.query_start_loc[seq + 1] - a.mass_from[seq], ++seq;
+    const i64 token = a.mass_from[seq] + row - a.query_start_loc[seq];
+    const Piece all = piece_of(a, seq, index % parts, token, token + 1);
+    const i64 fit = room / (2 * KeySpan<T, C>(a, a.first_new(seq) + token).count), at_once = fit > 1 ? fit : 1;
+    for (i64 head = 0; head < all.heads; head += at_once) {
+      Piece some = all;
+      some.first += head, some.heads = all.heads - head < at_once ? all.heads - head : at_once;
+      count_masses(a, some);
     }
   });
 }

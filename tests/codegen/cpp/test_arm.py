@@ -143,7 +143,9 @@ def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("artifact", "isa"), [("bfloat16", "neon_bf16"), ("bfloat16", "neon"), ("w8a8", "neon")], indirect=["artifact"]
+    ("artifact", "isa"),
+    [("bfloat16", "neon_bf16"), ("bfloat16", "neon"), pytest.param("w8a8", "neon", marks=pytest.mark.slow)],
+    indirect=["artifact"],
 )
 def test_a_step_is_that_of_this_machine(artifact: Artifact, isa: str) -> None:
     """neon adds what AVX2 adds in the same order, so the bits are the same; neon_bf16 rounds within its pairs otherwise."""
