@@ -3,8 +3,9 @@
 python benchmarks/simulated.py OUT TRACE [--scale 16] [--requests 40] [--speed 0.01] [--policy fcfs …] [--kv-tokens N]
     [--ttft-ms MS] [--calibrate 30] [--out FILE]
 
-OUT is an artifact, TRACE as in `inferc simulate`, or `mixed`, the requests of policies.py at --speed a second. Prices of steps are measured right before and after the engine plays, since a
-machine's speed moves; the simulation takes the mean of both. Every policy gets an engine of its own, with an empty cache.
+OUT is an artifact, TRACE as in `inferc simulate`, or `mixed`, the requests of policies.py at --speed a second. Prices of
+steps are measured right before and after the engine plays, since a machine's speed moves; the simulation takes the mean of
+both. Every policy gets an engine of its own, with an empty cache.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Batch:
         seen = end - cache.num_forgotten(slots) if cache.evicts else end
         max_blocks = cache.blocks_for(int(seen.max()))
         late_rows, late_slots = self._late(slots, shape)
-        counted = cache.count(slots, start, end, shape.query_start_loc, max_blocks) if cache.evicts else None
+        counted = cache.count(slots, start, end, shape.query_start_loc, max_blocks) if cache.chooses else None
         plan = StepPlan(
             token_ids=self.tokens[slots, start]
             if all_decode

@@ -399,8 +399,8 @@ class Engine:
         """Learn what steps cost: this one began when it was submitted, or when the one before it was done."""
         now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
         self._landed_at = now
-        is_disturbed = any(each.raised for each in (plan, *self._in_flight))  # by copies, which no price is for
-        if self.scheduler.foresees and not is_disturbed:
+        # Copies of blocks make steps longer, and no price is for them.
+        if self.scheduler.foresees and not any(each.raised for each in (plan, *self._in_flight)):
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
             self.scheduler.forecast.cost.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
 

@@ -72,6 +72,9 @@ class KVCacheManager:
             for group in self.groups
         )
         self._evicted = next((index for index, group in enumerate(self.groups) if group.kind == "evicted"), None)
+        self.chooses = any(group.counted for group in self.groups)
+        self.most_found = min(group.first_counted for group in self.groups) // self.block_size
+        """The blocks of a sequence that may be found at most: behind them its own attention counts."""
         self.num_grown: I64 = np.zeros(num_slots, np.int64)
         self.num_published: I64 = np.zeros(num_slots, np.int64)
         self._first_unseen = self._unseen_from([0] * len(self.groups))
@@ -426,10 +429,11 @@ class KVCacheManager:
 
     def count(self, slots: I64, start: I64, end: I64, query_start_loc: I32, max_blocks: int) -> Counted | None:
         """Which queries of a step of some slots are counted, by whose attention blocks are kept later; None: none at all."""
-        group = self.groups[self._evicted] if self._evicted is not None else None
-        if group is None or not group.counted:
+        if not self.chooses or self._evicted is None:
             return None
-        first = np.clip(first_counted(group, start), start, end)
+        group = self.groups[self._evicted]
+        wanted = first_counted(group, start)
+        first = np.clip(wanted, start, end)
         seqs = np.flatnonzero(first < end)
         if not len(seqs):
             return None
@@ -440,7 +444,7 @@ class KVCacheManager:
             tuple(None if each is None else np.zeros((len(slots), max_blocks), np.int64) for each in self.masses),
             seqs,
             of,
-            first_counted(group, start[seqs]) // group.stride % 2,
+            wanted[seqs] // group.stride % 2,
             tuple(None if each is None else each.columns(of, forgotten, max_blocks) for each in self.masses),
         )
 
@@ -449,11 +453,6 @@ class KVCacheManager:
         for masses, found, columns in zip(self.masses, counted.masses, counted.columns, strict=True):
             if masses is not None and found is not None and columns is not None:
                 masses.add(counted.slots, counted.turns, columns, found[counted.seqs])
-
-    @property
-    def most_found(self) -> int:
-        """The blocks of a sequence that may be found at most: behind them its own attention counts."""
-        return min(group.first_counted for group in self.groups) // self.block_size
 
     @property
     def evicts(self) -> bool:

@@ -131,7 +131,8 @@ class PrefixCache:
     def publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
         cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
-        slots = slots[cache.num_grown[slots] <= cache.most_found]
+        if cache.chooses:
+            slots = slots[cache.num_grown[slots] <= cache.most_found]
         last = cache.num_grown[slots] - 1
         # All its tokens are known: only the one behind it may be on its way.
         ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()

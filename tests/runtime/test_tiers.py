@@ -1,6 +1,7 @@
 """The lower tier of the KV cache: what is copied there, found there, and read from there by sequences that run."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 from fake_mover import FakeMover
@@ -156,8 +157,8 @@ def test_where_steps_do_not_read_there_a_sequence_is_no_longer_than_the_arena() 
 @pytest.mark.parametrize("rate", [1e-12, 1.0])
 def test_a_preempted_sequence_is_swapped_if_that_is_cheaper(rate: float, in_place: bool) -> None:
     mover = FakeMover(rate=rate)
-    sizes = {"num_blocks": 9, "max_num_seqs": 2, "num_lower": 40}
-    engine = make_engine(prefix_cache=True, overcommit=True, mover=mover, lower_in_place=in_place, **sizes)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"num_blocks": 9, "max_num_seqs": 2, "num_lower": 40}
+    engine = make_engine(prefix_cache=True, overcommit=True, mover=mover, lower_in_place=in_place, **sizes)
     engine.scheduler.forecast.cost.set_prices(dict(zip(WORK, (0.01, 1e-4, 1e-4, 1e-6, 1e-6), strict=True)))
     prompts = [PROMPT[:8], PROMPT[8:16]]
     assert run(engine, prompts, 12) == alone(prompts, 12)

@@ -22,13 +22,12 @@ def masses_of(
     first: int,
     block_size: int,
     scale: float,
-    seen_from: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """[blocks]: the sum over rows and heads of the probabilities of each block's keys.
 
-    q [rows, heads, dim], keys [tokens, kv_heads, dim]; row i is at position first + i and sees the keys from `seen_from` up to it.
+    q [rows, heads, dim], keys [tokens, kv_heads, dim]; row i is at position first + i and sees the keys up to it.
     """
     rows, heads, _ = q.shape
     keys = keys.double().repeat_interleave(heads // keys.shape[1], dim=1)
@@ -36,7 +35,7 @@ def masses_of(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     at, of = torch.arange(first, first + rows)[:, None], torch.arange(len(keys))
-    scores = scores.masked_fill(((of > at) | (of < seen_from))[:, None], float("-inf"))
+    scores = scores.masked_fill((of > at)[:, None], float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.double()[None, :, None].expand(rows, heads, 1)), dim=-1)
     weights = scores.softmax(-1)[..., : len(keys)].sum((0, 1))

@@ -492,9 +492,8 @@ void count_masses(const Attention<T, C>& a, const Piece& piece) {
           highs[at] = MINUS_INF, sums[at] = 0.0f;
           const int low = int(seen.first - p * 16), high = int(seen.last - p * 16);
           if (low >= 16 || high <= 0) continue;
-          Vec s = by_scales<typename C::Stored>(load(work.scores + r * KEY_TILE + p * 16), tile.key_scales[p]);
-          if (a.scores.softcap != 0.0f)
-            s = mul(tanh(div(mul(s, set1(a.scores.scale)), set1(a.scores.softcap))), set1(a.scores.softcap));
+          const Vec products = load(work.scores + r * KEY_TILE + p * 16);
+          const Vec s = a.scores.capped(by_scales<typename C::Stored>(products, tile.key_scales[p]));
           highs[at] = maximum(keep(s, low, high, set1(MINUS_INF)));
           sums[at] = sum(keep(exp(mul(sub(s, set1(highs[at])), unit)), low, high, zero()));
         }

@@ -234,6 +234,10 @@ INLINE void score_int8(const Tile<i8>& tile, const Tile<i8>& next, Range pieces,
 struct Scores {
   float scale, softcap;  // 0: none
   INLINE float unit() const { return softcap != 0.0f ? 1.0f : scale; }
+  // What is multiplied by that, of products of q and keys.
+  INLINE Vec capped(Vec x) const {
+    return softcap != 0.0f ? mul(tanh(div(mul(x, set1(scale)), set1(softcap))), set1(softcap)) : x;
+  }
 };
 
 // How scores become probabilities: e^((x - top) * unit) in T. bfloat16 has 8 bits of them, and takes 2^x within 3e-6; what is
@@ -276,8 +280,7 @@ INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 
   Vec s[N], tile_top = set1(MINUS_INF);
 #pragma GCC unroll 8
   for (int p = 0; p < N; ++p) {
-    s[p] = by_scales<S>(load(scores + p * LANES), tile.key_scales[p]);
-    if (of.softcap != 0.0f) s[p] = mul(tanh(div(mul(s[p], set1(of.scale)), set1(of.softcap))), set1(of.softcap));
+    s[p] = of.capped(by_scales<S>(load(scores + p * LANES), tile.key_scales[p]));
     s[p] = seen(s[p], p, set1(MINUS_INF));
     tile_top = max(tile_top, s[p]);
   }

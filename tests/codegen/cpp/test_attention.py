@@ -101,10 +101,18 @@ class Pool:
         return out
 
 
-def run_case(
-    kernels: Kernels, case: Case, dtype: torch.dtype, int8: bool, splits: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(kernel's output, reference's)"""
+@dataclass(frozen=True)
+class Filled:
+    """A pool with all tokens of a case in its layer 1, and a step's queries."""
+
+    pool: Pool
+    starts: Tensor
+    lengths: Tensor
+    q: Tensor
+    sinks: Tensor | None
+
+
+def filled(kernels: Kernels, case: Case, dtype: torch.dtype, int8: bool) -> Filled:
     pool = Pool(kernels, case, dtype, int8)
     for seq, (cached, new) in enumerate(case.seqs):
         k, v = (torch.randn(cached + new, case.kv_heads, case.dim).to(dtype) for _ in range(2))
@@ -113,10 +121,17 @@ def run_case(
     lengths = torch.tensor([cached + new for cached, new in case.seqs], dtype=torch.int32)
     q = torch.randn(int(starts[-1]), case.heads, case.dim).to(dtype) * 2
     sinks = torch.randn(case.heads).to(dtype) if case.sinks else None
-    found = pool.attend(q, starts, lengths, 1, sinks, splits)
-    scale = case.dim**-0.5
-    rest = (1, scale, case.mask, case.window, case.softcap)
-    return found, ops.paged_attention(q, pool.canonical, pool.table, starts, lengths, sinks, *rest)
+    return Filled(pool, starts, lengths, q, sinks)
+
+
+def run_case(
+    kernels: Kernels, case: Case, dtype: torch.dtype, int8: bool, splits: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(kernel's output, reference's)"""
+    of = filled(kernels, case, dtype, int8)
+    found = of.pool.attend(of.q, of.starts, of.lengths, 1, of.sinks, splits)
+    rest = (1, case.dim**-0.5, case.mask, case.window, case.softcap)
+    return found, ops.paged_attention(of.q, of.pool.canonical, of.pool.table, of.starts, of.lengths, of.sinks, *rest)
 
 
 CASES = (
@@ -159,14 +174,8 @@ MASS_CASES = (
 @pytest.mark.parametrize("case", MASS_CASES, ids=range(len(MASS_CASES)))
 def test_blocks_are_told_what_attention_gave_them(kernels: Kernels, dtype: torch.dtype, int8: bool, case: Case) -> None:
     """Beside what is computed as without it; of all rows of the first sequence, none of the second, the last of the others."""
-    pool = Pool(kernels, case, dtype, int8)
-    for seq, (cached, new) in enumerate(case.seqs):
-        k, v = (torch.randn(cached + new, case.kv_heads, case.dim).to(dtype) for _ in range(2))
-        pool.write(k, v, pool.slots(seq, 0, cached + new), 1)
-    starts = torch.tensor([0, *(new for _, new in case.seqs)]).cumsum(0).to(torch.int32)
-    lengths = torch.tensor([cached + new for cached, new in case.seqs], dtype=torch.int32)
-    q = torch.randn(int(starts[-1]), case.heads, case.dim).to(dtype) * 2
-    sinks = torch.randn(case.heads).to(dtype) if case.sinks else None
+    of = filled(kernels, case, dtype, int8)
+    pool, starts, lengths, q, sinks = of.pool, of.starts, of.lengths, of.q, of.sinks
     mass_from = torch.cat((starts[:1], starts[2:3], starts[3:] - 1)).to(torch.int32)
     masses = torch.full((len(case.seqs), pool.max_blocks), 7)
     out = pool.attend(q, starts, lengths, 1, sinks, False, mass_from, masses)
@@ -179,7 +188,7 @@ def test_blocks_are_told_what_attention_gave_them(kernels: Kernels, dtype: torch
             blocks = pool.canonical[pool.table[seq].long(), 1, 0].flatten(0, 1)
             found = masses_of(
                 *(q[first:end], stored_rows(blocks, case.dim)[:length], length - (end - first), case.block_size),
-                *(case.dim**-0.5, 0, case.softcap, sinks),
+                *(case.dim**-0.5, case.softcap, sinks),
             )
             expected[: len(found)] = found
         assert ((masses[seq] - 7) / ONE - expected).abs().max() < 1e-4 * case.heads * max(1, end - first)
