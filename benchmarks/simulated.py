@@ -1,7 +1,7 @@
 """How near `inferc simulate` comes to the engine itself: the same requests played to both.
 
 python benchmarks/simulated.py OUT TRACE [--scale 16] [--requests 40] [--speed 0.01] [--policy fcfs …] [--kv-tokens N]
-    [--ttft-ms MS] [--calibrate 30] [--out FILE]
+    [--ttft-ms MS] [--tbt-ms MS] [--calibrate 30] [--out FILE]
 
 OUT is an artifact, TRACE as in `inferc simulate`, or `mixed`, the requests of policies.py at --speed a second. Prices of
 steps are measured right before and after the engine plays, since a machine's speed moves; the simulation takes the mean of
@@ -45,7 +45,7 @@ def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str,
     sizes: dict[str, Any] = {"max_num_seqs": options.max_num_seqs, "policy": policy}
     if options.kv_tokens is not None:
         sizes["kv_memory_bytes"] = options.kv_tokens * artifact.kv_bytes_per_token
-    objectives = (options.ttft_ms, None)
+    objectives = options.ttft_ms, options.tbt_ms
     engine = load_engine(artifact, **sizes)
     config = engine.scheduler.config
 
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--kv-tokens", type=int)
     parser.add_argument("--ttft-ms", type=float)
+    parser.add_argument("--tbt-ms", type=float, help="mean time between tokens")
     parser.add_argument("--calibrate", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -115,7 +116,7 @@ def main() -> None:
             shown = (*COMPARED, "short_latency_p99", "goodput", "refused")
             print(f"  {kind:9}", json.dumps({name: round(row[kind][name], 4) for name in shown}))
     if options.out is not None:
-        facts = {"scale": options.scale, "speed": options.speed, "requests": options.requests, "rows": rows}
+        facts = {"ttft_ms": options.ttft_ms, "tbt_ms": options.tbt_ms, "scale": options.scale, "speed": options.speed, "requests": options.requests, "rows": rows}
         options.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 

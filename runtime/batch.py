@@ -80,7 +80,7 @@ class Batch:
     last_step     number of the last step the slot took part in
     predicted     length at which the sequence is expected to end
     num_found     tokens that were in the cache as it joined
-    level_end     output length at which its rank changes
+    changes_at    output length at which its rank may change
     is_running    in `order`
     tbt           seconds between two of its tokens that it asks for, or inf
     order         slots of the running sequences, by level, rank and arrival
@@ -98,7 +98,7 @@ class Batch:
         self.order: I64 = np.zeros(0, np.int64)
         self.num_tokens, self.num_known, self.num_computed = counts(), counts(), counts()
         self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
-        self.predicted, self.num_found, self.level_end, self.clients = counts(), counts(), counts(), counts()
+        self.predicted, self.num_found, self.changes_at, self.clients = counts(), counts(), counts(), counts()
         self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
         self.logprobs: F32 | None = np.zeros(self.tokens.shape, np.float32) if keep_logprobs else None
         self.is_running: Bool = np.zeros(num_slots, np.bool_)

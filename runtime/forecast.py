@@ -18,6 +18,8 @@ NUM_BUCKETS = 24  # for the words of each end of a prompt
 NUM_WORDS = 8  # that are looked at, at each end
 MIN_LENGTHS = 16  # answers before what was learned is used
 FORGETTING = 0.998  # weight of an answer against the one after it
+PREEMPTIONS = 0.006  # for want of blocks, of each sequence that is let in: what admission aims at
+LEAST_CAUTION, MOST_CAUTION, CAUTION_STEP = 0.5, 6.0, 0.5
 UNKNOWN_LENGTH = 256  # tokens that an answer is thought to have before any was seen
 
 
@@ -87,6 +89,23 @@ class LengthPredictor:
         gain /= forgetting + row @ gain
         self._weights = self._weights + gain * miss
         self._inverse = (self._inverse - np.outer(gain, row @ self._inverse)) / forgetting
+
+
+class Caution:
+    """How many times the error of predicted lengths is kept in reserve at admission.
+
+    A preemption for want of blocks raises it and every sequence that is let in lowers it a little, so that between its bounds
+    PREEMPTIONS of them are preempted: as full a cache as that allows.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def after_preemption(self) -> None:
+        self.value = min(MOST_CAUTION, self.value + CAUTION_STEP)
+
+    def after_admission(self) -> None:
+        self.value = max(LEAST_CAUTION, self.value - CAUTION_STEP * PREEMPTIONS)
 
 
 class Forecast:

@@ -39,7 +39,12 @@ def never_met(seq: Sequence, num_found: int, forecast: Forecast) -> str | None:
 
 
 def hopeless(
-    waiting: Iterable[tuple[Sequence, int]], forecast: Forecast, now: float, beside: StepWork, ends: list[float]
+    waiting: Iterable[tuple[Sequence, int]],
+    forecast: Forecast,
+    now: float,
+    beside: StepWork,
+    ends: list[float],
+    haste: float = 0.0,
 ) -> list[Sequence]:
     """Those of the waiting to leave out so that the fewest get their first token late.
 
@@ -47,7 +52,8 @@ def hopeless(
     left out (Moore 1968; optimal for one machine if all are there). What may not be refused stays, and takes its time.
 
     waiting: with how many of its tokens the cache has. beside: what is decoded in each step. ends: seconds from now at
-    which a slot is expected to be free, for as many as there are, rising.
+    which a slot is expected to be free, for as many as there are, rising. haste: by this share of the time that a request gives for
+    its first token it should have it earlier.
     """
     order = sorted(waiting, key=lambda pair: (pair[0].rank, pair[0].arrival))
     taken: list[tuple[float, int, Sequence]] = []  # may be left out; the longest first
@@ -60,7 +66,8 @@ def hopeless(
             heapq.heappush(taken, (-seconds, place, seq))
         slot = place - len(out)
         begins = ends[slot] if slot < len(ends) else 0.0
-        if may_refuse(seq) and now + max(busy, begins + seconds) > seq.rank:
+        due = seq.rank - haste * (seq.rank - seq.arrived)
+        if may_refuse(seq) and now + max(busy, begins + seconds) > due:
             longest, _, victim = heapq.heappop(taken)
             busy += longest
             out.append(victim)

@@ -19,6 +19,8 @@ LEVEL_SECONDS = 120.0  # mlq: what a demotion costs
 FIRST_LEVEL_TOKENS = 64  # mlq: of the first level; each next one is twice as long
 PROMPT_TOKENS = 8  # mlq: tokens of a prompt that count as one that is sampled
 NO_HURRY = 60.0  # slo: seconds to the first token of a request that says nothing
+REST_SECONDS = 300.0  # slo: how much longer the rest of one may take that asks for no time between tokens
+NEVER = 1 << 60
 
 
 class Policy:
@@ -40,6 +42,10 @@ class Policy:
     def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
         """Seconds on the scheduler's clock. num_found: tokens that the cache has of the sequence."""
         return seq.arrived
+
+    def changes_at(self, seq: Sequence) -> int:
+        """The number of sampled tokens at which a running sequence's rank is asked for again, if this one demotes."""
+        return NEVER
 
     def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
         """Whether `running` is preempted if `waiting` has no room."""
@@ -71,6 +77,9 @@ class MultiLevelQueue(Policy):
     def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
         return seq.arrived + LEVEL_SECONDS * level_of(served_tokens(seq.prompt_len, seq.num_output))
 
+    def changes_at(self, seq: Sequence) -> int:
+        return level_end(seq.prompt_len, seq.num_output)
+
     def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
         # A third of a level's worth behind, or two sequences would take turns.
         return waiting.rank + LEVEL_SECONDS / 3 < running.rank
@@ -99,14 +108,24 @@ class LongestPrefixMatch(Policy):
 class Objectives(Policy):
     """By the time at which the first token is due; what can not be met is refused, so that others are met.
 
+    Who has the first token and asks for no time between the others gives way where somebody would get the first too late. Its
+    rank is still of its arrival, so it does not do so for ever.
     Source: Moore 1968 (who is left out so that the fewest are late), see goodput.py.
     """
 
     name = "slo"
-    foresees = refuses = True
+    foresees = demotes = preempts = refuses = True
 
     def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
-        return seq.arrived + (NO_HURRY if seq.params.ttft_ms is None else seq.params.ttft_ms / 1000)
+        due = NO_HURRY if seq.params.ttft_ms is None else seq.params.ttft_ms / 1000
+        return seq.arrived + due + (REST_SECONDS if is_met(seq) else 0.0)
+
+    def changes_at(self, seq: Sequence) -> int:
+        return NEVER if seq.num_output else 1
+
+    def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
+        is_due = waiting.params.ttft_ms is not None and not waiting.num_output
+        return is_due and waiting.rank < running.rank and is_met(running)
 
 
 class Static(Policy):
@@ -138,6 +157,11 @@ def parse_policy(name: str) -> Policy:
     if (match := re.fullmatch(r"window:([1-9]\d{0,5})ms", name)) is not None:
         return Window(int(match[1]))
     raise ConfigError(f"policy is {name!r}, expected one of {', '.join(NAMES)} (as in window:50ms)")
+
+
+def is_met(seq: Sequence) -> bool:
+    """slo: whether a sequence's objectives, if it has any, are met whatever happens to it from now on."""
+    return seq.num_output > 0 and seq.params.tbt_ms is None
 
 
 def served_tokens(prompt_len: int, num_output: int) -> int:

@@ -30,11 +30,11 @@ from dataclasses import replace
 import numpy as np
 
 from inferc.runtime.batch import Batch
-from inferc.runtime.forecast import Forecast
+from inferc.runtime.forecast import Caution, Forecast
 from inferc.runtime.goodput import hopeless, never_met
 from inferc.runtime.kv_cache import KVCacheManager
 from inferc.runtime.kv_events import CacheEvents
-from inferc.runtime.policies import level_end, parse_policy
+from inferc.runtime.policies import parse_policy
 from inferc.runtime.prefix_cache import PrefixCache
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status, StepOutputs
@@ -44,10 +44,10 @@ from inferc.runtime.tiers import Mover, Tiers
 from inferc.runtime.waiting import WaitingQueue
 
 LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
-CAUTION = 1.0  # how many times the error of predicted lengths is kept in reserve
 SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
 LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
 NUM_LOOKED_AT = 256  # of each client's line, by such a look
+HASTE = 0.3  # slo: share of the time to the first token by which it should be there earlier, if others can give way
 NUM_RERANKED = 32
 MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
 
@@ -78,6 +78,7 @@ class Scheduler:
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
+        self._caution = Caution()
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of sequences let in, and of these found in the cache
         self._no_room: tuple[Sequence | None, int] = (None, 0)  # who found none, and the cache's `num_gains` then
         self._in_flight: deque[tuple[int, StepPlan]] = deque()
@@ -87,6 +88,7 @@ class Scheduler:
         self._budget = 0
         self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
         self._next_look = 0.0
+        self._is_pressed = False  # under a policy that refuses: somebody would be late if nobody gave way
 
     @property
     def num_running(self) -> int:
@@ -142,7 +144,7 @@ class Scheduler:
             self._give_back()
         if self.policy.demotes:
             self._demote()
-        if self.policy.preempts and not self.hold:
+        if self.policy.preempts and not self.hold and (self._is_pressed or not self.policy.refuses):
             self._make_room()
         preemptions = self.num_preemptions
         self._schedule_decodes()
@@ -187,13 +189,13 @@ class Scheduler:
     def _demote(self) -> None:
         """Let sequences that have got enough for their level rank behind those that have not."""
         batch = self.batch
-        slots = batch.order[(batch.num_known - batch.prompt_len >= batch.level_end)[batch.order]]
+        slots = batch.order[(batch.num_known - batch.prompt_len >= batch.changes_at)[batch.order]]
         for slot in slots.tolist():
             seq = batch.seqs[slot]
             assert seq is not None
             batch.sync(slot)
             seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
-            batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
+            batch.changes_at[slot] = self.policy.changes_at(seq)
         if len(slots):
             batch.sort()
             self._no_room = (None, 0)  # they may give way now
@@ -268,6 +270,7 @@ class Scheduler:
         assert seq is not None
         is_long = self.cache.spills_of(int(self.batch.num_tokens[victim]))
         if victim != slot or tiers is None or not (tiers.is_paused and is_long):
+            self._caution.after_preemption()
             self._preempt(victim)
             return victim
         self._num_new[slot] = 0
@@ -367,7 +370,7 @@ class Scheduler:
         slot = batch.join(seq, start)
         seq.status = Status.RUNNING
         batch.predicted[slot] = self.forecast.total_tokens(seq)
-        batch.level_end[slot] = level_end(seq.prompt_len, seq.num_output)
+        batch.changes_at[slot] = self.policy.changes_at(seq)
         cache.adopt(slot, found, seq.params.cache_priority)
         if (
             self.events is not None and self.tiers is not None
@@ -384,6 +387,7 @@ class Scheduler:
         self._quota = max(0, self._quota - 1)
         self.prefixes.publish(slot, start + count)
         if not seq.num_preemptions:
+            self._caution.after_admission()
             seq.num_cached = start
             self.num_prompt_tokens += length
             self.num_cached_tokens += start
@@ -405,7 +409,7 @@ class Scheduler:
         # Who has outlived the prediction is given as much again.
         totals = np.where(totals > known, totals, np.minimum(most, 2 * known - batch.prompt_len[slots] + 1))
         total = self.forecast.total_tokens(seq)
-        num_found, error = cache.num_there(found) * cache.block_size, CAUTION * self.forecast.lengths.error
+        num_found, error = cache.num_there(found) * cache.block_size, self._caution.value * self.forecast.lengths.error
         return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
 
     def _rerank(self) -> None:
@@ -415,18 +419,27 @@ class Scheduler:
             self._queue(seq)
 
     def _refuse(self) -> None:
-        """End what can not have its first token in time, so that others do."""
+        """End what can not have its first token in time, so that others do, and find out whether anybody has to give way for that."""
         now = self.clock()
         if now < self._next_look or not self.forecast.cost.is_known:
             return
         self._next_look = now + LOOK_SECONDS
         batch, slots = self.batch, self.batch.order
         work = self._decode_work(slots)
-        left = np.maximum(batch.predicted[slots] - batch.num_tokens[slots], 0)
-        ends: F64 = np.sort(left) * self.forecast.cost.seconds(work)
-        ends = np.concatenate((np.zeros(len(batch.free_slots)), ends))
+        left = np.maximum(batch.predicted[slots] - batch.num_tokens[slots], 0) * self.forecast.cost.seconds(work)
         waiting = [(seq, seq.num_found) for seq in self.waiting.front(NUM_LOOKED_AT)]
-        for seq in hopeless(waiting, self.forecast, now, work, ends.tolist()):
+        free = np.zeros(len(batch.free_slots))
+
+        def late(left: F64, haste: float = 0.0) -> list[Sequence]:
+            ends: F64 = np.concatenate((free, np.sort(left)))
+            return hopeless(waiting, self.forecast, now, work, ends.tolist(), haste)
+
+        out = late(left, HASTE)
+        self._is_pressed = bool(out)
+        if out:
+            yields = (batch.num_known[slots] > batch.prompt_len[slots]) & np.isinf(batch.tbt[slots])
+            out = late(np.where(yields, 0.0, left))
+        for seq in out:
             self._drop(seq)
             self.refused.append((seq, "requests ahead of it leave no time for its first token"))
 

@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from inferc.runtime.forecast import MIN_LENGTHS, UNKNOWN_LENGTH, Forecast, LengthPredictor
+from inferc.runtime.forecast import (
+    LEAST_CAUTION,
+    MIN_LENGTHS,
+    MOST_CAUTION,
+    UNKNOWN_LENGTH,
+    Caution,
+    Forecast,
+    LengthPredictor,
+)
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Sequence
 from inferc.runtime.step_cost import MIN_STEPS, PRIOR, WORK, StepCost, StepWork
@@ -160,3 +168,20 @@ def test_service_is_prefill_and_decode() -> None:
     decodes = sum(forecast.cost.seconds(StepWork(1, 1, length)) for length in range(11, 111))
     wanted = forecast.prompt_seconds(10) + decodes
     assert forecast.service_seconds(seq) == pytest.approx(wanted, rel=0.01)
+
+
+def test_caution_settles_where_few_are_preempted() -> None:
+    caution, preempted = Caution(), 0
+    for i in range(20_000):
+        caution.after_admission()
+        if i % 200 == 0 and caution.value < 3.0:  # one in 200 would be preempted, if it were not for caution
+            caution.after_preemption()
+            preempted += 1
+        assert LEAST_CAUTION <= caution.value <= MOST_CAUTION
+    assert preempted / 20_000 < 0.01
+    for _ in range(100):
+        caution.after_preemption()
+    assert caution.value == MOST_CAUTION
+    for _ in range(5_000):
+        caution.after_admission()
+    assert caution.value == LEAST_CAUTION

@@ -209,6 +209,42 @@ def test_what_can_not_be_served_in_time_is_refused_while_it_waits_and_the_others
     assert sorted([*done, refused[0][0]]) == [*map(str, range(6)), "patient"] and engine.stats().num_refused == 1
 
 
+def test_who_has_the_first_token_gives_way_where_somebody_would_be_late() -> None:
+    def play(ttft_ms: float, **params: object) -> tuple[list[str], int]:
+        engine, clock = make("slo", max_model_len=256, num_blocks=80)
+        add(engine, "long", max_tokens=100, ignore_eos=True, **params)
+        seen = steps(engine, clock)
+        for _ in range(3):
+            next(seen)
+        add(engine, "soon", max_tokens=2, ttft_ms=ttft_ms)
+        return [name for names in seen for name in names], engine.stats().num_preemptions
+
+    names, preemptions = play(500.0)
+    assert names[-1] == "long" and names.index("soon") < 10 and names.count("long") == 97 and preemptions == 1
+    names, preemptions = play(5000.0)
+    assert names[-1] == "soon" and preemptions == 0, "there is time: 97 steps of 12 ms"
+    names, preemptions = play(500.0, tbt_ms=50.0)
+    assert "soon" not in names and preemptions == 0, (
+        "who asks for a time between tokens does not, so the other is refused"
+    )
+
+
+def test_who_gave_way_is_not_kept_waiting_for_ever() -> None:
+    engine, clock = make("slo", max_model_len=256, num_blocks=80)
+    add(engine, "long", max_tokens=40, ignore_eos=True)
+    count = 0
+    for names in steps(engine, clock):
+        clock.now += 1.0
+        if "long" not in engine._requests:
+            break
+        engine.take_refused()
+        if not any(seq.request_id != "long" for seq in engine.scheduler.waiting):
+            count += 1
+            add(engine, f"short {count}", max_tokens=4, ttft_ms=5000.0)
+        assert count < 400, "it starves"
+    assert engine.stats().num_preemptions > 0
+
+
 def test_all_of_a_request_is_refused() -> None:
     engine, clock = make("slo", max_num_seqs=8)
     for i in range(4):

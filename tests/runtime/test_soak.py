@@ -68,6 +68,7 @@ def params_of(rng: random.Random) -> SamplingParams:
         priority=rng.randint(0, 1),
         client=rng.choice(["", "a", "b", str(rng.randint(0, 50))]),
         ttft_ms=rng.choice([None, 100.0, 3000.0]),
+        tbt_ms=rng.choice([None, None, 30.0, 1000.0]),
         cache_salt=rng.choice(["", "", "salt"]),
         cache_priority=rng.choice([0, 0, 0, 1, 10]),
     )
