@@ -116,7 +116,14 @@ def main() -> None:
             shown = (*COMPARED, "short_latency_p99", "goodput", "refused")
             print(f"  {kind:9}", json.dumps({name: round(row[kind][name], 4) for name in shown}))
     if options.out is not None:
-        facts = {"ttft_ms": options.ttft_ms, "tbt_ms": options.tbt_ms, "scale": options.scale, "speed": options.speed, "requests": options.requests, "rows": rows}
+        facts = {
+            "ttft_ms": options.ttft_ms,
+            "tbt_ms": options.tbt_ms,
+            "scale": options.scale,
+            "speed": options.speed,
+            "requests": options.requests,
+            "rows": rows,
+        }
         options.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,11 +64,18 @@ class DiskTier:
         self.folder = folder / digest[:16]
         self.block_bytes = tuple(block_bytes)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder / "lock")
-            self.num_blocks = self._sizes(size_bytes)
-            self._journal = self._open_journal(identity)
-            self._files = [self._open_file(index) for index in range(len(block_bytes))]
+            with ExitStack() as opened:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                opened.callback(os.close, _lock(self.folder / "lock"))
+                self.num_blocks = self._sizes(size_bytes)
+                self._files: list[int] = []
+                for index in range(len(block_bytes)):
+                    self._files.append(self._open_file(index))
+                    opened.callback(os.close, self._files[-1])
+                    self._size_file(index)
+                self._journal = self._open_journal(identity)
+                opened.callback(self._journal.close)
+                self._opened = opened.pop_all()
         except OSError as error:
             raise ConfigError(
                 f"--kv-disk {folder}: {error.strerror or error}; give a folder on a local disk that can be written to"
@@ -123,9 +131,7 @@ class DiskTier:
             self._jobs.put(None)
             self._thread.join()
         self._ahead.close()
-        self._journal.close()
-        for file in (*self._files, self._lock):
-            os.close(file)
+        self._opened.close()
         self._below, self._read = [], _read_none
 
     # ------------------------------------------------------------------------------------------------ files
@@ -157,10 +163,11 @@ class DiskTier:
         return Journal(path, self.num_blocks, is_valid)
 
     def _open_file(self, index: int) -> int:
+        return os.open(self.folder / f"group-{index}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _size_file(self, index: int) -> None:
         """Sparse; where somebody has cut it zeros are read, which have no block's checksum."""
-        file = os.open(self.folder / f"group-{index}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(file, self.num_blocks[index] * self.block_bytes[index])
-        return file
+        os.ftruncate(self._files[index], self.num_blocks[index] * self.block_bytes[index])
 
     # ------------------------------------------------------------------------------------------------ moves
 

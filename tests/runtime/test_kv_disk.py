@@ -209,6 +209,15 @@ def test_what_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         Tier(tmp_path / "small", count=8)
 
 
+def test_what_was_refused_holds_nothing(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="holds 8 blocks") as caught:  # whose traceback keeps what was half made
+        Tier(tmp_path, count=8)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with opened(tmp_path):
+        assert caught.value is not None
+
+
 KILLED = """
 import os, signal, sys, time
 sys.path[:0] = {path!r}
