@@ -15,6 +15,7 @@ from inferc.runtime.step import F64, I64
 WORK = ("steps", "tokens", "sequences", "keys", "pairs")
 PRIOR = (1e-2, 1e-4, 1e-5, 1e-8, 1e-9)  # seconds; what is believed of a machine on which nothing ran yet
 MIN_STEPS = 32  # observed before the prices are those of this machine
+MOST_SURPRISE = 4.0  # times what was predicted, and no step teaches more than one that took that
 FORGETTING = 0.999  # weight of a step against the one after it
 
 
@@ -58,7 +59,11 @@ class FadingMean:
 
 
 class StepCost:
-    """Prices of a unit of each kind of WORK, in seconds. Least squares of relative errors, no price below zero."""
+    """Prices of a unit of each kind of WORK, in seconds. Least squares of errors relative to the prediction, no price below zero.
+
+    Relative to the time itself they would favour what took least: on a machine where steps take now longer, now shorter, the
+    sum of the predictions would be less than the sum of the times.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -94,11 +99,14 @@ class StepCost:
         """Learn from a step that took `seconds`."""
         if seconds <= 0.0 or self._is_fixed:
             return
+        expected = seconds
         if self.is_known:
-            self._errors.add(abs(self.seconds(work) - seconds) / seconds)
-        row = work.row / seconds
+            predicted = self.seconds(work)
+            self._errors.add(abs(predicted - seconds) / seconds)
+            expected = min(max(predicted, seconds / MOST_SURPRISE), seconds * MOST_SURPRISE)
+        row = work.row / expected
         self._products = self._products * FORGETTING + np.outer(row, row)
-        self._targets = self._targets * FORGETTING + row
+        self._targets = self._targets * FORGETTING + row * (seconds / expected)
         self.num_steps += 1
         if self.num_steps >= MIN_STEPS:
             self._prices = None

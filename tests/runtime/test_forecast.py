@@ -60,6 +60,18 @@ def test_prices_are_found_again_from_noisy_steps() -> None:
         assert cost.seconds(work) == pytest.approx(float(np.array(PRICES) @ work.row), rel=0.05)
 
 
+def test_predictions_sum_up_to_the_times_of_a_noisy_machine() -> None:
+    rng = np.random.default_rng(4)
+    cost = StepCost()
+    works = some_work(rng, 4000)
+    times = [float(np.array(PRICES) @ work.row) * rng.lognormal(-0.08, 0.4) for work in works]
+    for work, seconds in zip(works, times, strict=True):
+        cost.observe(work, seconds)
+    assert sum(map(cost.seconds, works)) == pytest.approx(sum(times), rel=0.03)
+    cost.observe(works[0], 1000.0)  # as of a machine that was suspended
+    assert sum(map(cost.seconds, works)) == pytest.approx(sum(times), rel=0.04)
+
+
 def test_no_price_is_below_zero() -> None:
     rng = np.random.default_rng(1)
     cost = StepCost()

@@ -210,9 +210,9 @@ def test_what_can_not_be_served_in_time_is_refused_while_it_waits_and_the_others
 
 
 def test_who_has_the_first_token_gives_way_where_somebody_would_be_late() -> None:
-    def play(ttft_ms: float, **params: object) -> tuple[list[str], int]:
+    def play(ttft_ms: float, tbt_ms: float | None = None) -> tuple[list[str], int]:
         engine, clock = make("slo", max_model_len=256, num_blocks=80)
-        add(engine, "long", max_tokens=100, ignore_eos=True, **params)
+        add(engine, "long", max_tokens=100, ignore_eos=True, tbt_ms=tbt_ms)
         seen = steps(engine, clock)
         for _ in range(3):
             next(seen)
