@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from inferc.runtime.kv_cache import KVCacheManager
 from inferc.runtime.sequence import Sequence
 from inferc.runtime.step import F32, F64, I32, I64, U64, SampleRows, StepPlan, TokenLists
+from inferc.runtime.step_cost import StepWork
 from inferc.runtime.waiting import key_of
 
 Bool = NDArray[np.bool_]
@@ -82,7 +83,8 @@ class Batch:
     num_found     tokens that were in the cache as it joined
     changes_at    output length at which its rank may change
     is_running    in `order`
-    tbt           seconds between two of its tokens that it asks for, or inf
+    tbt           seconds between two of its tokens, on average, that it asks for, or inf
+    first_at      when its first token landed, on the scheduler's clock, or inf
     order         slots of the running sequences, by level, rank and arrival
     """
 
@@ -103,6 +105,7 @@ class Batch:
         self.logprobs: F32 | None = np.zeros(self.tokens.shape, np.float32) if keep_logprobs else None
         self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
+        self.first_at: F64 = np.full(num_slots, np.inf)
         self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
         self.repetition, self.presence, self.frequency = floats(), floats(), floats()
@@ -128,7 +131,8 @@ class Batch:
         self.num_tokens[slot] = self.num_known[slot] = length
         self.num_computed[slot] = self.num_found[slot] = num_computed
         self.clients[slot] = seq.client
-        self.tbt[slot] = np.inf if seq.params.tbt_ms is None else seq.params.tbt_ms / 1000
+        self.tbt[slot] = np.inf if seq.params.tbt_ms is None or seq.is_lost else seq.params.tbt_ms / 1000
+        self.first_at[slot] = seq.first_at
         self.prompt_len[slot], self.max_total[slot] = seq.prompt_len, seq.max_total
         self._set_stop_ids(slot, seq)
         self._set_params(slot, seq)
@@ -160,6 +164,17 @@ class Batch:
         self.seqs[slot] = None
         self._lists.pop(slot, None)
         self.free_slots.append(slot)
+
+    def decode_work(self, slots: I64) -> StepWork:
+        """One token for each of these slots."""
+        return StepWork(len(slots), len(slots), float(self.num_tokens[slots].sum()))
+
+    def due(self, slots: I64) -> F64:
+        """When the next token of each is due if it keeps to its `tbt` on average; inf where it asks for none or has no token yet."""
+        count = self.num_known[slots] - self.prompt_len[slots]
+        is_asked = np.isfinite(self.tbt[slots]) & (count > 0)
+        due: F64 = np.where(is_asked, self.first_at[slots] + count * np.where(is_asked, self.tbt[slots], 0.0), np.inf)
+        return due
 
     def _set_stop_ids(self, slot: int, seq: Sequence) -> None:
         missing = len(seq.stop_ids) - len(self.stop_ids)

@@ -402,7 +402,7 @@ class Engine:
         # Copies of blocks make steps longer, and no price is for them.
         if self.scheduler.foresees and not any(each.raised for each in (plan, *self._in_flight)):
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
-            self.scheduler.forecast.cost.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
+            self.scheduler.forecast.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
 
     def _open_gate(self) -> None:
         if self._before_first_output is not None:

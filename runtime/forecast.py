@@ -20,6 +20,8 @@ MIN_LENGTHS = 16  # answers before what was learned is used
 FORGETTING = 0.998  # weight of an answer against the one after it
 PREEMPTIONS = 0.006  # for want of blocks, of each sequence that is let in: what admission aims at
 LEAST_CAUTION, MOST_CAUTION, CAUTION_STEP = 0.5, 6.0, 0.5
+LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
+SHARE_SECONDS = 20.0  # over which the share of prompts in the steps' time is a mean
 UNKNOWN_LENGTH = 256  # tokens that an answer is thought to have before any was seen
 
 
@@ -118,6 +120,22 @@ class Forecast:
         self.cost = StepCost()
         self.lengths = LengthPredictor()
         self.chunk = chunk
+        self._seconds = self._prompt_seconds = 0.0  # of steps, fading
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step that took `seconds`."""
+        self.cost.observe(work, seconds)
+        keep = math.exp(-seconds / SHARE_SECONDS)
+        decodes = self.cost.seconds(StepWork(work.sequences, work.sequences, work.keys))
+        self._seconds = self._seconds * keep + seconds
+        self._prompt_seconds = self._prompt_seconds * keep + max(0.0, seconds - decodes) * (
+            work.tokens > work.sequences
+        )
+
+    @property
+    def prompt_share(self) -> float:
+        """Of the time of steps, the last ones most, what prompts took of it."""
+        return self._prompt_seconds / self._seconds if self._seconds else 0.0
 
     def total_tokens(self, seq: Sequence) -> int:
         """The length at which a sequence is expected to end.
@@ -131,13 +149,17 @@ class Forecast:
             predicted = 2.0 * seq.num_output
         return min(seq.max_total, seq.prompt_len + math.ceil(predicted))
 
-    def prompt_seconds(self, num_tokens: int, num_found: int = 0, beside: StepWork | None = None) -> float:
+    def prompt_seconds(
+        self, num_tokens: int, num_found: int = 0, beside: StepWork | None = None, step_seconds: float = math.inf
+    ) -> float:
         """Seconds until a prompt's first token, if its chunks come one after the other.
 
-        beside: what else is in each of these steps.
+        beside: what else is in each of these steps. step_seconds: that those may take.
         """
         todo = max(1, num_tokens - num_found)
         chunk = self.chunk if beside is None else max(1, self.chunk - int(beside.tokens))
+        if beside is not None and step_seconds < math.inf:
+            chunk = min(chunk, max(LEAST_CHUNK, self.cost.most_tokens(beside, step_seconds, num_found)))
         steps = -(-todo // chunk)
         keys = steps * (num_found + todo / 2)
         pairs = todo * (num_found + todo / 2) if todo > 1 else 0.0

@@ -20,6 +20,7 @@ FIRST_LEVEL_TOKENS = 64  # mlq: of the first level; each next one is twice as lo
 PROMPT_TOKENS = 8  # mlq: tokens of a prompt that count as one that is sampled
 NO_HURRY = 60.0  # slo: seconds to the first token of a request that says nothing
 REST_SECONDS = 300.0  # slo: how much longer the rest of one may take that asks for no time between tokens
+TURN_TOKENS = 16  # slo: who is so many tokens ahead of its time between them may give way, and is looked at so often
 NEVER = 1 << 60
 
 
@@ -106,26 +107,31 @@ class LongestPrefixMatch(Policy):
 
 
 class Objectives(Policy):
-    """By the time at which the first token is due; what can not be met is refused, so that others are met.
+    """By the time at which the next token is due; what can not be met is refused, so that others are met.
 
-    Who has the first token and asks for no time between the others gives way where somebody would get the first too late. Its
-    rank is still of its arrival, so it does not do so for ever.
-    Source: Moore 1968 (who is left out so that the fewest are late), see goodput.py.
+    The first is due by `ttft_ms`, each next one so that those after the first are `tbt_ms` apart on average: who runs gets ahead
+    of that, and gives way where somebody would be late. So does, first of all, who has the first token and asks for no time between
+    the others, or whose objectives are lost; its rank is still of its arrival, so it does not do so for ever.
+    Source: Liu and Layland 1973 (earliest deadline first); Moore 1968 (who is left out), see goodput.py.
     """
 
     name = "slo"
     foresees = demotes = preempts = refuses = True
 
     def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
+        if seq.num_output and seq.params.tbt_ms is not None and not seq.is_lost:
+            return seq.first_at + seq.num_output * seq.params.tbt_ms / 1000
         due = NO_HURRY if seq.params.ttft_ms is None else seq.params.ttft_ms / 1000
-        return seq.arrived + due + (REST_SECONDS if is_met(seq) else 0.0)
+        return seq.arrived + due + (REST_SECONDS if seq.num_output else 0.0)
 
     def changes_at(self, seq: Sequence) -> int:
-        return NEVER if seq.num_output else 1
+        if not seq.num_output:
+            return 1
+        return NEVER if seq.params.tbt_ms is None or seq.is_lost else seq.num_output + TURN_TOKENS
 
     def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
-        is_due = waiting.params.ttft_ms is not None and not waiting.num_output
-        return is_due and waiting.rank < running.rank and is_met(running)
+        turn = 0.0 if running.is_lost else TURN_TOKENS * (running.params.tbt_ms or 0.0) / 1000
+        return running.num_output > 0 and is_due(waiting) and waiting.rank + turn < running.rank
 
 
 class Static(Policy):
@@ -159,9 +165,9 @@ def parse_policy(name: str) -> Policy:
     raise ConfigError(f"policy is {name!r}, expected one of {', '.join(NAMES)} (as in window:50ms)")
 
 
-def is_met(seq: Sequence) -> bool:
-    """slo: whether a sequence's objectives, if it has any, are met whatever happens to it from now on."""
-    return seq.num_output > 0 and seq.params.tbt_ms is None
+def is_due(seq: Sequence) -> bool:
+    """slo: whether the next token of a waiting sequence is to be there by a time that the request gives."""
+    return not seq.is_lost and (seq.params.tbt_ms if seq.num_output else seq.params.ttft_ms) is not None
 
 
 def served_tokens(prompt_len: int, num_output: int) -> int:

@@ -30,24 +30,21 @@ from dataclasses import replace
 import numpy as np
 
 from inferc.runtime.batch import Batch
-from inferc.runtime.forecast import Caution, Forecast
-from inferc.runtime.goodput import hopeless, never_met
+from inferc.runtime.forecast import LEAST_CHUNK, Caution, Forecast
+from inferc.runtime.goodput import AdmissionControl, is_first_late, never_met
 from inferc.runtime.kv_cache import KVCacheManager
 from inferc.runtime.kv_events import CacheEvents
 from inferc.runtime.policies import parse_policy
 from inferc.runtime.prefix_cache import PrefixCache
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.sequence import Output, Sequence, Status, StepOutputs
-from inferc.runtime.step import F64, I32, I64, StepPlan, StepResult
-from inferc.runtime.step_cost import StepWork
+from inferc.runtime.step import I32, I64, StepPlan, StepResult
 from inferc.runtime.tiers import Mover, Tiers
 from inferc.runtime.waiting import WaitingQueue
 
-LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
 SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
-LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
 NUM_LOOKED_AT = 256  # of each client's line, by such a look
-HASTE = 0.3  # slo: share of the time to the first token by which it should be there earlier, if others can give way
+MOST_FOR_PROMPTS = 0.5  # of the time between tokens, where it is said how many sequences may decode
 NUM_RERANKED = 32
 MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
 
@@ -87,8 +84,7 @@ class Scheduler:
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
         self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
-        self._next_look = 0.0
-        self._is_pressed = False  # under a policy that refuses: somebody would be late if nobody gave way
+        self._control = AdmissionControl(self.forecast) if self.policy.refuses else None
 
     @property
     def num_running(self) -> int:
@@ -113,12 +109,13 @@ class Scheduler:
         seq.level = self.policy.level(seq)
         if self.policy.foresees:
             seq.num_found = len(self.prefixes.find(seq)) * self.cache.block_size
+            seq.predicted = self.forecast.total_tokens(seq)
         seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
         self.waiting.add(seq)
 
     def objection(self, seq: Sequence) -> str | None:
         """Why a sequence's objectives can not be met by any schedule, or None. Asked before it is added."""
-        if not self.policy.refuses or not self.forecast.cost.is_known:
+        if self._control is None or not self.forecast.cost.is_known:
             return None
         return never_met(seq, len(self.prefixes.find(seq)) * self.cache.block_size, self.forecast)
 
@@ -142,10 +139,11 @@ class Scheduler:
             self._move()
         if self.cache.gives_back:
             self._give_back()
-        if self.policy.demotes:
-            self._demote()
-        if self.policy.preempts and not self.hold and (self._is_pressed or not self.policy.refuses):
-            self._make_room()
+        if self._control is None or (self.waiting and not self.hold and self._leave_out(self._control)):
+            if self.policy.demotes:
+                self._demote()
+            if self.policy.preempts and not self.hold:
+                self._make_room()
         preemptions = self.num_preemptions
         self._schedule_decodes()
         if self.foresees:
@@ -213,28 +211,36 @@ class Scheduler:
             assert victim is not None
             if not self.policy.gives_way(victim, seq) or not self.waiting.precedes(seq, victim):
                 return
-            if batch.free_slots and self._has_room(seq, self.prefixes.find(seq)):
+            if batch.free_slots and self._has_time(seq) and self._has_room(seq, self.prefixes.find(seq)):
                 return
             self._preempt(slot)
+
+    def _step_seconds(self, slots: I64) -> float:
+        """How long a step in which these decode may take, or inf."""
+        seconds = np.inf if self.config.tbt_ms is None else self.config.tbt_ms / 1000
+        if self._control is not None:
+            seconds = min(seconds, float(self.batch.tbt[slots].min(initial=np.inf)))
+        return seconds if self.forecast.cost.is_known else np.inf
+
+    def _has_time(self, seq: Sequence) -> bool:
+        """Whether steps with one more sequence are short enough for all that decode, with what prompts take of the time."""
+        slots = self.batch.order
+        seconds = self._step_seconds(slots)
+        if self._control is not None and seq.params.tbt_ms is not None:
+            seconds = min(seconds, seq.params.tbt_ms / 1000)
+        work = self.batch.decode_work(np.append(slots, slots[-1:]))
+        of_decodes = 1 - min(MOST_FOR_PROMPTS, self.forecast.prompt_share)
+        return seconds == np.inf or not len(slots) or self.forecast.cost.seconds(work) <= seconds * of_decodes
 
     def _limit_budget(self) -> None:
         """No more of prompts than those who decode have time for."""
         slots = self.batch.order[self._num_new[self.batch.order] > 0]
-        if not len(slots) or not self.config.chunked_prefill or not self.forecast.cost.is_known:
-            return
-        seconds = np.inf if self.config.tbt_ms is None else self.config.tbt_ms / 1000
-        if self.policy.refuses:
-            seconds = min(seconds, float(self.batch.tbt[slots].min()))
-        if seconds == np.inf:
+        if not len(slots) or not self.config.chunked_prefill or (seconds := self._step_seconds(slots)) == np.inf:
             return
         begun = self.batch.order[self._num_new[self.batch.order] == 0]
         start = int(self.batch.num_computed[begun].max(initial=0))
-        most = self.forecast.cost.most_tokens(self._decode_work(slots), seconds, start)
+        most = self.forecast.cost.most_tokens(self.batch.decode_work(slots), seconds, start)
         self._budget = min(self._budget, max(LEAST_CHUNK, most))
-
-    def _decode_work(self, slots: I64) -> StepWork:
-        """One token for each of these slots."""
-        return StepWork(len(slots), len(slots), float(self.batch.num_tokens[slots].sum()))
 
     def _schedule_decodes(self) -> None:
         batch, slots = self.batch, self.batch.order
@@ -331,8 +337,6 @@ class Scheduler:
         """Let waiting sequences in, in order, while there are slots, blocks for their whole prompt, and budget."""
         if not self.waiting or self._budget <= 0 or not self._may_begin():
             return
-        if self.policy.refuses:
-            self._refuse()
         if self.policy.reranks and self.batch.free_slots:
             self._rerank()
         while self.waiting and self._budget and (self._quota or self.policy.window is None):
@@ -359,7 +363,8 @@ class Scheduler:
         length, found = len(seq.token_ids), self.prefixes.find(seq)
         partial = self.prefixes.find_partial(seq, len(found))
         start = len(found) * cache.block_size + (partial[1] if partial is not None else 0)
-        if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
+        is_cut = length - start > self._budget
+        if seq.slot is not None or (is_cut and not self.config.chunked_prefill) or not self._has_time(seq):
             return False
         if not (batch.free_slots and self._has_room(seq, found)):
             self._no_room = (seq, cache.num_gains)
@@ -412,36 +417,28 @@ class Scheduler:
         num_found, error = cache.num_there(found) * cache.block_size, self._caution.value * self.forecast.lengths.error
         return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
 
+    def _leave_out(self, control: AdmissionControl) -> bool:
+        """End what can not be served in time, so that others are, and give up objectives. Whether others have to give way."""
+        waiting, seconds = self.waiting.front(NUM_LOOKED_AT), self._step_seconds(self.batch.order)
+        found = control.look(self.batch, waiting, self.clock(), seconds)
+        for seq in found.refused:
+            self._drop(seq)
+            self.refused.append((seq, "requests ahead of it leave no time for its first token"))
+        for seq in found.lost:
+            self._give_up(seq)
+        return found.any_late
+
+    def _give_up(self, seq: Sequence) -> None:
+        """No more care for the objectives of a running sequence."""
+        assert seq.slot is not None
+        seq.is_lost = True
+        self.batch.tbt[seq.slot], self.batch.changes_at[seq.slot] = np.inf, 0
+
     def _rerank(self) -> None:
         """Rank the first ones again: what the cache has of them has changed."""
         for seq in self.waiting.front(NUM_RERANKED):
             self.waiting.remove(seq)
             self._queue(seq)
-
-    def _refuse(self) -> None:
-        """End what can not have its first token in time, so that others do, and find out whether anybody has to give way for that."""
-        now = self.clock()
-        if now < self._next_look or not self.forecast.cost.is_known:
-            return
-        self._next_look = now + LOOK_SECONDS
-        batch, slots = self.batch, self.batch.order
-        work = self._decode_work(slots)
-        left = np.maximum(batch.predicted[slots] - batch.num_tokens[slots], 0) * self.forecast.cost.seconds(work)
-        waiting = [(seq, seq.num_found) for seq in self.waiting.front(NUM_LOOKED_AT)]
-        free = np.zeros(len(batch.free_slots))
-
-        def late(left: F64, haste: float = 0.0) -> list[Sequence]:
-            ends: F64 = np.concatenate((free, np.sort(left)))
-            return hopeless(waiting, self.forecast, now, work, ends.tolist(), haste)
-
-        out = late(left, HASTE)
-        self._is_pressed = bool(out)
-        if out:
-            yields = (batch.num_known[slots] > batch.prompt_len[slots]) & np.isinf(batch.tbt[slots])
-            out = late(np.where(yields, 0.0, left))
-        for seq in out:
-            self._drop(seq)
-            self.refused.append((seq, "requests ahead of it leave no time for its first token"))
 
     def _preempt(self, slot: int) -> None:
         """Back among the waiting, to be computed again."""
@@ -550,6 +547,9 @@ class Scheduler:
             output.num_forgotten = self.cache.num_forgotten_at(int(known[row]) - 2)
             if is_first[row]:
                 output.num_cached = seq.num_cached
+                seq.first_at = batch.first_at[slots[row]] = self.clock()
+                if self._control is not None and is_first_late(seq) and seq.status is Status.RUNNING:
+                    self._give_up(seq)
             if ended[row]:
                 output.finish_reason = "stop" if stopped[row] else "length"
                 self._end(seq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -28,8 +29,9 @@ class Sequence:
     `Batch.tokens`, and joins them when it leaves. `hashes` are those of its full blocks,
     `root` what comes before the first; `num_cached` tokens of the prompt were found in the cache as it was first let in.
     A lower (`level`, `rank`, `arrival`) is served first and preempted last, see policies.py; `arrived` is its time on the
-    scheduler's clock, in seconds. `client` is the number of who asked (waiting.py), `num_found` what of it was found in
-    the cache as it was last looked for. `logprobs` are those of its output, where the scheduler keeps them.
+    scheduler's clock, in seconds, `first_at` that of its first token. `client` is the number of who asked (waiting.py), `num_found` what of it was found in
+    the cache as it was last looked for, `predicted` the length at which it was then expected to end. `is_lost`: an
+    objective of it is missed, or given up for those of others. `logprobs` are those of its output, where the scheduler keeps them.
     """
 
     request_id: str
@@ -50,8 +52,11 @@ class Sequence:
     level: int = 0
     rank: float = 0.0
     arrived: float = 0.0
+    first_at: float = math.inf
     client: int = 0
     num_found: int = 0
+    predicted: int = 0
+    is_lost: bool = False
     logprobs: list[float] = field(default_factory=list)
 
     @property

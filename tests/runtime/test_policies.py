@@ -7,7 +7,7 @@ from fake_runner import VOCAB_SIZE, make_engine
 
 from inferc.errors import ConfigError, ObjectiveError, RequestError
 from inferc.runtime.engine import Engine
-from inferc.runtime.goodput import hopeless
+from inferc.runtime.goodput import Slot, triage
 from inferc.runtime.policies import NAMES, level_end, level_of, parse_policy
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Sequence
@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def make(policy: str, **options: int) -> tuple[Engine, Clock]:
+def make(policy: str, **options: float) -> tuple[Engine, Clock]:
     clock = Clock()
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, **options}
     engine = make_engine(policy=policy, clock=clock, pipeline=False, **sizes)  # type: ignore[arg-type]
@@ -209,24 +209,64 @@ def test_what_can_not_be_served_in_time_is_refused_while_it_waits_and_the_others
     assert sorted([*done, refused[0][0]]) == [*map(str, range(6)), "patient"] and engine.stats().num_refused == 1
 
 
-def test_who_has_the_first_token_gives_way_where_somebody_would_be_late() -> None:
-    def play(ttft_ms: float, tbt_ms: float | None = None) -> tuple[list[str], int]:
-        engine, clock = make("slo", max_model_len=256, num_blocks=80)
-        add(engine, "long", max_tokens=100, ignore_eos=True, tbt_ms=tbt_ms)
-        seen = steps(engine, clock)
-        for _ in range(3):
-            next(seen)
-        add(engine, "soon", max_tokens=2, ttft_ms=ttft_ms)
-        return [name for names in seen for name in names], engine.stats().num_preemptions
+def beside_a_long_one(steps_before: int, tbt_ms: float | None, **params: object) -> tuple[list[str], Engine]:
+    """Whose tokens came in which order, after so many steps of an answer of 100 tokens alone; a step takes 12 ms."""
+    engine, clock = make("slo", max_model_len=512, num_blocks=160)
+    add(engine, "long", max_tokens=100, ignore_eos=True, tbt_ms=tbt_ms)
+    seen = steps(engine, clock)
+    for _ in range(steps_before):
+        next(seen)
+    add(engine, "soon", ignore_eos=True, **params)  # type: ignore[arg-type]
+    return [name for names in seen for name in names], engine
 
-    names, preemptions = play(500.0)
-    assert names[-1] == "long" and names.index("soon") < 10 and names.count("long") == 97 and preemptions == 1
-    names, preemptions = play(5000.0)
-    assert names[-1] == "soon" and preemptions == 0, "there is time: 97 steps of 12 ms"
-    names, preemptions = play(500.0, tbt_ms=50.0)
-    assert "soon" not in names and preemptions == 0, (
-        "who asks for a time between tokens does not, so the other is refused"
+
+def test_who_has_the_first_token_gives_way_where_somebody_would_be_late() -> None:
+    names, engine = beside_a_long_one(3, None, max_tokens=2, ttft_ms=500.0)
+    assert names[-1] == "long" and names.index("soon") < 10 and names.count("long") == 97
+    assert engine.stats().num_preemptions == 1
+    names, engine = beside_a_long_one(3, None, max_tokens=2, ttft_ms=5000.0)
+    assert names[-1] == "soon" and engine.stats().num_preemptions == 0, "there is time: 97 steps of 12 ms"
+
+
+def test_who_is_ahead_of_its_time_between_tokens_gives_way_and_keeps_it() -> None:
+    names, engine = beside_a_long_one(60, 100.0, max_tokens=20, ttft_ms=450.0)
+    assert names[-1] == "long" and names.count("soon") == 20 and engine.stats().num_preemptions == 1
+    assert names.index("soon") * STEP <= 0.45
+    assert len(names) * STEP <= 100 * 0.1, "100 tokens take 10 s at most"
+
+
+def test_the_objective_of_who_has_most_left_is_given_up_where_slots_are_short() -> None:
+    names, engine = beside_a_long_one(3, 50.0, max_tokens=2, ttft_ms=500.0)
+    assert names[-1] == "long" and names.index("soon") * STEP <= 0.5 and names.count("long") == 97
+    assert not engine.take_refused()
+    names, engine = beside_a_long_one(3, 50.0, max_tokens=300, ttft_ms=500.0)
+    assert names == ["long"] * 97 and [name for name, _ in engine.take_refused()] == ["soon"]
+
+
+def test_who_got_the_first_token_late_comes_behind_those_who_can_still_have_it_in_time() -> None:
+    engine, clock = make("slo", max_model_len=256, num_blocks=80)
+    add(engine, "late", 20, max_tokens=25, ignore_eos=True, ttft_ms=50.0, tbt_ms=500.0)
+    seen = steps(engine, clock)
+    next(seen)  # of two that its prompt takes
+    clock.now += 1.0
+    next(seen)
+    add(engine, "soon", max_tokens=30, ignore_eos=True, ttft_ms=200.0, tbt_ms=500.0)
+    names = [name for step in seen for name in step]
+    assert names[-1] == "late" and names.index("soon") < 20
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "slo"])
+def test_no_more_run_at_once_than_steps_have_time_for(policy: str) -> None:
+    of_engine = {"tbt_ms": 25.0} if policy == "fcfs" else {}
+    engine, clock = make(
+        policy, max_num_seqs=32, max_num_batched_tokens=64, max_model_len=128, num_blocks=800, **of_engine
     )
+    for i in range(24):
+        add(engine, str(i), max_tokens=50, tbt_ms=25.0 if policy == "slo" else None)
+    most = 0
+    for _ in steps(engine, clock):
+        most = max(most, engine.scheduler.num_running)
+    assert most == 15, "a step of 15 tokens takes 25 ms"
 
 
 def test_who_gave_way_is_not_kept_waiting_for_ever() -> None:
@@ -264,7 +304,7 @@ def test_the_longest_is_left_out_where_somebody_would_be_late() -> None:
         return Sequence(name, 0, 0, tokens, [0] * tokens, params, 0, tokens + 1, frozenset(), rank=deadline), 0
 
     def left_out(*seqs: tuple[Sequence, int], ends: tuple[float, ...] = (0.0,) * 9) -> list[str]:
-        return [seq.request_id for seq in hopeless(seqs, forecast, 0.0, StepWork(), list(ends))]
+        return [seq.request_id for seq in triage(seqs, forecast, 0.0, StepWork(), map(Slot, ends)).refused]
 
     long, a, b = waiting("long", 160, 0.4), waiting("a", 16, 0.3), waiting("b", 16, 0.45)
     assert left_out(long, a) == []  # 260 + 26 ms
