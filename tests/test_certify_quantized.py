@@ -20,7 +20,9 @@ from inferc.runtime.artifact import inspect_artifact
 PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("int4-") else name for name in SCHEMES]
+)
 def test_a_quantized_model(scheme: str, tiny_llama_folder: Path, tmp_path: Path) -> None:
     compile(tiny_llama_folder, tmp_path / "out", CompileConfig(certify="full", quantize=scheme))  # type: ignore[arg-type]
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_bytes())
@@ -37,7 +39,7 @@ def test_a_quantized_model(scheme: str, tiny_llama_folder: Path, tmp_path: Path)
         assert {**rows[name], "name": "quantize"} == rows["quantize"], "a fusion changes no bit"
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8"])
+@pytest.mark.parametrize("scheme", [None, pytest.param("w8a8", marks=pytest.mark.slow)])
 def test_a_kv_cache_in_int8(scheme: str | None, tiny_llama_folder: Path, tmp_path: Path) -> None:
     config = CompileConfig(certify="full", kv_dtype="int8", quantize=scheme)  # type: ignore[arg-type]
     compile(tiny_llama_folder, tmp_path / "out", config)
@@ -59,7 +61,7 @@ def test_a_kv_cache_in_int8(scheme: str | None, tiny_llama_folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [
-        ("gpt_oss", "int4"),
+        pytest.param("gpt_oss", "int4", marks=pytest.mark.slow),
         pytest.param("llama4_text", "w8a8", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "w8a8", marks=pytest.mark.slow),
         pytest.param("llama4_text", "int4", marks=pytest.mark.slow),

@@ -125,6 +125,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[dict[str, Any]]
     return entries
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_tiles")
 def test_tiles_are_tried_and_the_best_is_kept(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

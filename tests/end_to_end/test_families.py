@@ -67,7 +67,18 @@ ALIKE = {
     "seed_oss",
 }
 ALIKE |= {"arcee", "granite", "deepseek_v2", "phi3", "stablelm", "smollm3", "helium", "olmoe", "hunyuan_v1_moe"}
-ALIKE |= {"minimax_m2", "ernie4_5_moe", "granitemoe", "glm4", "exaone4"}
+ALIKE |= {
+    "olmo2",
+    "starcoder2",
+    "gpt_bigcode",
+    "llama-yarn",
+    "mixtral",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "granitemoe",
+    "glm4",
+    "exaone4",
+}
 
 
 @scripts

@@ -86,7 +86,14 @@ def kv_block_bytes(artifact: Path) -> int:
     return 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
+# Of the others test_families.py compares tokens too, with one engine.
+OFTEN = ("llama", "mistral")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, "qwen3_moe")],
+)
 def test_random_family_gives_the_reference_tokens(family: str, tmp_path: Path) -> None:
     folder = make_random_model(family, tmp_path / family, **OVERRIDES.get(family, {}))
     artifact = tmp_path / "artifact"
@@ -95,7 +102,7 @@ def test_random_family_gives_the_reference_tokens(family: str, tmp_path: Path) -
     check_every_engine(artifact, prompts, reference_greedy(folder, prompts))
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-draft", "tiny-moe"])
+@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-draft", marks=pytest.mark.slow), "tiny-moe"])
 def test_shipped_model_gives_the_reference_tokens(name: str, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
     compile(SHIPPED / name, artifact, CompileConfig(dtype="float32", certify="none"))

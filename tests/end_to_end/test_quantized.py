@@ -78,7 +78,7 @@ def test_w8a8_is_near_the_model_with_its_dequantized_weights(model: tuple[Path, 
     assert {"inferc.linear_w8a8", "inferc.quantize_rows"} <= ops and ops & norms
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_four_bits_are_near_the_model(family: str, tmp_path: Path) -> None:
     folder = make_random_model(family, tmp_path / "model")
     expected = logits_of(folder, tmp_path / "plain")
@@ -94,7 +94,7 @@ def test_four_bits_are_near_the_model(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    ["w8a8", "int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4-g64", "int4-g128"))],
+    ["w8a8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4", "int4-g64", "int4-g128"))],
 )
 def test_a_mixture_is_what_the_oracle_computes(scheme: Quantize, tmp_path: Path) -> None:
     """The references' arithmetic: what differs are integers that a sum's last bit moves, a thousandth of what they round."""

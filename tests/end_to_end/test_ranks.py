@@ -223,6 +223,7 @@ def test_quantized_experts_of_ranks_are_held_to_their_schemes_budget(scheme: str
     assert f"cpp.moe_experts_{kind}.float32" in names
 
 
+@pytest.mark.slow
 def test_the_copy_that_is_certified_has_a_layer_for_each_stage(tmp_path: Path) -> None:
     """All layers are equal: one would hold every kind, and could not be cut."""
     folder = make_random_model("llama", tmp_path / "m", num_hidden_layers=4)

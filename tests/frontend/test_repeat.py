@@ -117,7 +117,7 @@ def test_a_layer_is_known_by_its_attributes(change: dict[str, Any]) -> None:
     [
         ("llama", 8, 3, "bfloat16", {}),
         ("gpt2", 4, 3, "float32", {"n_layer": 4}),  # weights that are transposed in the graph
-        ("gemma3_text", 8, 6, "float32", {"layer_types": WINDOWS_AND_FULL * 4}),
+        pytest.param("gemma3_text", 8, 6, "float32", {"layer_types": WINDOWS_AND_FULL * 4}, marks=pytest.mark.slow),
         # a dense layer, then experts, each layer with a buffer
         pytest.param("deepseek_v3", 4, 3, "float32", {}, marks=pytest.mark.slow),
     ],

@@ -193,6 +193,7 @@ def test_k_alone_is_not_shared() -> None:
     check_paged(made, before)
 
 
+@pytest.mark.slow
 def test_layers_that_gemma3n_shares_are_found_in_its_graph() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {**SIZES, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "vocab_size": 96, "sliding_window": 8}

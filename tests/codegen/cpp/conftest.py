@@ -10,10 +10,13 @@ import torch
 from arm import ARM_ISAS, ArmKernels, needs_arm
 from cpp_kernels import DTYPES, EMULATED, ISAS, Kernels
 
+# Where there are tiles, emulated ones are for the slow tests.
+EMULATED_TOO = pytest.param(EMULATED, marks=[pytest.mark.slow] * ("amx" in ISAS))
+
 
 @pytest.fixture(
     scope="module",
-    params=(*ISAS, *(EMULATED,) * ("avx512" in ISAS), *(pytest.param(isa, marks=needs_arm) for isa in ARM_ISAS)),
+    params=(*ISAS, *(EMULATED_TOO,) * ("avx512" in ISAS), *(pytest.param(isa, marks=needs_arm) for isa in ARM_ISAS)),
 )
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made = ArmKernels(request.param) if request.param in ARM_ISAS else Kernels(request.param)

@@ -23,11 +23,11 @@ from inferc.passes.plan_memory import memory_plan
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 MAX_SHARED = 99 << 10  # bytes of a block: what the smallest of the chips that we compile for has
-OFTEN = ("gemma2", "gpt2", "cohere", "llama4_text", "gpt_oss", "hunyuan_v1_moe", "deepseek_v3")
+OFTEN = ("gemma2", "gpt2", "cohere", "llama4_text", "gpt_oss", "deepseek_v3")
 """Families that together have every op; the others run with the slow tests."""
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", "sm_100"])
 def test_experts_of_real_sizes_compile_within_their_budget(arch: str) -> None:
     """Of gpt-oss in bfloat16, of Qwen3 in int8, of DeepSeek-V3's routing."""
     made = [

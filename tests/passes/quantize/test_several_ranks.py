@@ -9,6 +9,11 @@ from ranks import CONFIG, Model, random_module, run, weight_bytes
 
 from inferc.passes.partition import Ranks, partition
 
+KINDS: dict[str, tuple[str, dict[str, Any], Ranks]] = {
+    "tp": ("llama", {}, Ranks(tp=2)),
+    "pp": ("llama", {}, Ranks(pp=2)),
+    "ep": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, Ranks(ep=2)),
+}
 PROMPTS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 6)]
 
 
@@ -29,17 +34,16 @@ def test_ranks_store_their_heads_in_int8(ranks: Ranks) -> None:
     assert sum(bytes_per_token) == sum(group.bytes_per_token for group in alone)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
 @pytest.mark.parametrize(
-    ("family", "fields", "ranks"),
+    ("kind", "scheme"),
     [
-        ("llama", {}, Ranks(tp=2)),
-        ("llama", {}, Ranks(pp=2)),
-        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, Ranks(ep=2)),
+        *(("tp", "w8a8"), ("tp", "int4"), ("pp", "int8"), ("ep", "int4")),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("tp", "int8"), ("pp", "w8a8"), ("pp", "int4"))),
+        *(pytest.param("ep", scheme, marks=pytest.mark.slow) for scheme in ("int8", "w8a8")),
     ],
-    ids=["tp", "pp", "ep"],
 )
-def test_ranks_together_are_the_whole(family: str, fields: dict[str, Any], ranks: Ranks, scheme: str) -> None:
+def test_ranks_together_are_the_whole(kind: str, scheme: str) -> None:
+    family, fields, ranks = KINDS[kind]
     model = Model(random_module(family, **fields))
     config = replace(CONFIG, quantize=scheme)
     plain = run(model.whole(), model.reader, PROMPTS, 16)
