@@ -27,10 +27,11 @@ from inferc.runtime.calibrate import SHIPPED, CostFile, read_cost
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.simulate import Playback, Replica, play
 from inferc.runtime.simulation_report import plot, summarize
+from inferc.runtime.step_cost import StepWork
 from inferc.runtime.trace import Trace, TraceRequest, read_trace
 
 POLICIES = ("fcfs", "sjf", "mlq", "lpm", "slo", "static", "window:500ms")
-BLOCK_TOKENS = 16
+BLOCK_TOKENS, NUM_SEQS = 16, 16
 KINDS = {  # share of requests, and the means of prompt and answer in tokens
     "chat": (0.60, 120, 25),
     "summary": (0.15, 600, 40),
@@ -58,7 +59,7 @@ def config_of(prices: CostFile, trace: Trace, policy: str, kv_tokens: int | None
     longest = max(each.prompt_len for each in trace.requests) + trace.longest_output
     num_blocks = prices.num_blocks if kv_tokens is None else 1 + -(-max(kv_tokens, longest) // prices.block_size)
     return SchedulerConfig(
-        *(16, prices.max_num_batched_tokens, longest + 1, (num_blocks,), prices.block_size),
+        *(NUM_SEQS, prices.max_num_batched_tokens, longest + 1, (num_blocks,), prices.block_size),
         (CacheGroup("full", 0, prices.kv_bytes_per_token),),
         prefix_cache=True,
         policy=policy,
@@ -72,18 +73,26 @@ def run(
     return play([replica], trace, objectives)
 
 
+def capacity(prices: CostFile, trace: Trace, kv_tokens: int | None) -> float:
+    """Requests a second that first come, first served completes when all are there at once."""
+    burst = tuple(dataclasses.replace(each, arrival=0.0) for each in trace.requests)
+    played = run(prices, dataclasses.replace(trace, requests=burst), "fcfs", kv_tokens, (None, None))
+    return len(trace.requests) / played.seconds
+
+
+def ttft_objective(prices: CostFile, trace: Trace) -> float:
+    """Milliseconds: as long as the longest prompt takes, three times over."""
+    work = max(each.prompt_len for each in trace.requests) * prices.prices["tokens"]
+    return round(3000 * work, -2)
+
+
 def workload(
     prices: CostFile, name: str, trace: Trace, kv_tokens: int | None, load: float, tbt_ms: float
 ) -> tuple[dict[str, Any], dict[str, Playback]]:
     """All policies on one trace, at `load` times the capacity."""
-    burst = dataclasses.replace(
-        trace, requests=tuple(dataclasses.replace(each, arrival=0.0) for each in trace.requests)
-    )
-    capacity = len(trace.requests) / run(prices, burst, "fcfs", kv_tokens, (None, None)).seconds
-    trace = trace.faster(load * capacity * trace.seconds / len(trace.requests))
-    # As long as the longest prompt takes, three times over.
-    work = max(each.prompt_len for each in trace.requests) * prices.prices["tokens"]
-    objectives = (round(3000 * work, -2), tbt_ms)
+    requests_per_s = load * capacity(prices, trace, kv_tokens)
+    trace = trace.faster(requests_per_s * trace.seconds / len(trace.requests))
+    objectives = (ttft_objective(prices, trace), tbt_ms)
     rows, runs = [], {}
     for policy in POLICIES:
         played = runs[policy] = run(prices, trace, policy, kv_tokens, objectives)
@@ -99,7 +108,7 @@ def workload(
         )
     return {
         "workload": name,
-        "requests_per_s": load * capacity,
+        "requests_per_s": requests_per_s,
         "ttft_ms": objectives[0],
         "tbt_ms": tbt_ms,
         "rows": rows,
@@ -116,6 +125,28 @@ def short_latency_p99(played: Playback, trace: Trace) -> float:
         if each.first is not None and each.request.prompt_len <= prompt and each.request.output_len <= output
     ]
     return 1000 * float(np.percentile(short, 99))
+
+
+def objectives(prices: CostFile, count: int) -> dict[str, Any]:
+    """Goodput over `mixed` at some loads and times between tokens, which are multiples of what a full step takes."""
+    trace = mixed(count)
+    length = np.mean([each.prompt_len + each.output_len / 2 for each in trace.requests])
+    step_ms = 1000 * prices.cost.seconds(StepWork(NUM_SEQS, NUM_SEQS, NUM_SEQS * float(length)))
+    most, ttft_ms = capacity(prices, trace, None), ttft_objective(prices, trace)
+    rows = []
+    for load in (0.9, 1.2, 1.6):
+        loaded = trace.faster(load * most * trace.seconds / count)
+        for steps in (1.2, 1.5, 2.0, 4.0):
+            both = ttft_ms, steps * step_ms
+            row: dict[str, Any] = {"load": load, "tbt_steps": steps}
+            for policy in ("mlq", "slo"):
+                summary = summarize(policy, 1.0, run(prices, loaded, policy, None, both), *both)
+                row[policy] = {"goodput": summary.goodput, "refused": summary.refused}
+            rows.append(row)
+            print(
+                f"  load {load}, tokens {steps} steps apart: mlq {row['mlq']['goodput']:.1%}, slo {row['slo']['goodput']:.1%}"
+            )
+    return {"step_ms": step_ms, "ttft_ms": ttft_ms, "requests_per_s": most, "rows": rows}
 
 
 def preemptions(prices: CostFile) -> list[dict[str, Any]]:
@@ -170,10 +201,18 @@ def main() -> None:
             plot(options.plot, title, kept, summaries)
     print("preemptions:")
     preempted = preemptions(prices)
+    print("objectives:")
+    by_objective = objectives(prices, options.requests)
     if options.out is not None:
         options.out.write_text(
             json.dumps(
-                {"model": prices.model, "machine": prices.machine, "workloads": results, "preemptions": preempted},
+                {
+                    "model": prices.model,
+                    "machine": prices.machine,
+                    "workloads": results,
+                    "preemptions": preempted,
+                    "objectives": by_objective,
+                },
                 indent=1,
             )
             + "\n"

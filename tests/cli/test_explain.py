@@ -102,6 +102,7 @@ def test_the_cache_of_a_70b_from_its_config_alone(tmp_path: Path) -> None:
     assert "captured with 2 and with 3 layers, which the rest of the 80 repeat" in text
 
 
+@pytest.mark.slow
 def test_what_a_kv_cache_in_int8_makes_of_a_70b(tmp_path: Path) -> None:
     model = folder(tmp_path / "70b", LLAMA_70B)
     plain, found = (explain_json(model, "--device", "h100", *options) for options in ((), ("--kv-dtype", "int8")))

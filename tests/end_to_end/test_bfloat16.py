@@ -13,7 +13,9 @@ SHIPPED = Path(__file__).parents[2] / "examples/models"
 WINDOW, WINDOWS = 512, 4  # tokens of eval.txt
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-draft", "tiny-moe"])
+@pytest.mark.parametrize(
+    "name", ["tiny-llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-draft", "tiny-moe"))]
+)
 def test_kl_and_top1_are_no_worse_than_hugging_faces_own(name: str, tmp_path: Path) -> None:
     import torch
     from tokenizers import Tokenizer

@@ -68,6 +68,8 @@ ALIKE = {
 }
 ALIKE |= {"arcee", "granite", "deepseek_v2", "phi3", "stablelm", "smollm3", "helium", "olmoe", "hunyuan_v1_moe"}
 ALIKE |= {
+    "minicpm3",
+    "cohere2",
     "olmo2",
     "starcoder2",
     "gpt_bigcode",

@@ -59,7 +59,9 @@ def oracle(folder: Path, kv_dtype: str) -> Tensor:
     return torch.cat(run_lowered(program, weight_reader(program, checkpoint.reader), PROMPTS, chunk_size=16))
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scheme", [None, *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("w8a8", "int4"))]
+)
 def test_the_shipped_model(scheme: Any, tmp_path: Path) -> None:
     """Certified, with half the cache: on its own and with weights in integers."""
     config = CompileConfig(kv_dtype="int8", quantize=scheme)

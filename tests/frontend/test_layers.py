@@ -117,7 +117,10 @@ def test_a_config_alone_is_a_checkpoint_of_its_class(tmp_path: Path) -> None:
     ("family", "num_layers", "lengths", "more"),
     [
         ("llama", 6, (2, 3), {"tie_word_embeddings": True}),
-        ("qwen2", 8, (2, 4), {"layer_types": ["sliding_attention", "full_attention"] * 4, **WINDOWS}),
+        pytest.param(
+            *("qwen2", 8, (2, 4), {"layer_types": ["sliding_attention", "full_attention"] * 4, **WINDOWS}),
+            marks=pytest.mark.slow,
+        ),
         (
             "qwen3_moe",
             6,
