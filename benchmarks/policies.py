@@ -92,11 +92,11 @@ def workload(
     """All policies on one trace, at `load` times the capacity."""
     requests_per_s = load * capacity(prices, trace, kv_tokens)
     trace = trace.faster(requests_per_s * trace.seconds / len(trace.requests))
-    objectives = (ttft_objective(prices, trace), tbt_ms)
+    asked = (ttft_objective(prices, trace), tbt_ms)
     rows, runs = [], {}
     for policy in POLICIES:
-        played = runs[policy] = run(prices, trace, policy, kv_tokens, objectives)
-        summary = summarize(policy, 1.0, played, *objectives)
+        played = runs[policy] = run(prices, trace, policy, kv_tokens, asked)
+        summary = summarize(policy, 1.0, played, *asked)
         row = {**dataclasses.asdict(summary), "short_latency_p99": short_latency_p99(played, trace)}
         rows.append(row)
         print(
@@ -109,7 +109,7 @@ def workload(
     return {
         "workload": name,
         "requests_per_s": requests_per_s,
-        "ttft_ms": objectives[0],
+        "ttft_ms": asked[0],
         "tbt_ms": tbt_ms,
         "rows": rows,
     }, runs

@@ -165,6 +165,10 @@ class Batch:
         self._lists.pop(slot, None)
         self.free_slots.append(slot)
 
+    def decoding(self) -> I64:
+        """Slots of the running sequences that have their first token."""
+        return self.order[self.num_known[self.order] > self.prompt_len[self.order]]
+
     def decode_work(self, slots: I64) -> StepWork:
         """One token for each of these slots."""
         return StepWork(len(slots), len(slots), float(self.num_tokens[slots].sum()))

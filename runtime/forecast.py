@@ -21,6 +21,7 @@ FORGETTING = 0.998  # weight of an answer against the one after it
 PREEMPTIONS = 0.006  # for want of blocks, of each sequence that is let in: what admission aims at
 LEAST_CAUTION, MOST_CAUTION, CAUTION_STEP = 0.5, 6.0, 0.5
 LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
+MOST_FOR_PROMPTS = 0.5  # of the time between tokens, where it is said how many sequences may decode
 SHARE_SECONDS = 20.0  # over which the share of prompts in the steps' time is a mean
 UNKNOWN_LENGTH = 256  # tokens that an answer is thought to have before any was seen
 
@@ -125,6 +126,8 @@ class Forecast:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
         self.cost.observe(work, seconds)
+        if not self.cost.is_known:
+            return
         keep = math.exp(-seconds / SHARE_SECONDS)
         decodes = self.cost.seconds(StepWork(work.sequences, work.sequences, work.keys))
         self._seconds = self._seconds * keep + seconds
@@ -148,6 +151,17 @@ class Forecast:
         if predicted <= seq.num_output:
             predicted = 2.0 * seq.num_output
         return min(seq.max_total, seq.prompt_len + math.ceil(predicted))
+
+    def has_time(self, beside: StepWork, length: int, seconds: float) -> bool:
+        """Whether a sequence of that length can decode beside others, with what prompts take, in steps of so many seconds.
+
+        Also where it could not alone: fewer at once would not help.
+        """
+        seconds *= 1 - min(MOST_FOR_PROMPTS, self.prompt_share)
+        if self.cost.seconds(StepWork(1, 1, length)) > seconds:
+            return True
+        work = StepWork(beside.tokens + 1, beside.sequences + 1, beside.keys + length)
+        return self.cost.seconds(work) <= seconds
 
     def prompt_seconds(
         self, num_tokens: int, num_found: int = 0, beside: StepWork | None = None, step_seconds: float = math.inf

@@ -18,7 +18,7 @@ from inferc.runtime.sequence import Sequence
 from inferc.runtime.step_cost import StepWork
 
 LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
-HASTE = 0.3  # share of the time to the first token by which it should be there earlier, if others can give way
+HASTE = 0.3  # share of the time to a token by which it should be there earlier, if others can give way; they lose theirs in it only
 
 
 def may_refuse(seq: Sequence) -> bool:
@@ -109,13 +109,15 @@ def triage(
         if may_refuse(seq) and seq.params.ttft_ms is not None:
             taken.append((seq, seconds))
         due = seq.rank if seq.num_output else seq.rank - haste * (seq.rank - seq.arrived)
-        while is_due(seq) and is_late(due, seconds):
+        while (may_refuse(seq) or seq.num_output) and is_due(seq) and is_late(due, seconds):
             found.any_late = True
             are_slots_short = now + busy <= due
             victim = max(taken, key=lambda pair: seconds_in_slot(pair[0]) if are_slots_short else pair[1], default=None)
             last = max((slot for slot in slots[place:] if slot.seq), key=lambda slot: slot.seconds, default=None)
             if are_slots_short and last and (victim is None or last.seconds > seconds_in_slot(victim[0])):
                 assert last.seq is not None
+                if now + seconds < due - HASTE * (due - seq.arrived):
+                    break  # somebody may be ahead, or done, by then
                 found.lost.append(last.seq)
                 last.seconds, last.seq = 0.0, None
                 slots.sort(key=lambda slot: slot.seconds)
@@ -137,17 +139,19 @@ class AdmissionControl:
         self._forecast = forecast
         self._next_look = 0.0
 
+    def is_time(self, now: float) -> bool:
+        """Whether it is time for another look."""
+        return now >= self._next_look and self._forecast.cost.is_known
+
     def look(self, batch: Batch, waiting: list[Sequence], now: float, step_seconds: float) -> Triage:
         """Who is to be left out, and whether anybody would be late if nobody gave way.
 
         now: on the scheduler's clock. step_seconds: that a step may take.
         """
         forecast = self._forecast
-        if now < self._next_look or not forecast.cost.is_known:
-            return Triage()
         self._next_look = now + LOOK_SECONDS
         slots = batch.order
-        work = batch.decode_work(slots)
+        work = batch.decode_work(batch.decoding())
         left = np.maximum(batch.predicted[slots] - batch.num_tokens[slots], 0) * forecast.cost.seconds(work)
         pairs = [(seq, seq.num_found) for seq in waiting]
         free = [0.0] * len(batch.free_slots)

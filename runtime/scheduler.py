@@ -44,7 +44,6 @@ from inferc.runtime.waiting import WaitingQueue
 
 SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
 NUM_LOOKED_AT = 256  # of each client's line, by such a look
-MOST_FOR_PROMPTS = 0.5  # of the time between tokens, where it is said how many sequences may decode
 NUM_RERANKED = 32
 MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
 
@@ -139,11 +138,11 @@ class Scheduler:
             self._move()
         if self.cache.gives_back:
             self._give_back()
-        if self._control is None or (self.waiting and not self.hold and self._leave_out(self._control)):
-            if self.policy.demotes:
-                self._demote()
-            if self.policy.preempts and not self.hold:
-                self._make_room()
+        is_pressed = self._control is None or (self.waiting and not self.hold and self._leave_out(self._control))
+        if self.policy.demotes:
+            self._demote()
+        if self.policy.preempts and not self.hold and is_pressed:
+            self._make_room()
         preemptions = self.num_preemptions
         self._schedule_decodes()
         if self.foresees:
@@ -206,36 +205,32 @@ class Scheduler:
         """
         batch = self.batch
         while self.waiting and self.num_running and not self._leaving:
-            seq, slot = self.waiting.head(), int(batch.order[-1])
-            victim = batch.seqs[slot]
-            assert victim is not None
-            if not self.policy.gives_way(victim, seq) or not self.waiting.precedes(seq, victim):
+            seq = self.waiting.head()
+            last_first = [(slot, batch.seqs[slot]) for slot in reversed(batch.order.tolist())]
+            ready = [(slot, other) for slot, other in last_first if other and self.policy.gives_way(other, seq)]
+            if not ready or not self.waiting.precedes(seq, ready[0][1]):
                 return
             if batch.free_slots and self._has_time(seq) and self._has_room(seq, self.prefixes.find(seq)):
                 return
-            self._preempt(slot)
+            self._preempt(ready[0][0])
 
     def _step_seconds(self, slots: I64) -> float:
         """How long a step in which these decode may take, or inf."""
+        if not len(slots) or not self.forecast.cost.is_known:
+            return np.inf
         seconds = np.inf if self.config.tbt_ms is None else self.config.tbt_ms / 1000
-        if self._control is not None:
-            seconds = min(seconds, float(self.batch.tbt[slots].min(initial=np.inf)))
-        return seconds if self.forecast.cost.is_known else np.inf
+        return seconds if self._control is None else min(seconds, float(self.batch.tbt[slots].min()))
 
     def _has_time(self, seq: Sequence) -> bool:
-        """Whether steps with one more sequence are short enough for all that decode, with what prompts take of the time."""
-        slots = self.batch.order
-        seconds = self._step_seconds(slots)
-        if self._control is not None and seq.params.tbt_ms is not None:
-            seconds = min(seconds, seq.params.tbt_ms / 1000)
-        work = self.batch.decode_work(np.append(slots, slots[-1:]))
-        of_decodes = 1 - min(MOST_FOR_PROMPTS, self.forecast.prompt_share)
-        return seconds == np.inf or not len(slots) or self.forecast.cost.seconds(work) <= seconds * of_decodes
+        """Whether steps with one more sequence are short enough for all that decode."""
+        if (seconds := self._step_seconds(self.batch.order)) == np.inf:
+            return True
+        return self.forecast.has_time(self.batch.decode_work(self.batch.order), len(seq.token_ids), seconds)
 
     def _limit_budget(self) -> None:
         """No more of prompts than those who decode have time for."""
         slots = self.batch.order[self._num_new[self.batch.order] > 0]
-        if not len(slots) or not self.config.chunked_prefill or (seconds := self._step_seconds(slots)) == np.inf:
+        if not self.config.chunked_prefill or (seconds := self._step_seconds(slots)) == np.inf:
             return
         begun = self.batch.order[self._num_new[self.batch.order] == 0]
         start = int(self.batch.num_computed[begun].max(initial=0))
@@ -360,11 +355,14 @@ class Scheduler:
 
     def _let_in(self, seq: Sequence) -> bool:
         batch, cache = self.batch, self.cache
+        if not self._has_time(seq):
+            self._quota = 0
+            return False
         length, found = len(seq.token_ids), self.prefixes.find(seq)
         partial = self.prefixes.find_partial(seq, len(found))
         start = len(found) * cache.block_size + (partial[1] if partial is not None else 0)
         is_cut = length - start > self._budget
-        if seq.slot is not None or (is_cut and not self.config.chunked_prefill) or not self._has_time(seq):
+        if seq.slot is not None or (is_cut and not self.config.chunked_prefill):
             return False
         if not (batch.free_slots and self._has_room(seq, found)):
             self._no_room = (seq, cache.num_gains)
@@ -419,20 +417,22 @@ class Scheduler:
 
     def _leave_out(self, control: AdmissionControl) -> bool:
         """End what can not be served in time, so that others are, and give up objectives. Whether others have to give way."""
-        waiting, seconds = self.waiting.front(NUM_LOOKED_AT), self._step_seconds(self.batch.order)
-        found = control.look(self.batch, waiting, self.clock(), seconds)
+        if not control.is_time(now := self.clock()):
+            return False
+        seconds = self._step_seconds(self.batch.decoding())
+        found = control.look(self.batch, self.waiting.front(NUM_LOOKED_AT), now, seconds)
         for seq in found.refused:
             self._drop(seq)
-            self.refused.append((seq, "requests ahead of it leave no time for its first token"))
+            self.refused.append((seq, "there is no time for its first token, or for those of requests beside it"))
         for seq in found.lost:
             self._give_up(seq)
         return found.any_late
 
     def _give_up(self, seq: Sequence) -> None:
-        """No more care for the objectives of a running sequence."""
-        assert seq.slot is not None
+        """No more care for a sequence's objectives. If it waits, its rank stays until it is queued again."""
         seq.is_lost = True
-        self.batch.tbt[seq.slot], self.batch.changes_at[seq.slot] = np.inf, 0
+        if seq.status is Status.RUNNING and seq.slot is not None:
+            self.batch.tbt[seq.slot], self.batch.changes_at[seq.slot] = np.inf, 0
 
     def _rerank(self) -> None:
         """Rank the first ones again: what the cache has of them has changed."""
@@ -548,7 +548,7 @@ class Scheduler:
             if is_first[row]:
                 output.num_cached = seq.num_cached
                 seq.first_at = batch.first_at[slots[row]] = self.clock()
-                if self._control is not None and is_first_late(seq) and seq.status is Status.RUNNING:
+                if self._control is not None and is_first_late(seq):
                     self._give_up(seq)
             if ended[row]:
                 output.finish_reason = "stop" if stopped[row] else "length"

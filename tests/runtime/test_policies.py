@@ -1,6 +1,7 @@
 """Who is let in first, who gives way and who is refused, under each policy."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 from fake_runner import VOCAB_SIZE, make_engine
@@ -205,7 +206,9 @@ def test_what_can_not_be_served_in_time_is_refused_while_it_waits_and_the_others
     add(engine, "patient", 16, 1)
     done = order_of_firsts(engine, clock)
     refused = engine.take_refused()
-    assert [reason for _, reason in refused] == ["requests ahead of it leave no time for its first token"]
+    assert [reason for _, reason in refused] == [
+        "there is no time for its first token, or for those of requests beside it"
+    ]
     assert sorted([*done, refused[0][0]]) == [*map(str, range(6)), "patient"] and engine.stats().num_refused == 1
 
 
@@ -228,11 +231,26 @@ def test_who_has_the_first_token_gives_way_where_somebody_would_be_late() -> Non
     assert names[-1] == "soon" and engine.stats().num_preemptions == 0, "there is time: 97 steps of 12 ms"
 
 
-def test_who_is_ahead_of_its_time_between_tokens_gives_way_and_keeps_it() -> None:
-    names, engine = beside_a_long_one(60, 100.0, max_tokens=20, ttft_ms=450.0)
-    assert names[-1] == "long" and names.count("soon") == 20 and engine.stats().num_preemptions == 1
-    assert names.index("soon") * STEP <= 0.45
-    assert len(names) * STEP <= 100 * 0.1, "100 tokens take 10 s at most"
+def test_who_is_ahead_of_its_time_between_tokens_gives_way_and_is_back_before_it_is_late() -> None:
+    names, engine = beside_a_long_one(60, 20.0, max_tokens=150, ttft_ms=450.0)
+    assert names.index("soon") * STEP <= 0.45 and names.count("soon") == 150 and names.count("long") == 40
+    last = max(i for i, name in enumerate(names) if name == "long")
+    assert (60 + last) * STEP <= 99 * 0.02, (
+        "the last of 100 tokens is there in time; after the other it would be at 2.5 s"
+    )
+    assert engine.stats().num_preemptions == 2, "each for the other"
+
+
+def test_the_sequences_of_a_request_take_its_prompt_from_the_first() -> None:
+    engine, clock = make("slo", max_num_seqs=8, num_blocks=200, max_model_len=128, prefix_cache=True)
+    add(engine, "four", [7] * 64, 3, ignore_eos=True, ttft_ms=200.0, n=4)
+    assert sum(names.count("four") for names in steps(engine, clock)) == 12 and not engine.take_refused()
+
+
+def test_where_nobody_decodes_a_prompt_is_not_cut() -> None:
+    engine, clock = make("slo", max_model_len=128, max_num_batched_tokens=64, tbt_ms=12.0)
+    add(engine, "a", [7] * 64, 2, ttft_ms=90.0)  # takes 74
+    assert order_of_firsts(engine, clock) == ["a"] and not engine.take_refused()
 
 
 def test_the_objective_of_who_has_most_left_is_given_up_where_slots_are_short() -> None:
@@ -267,6 +285,24 @@ def test_no_more_run_at_once_than_steps_have_time_for(policy: str) -> None:
     for _ in steps(engine, clock):
         most = max(most, engine.scheduler.num_running)
     assert most == 15, "a step of 15 tokens takes 25 ms"
+
+
+def test_a_time_that_no_step_has_limits_nobody() -> None:
+    engine, clock = make("fcfs", max_num_seqs=8, max_model_len=128, num_blocks=400, tbt_ms=5.0)
+    for i in range(8):
+        add(engine, str(i), max_tokens=50)
+    assert max(engine.scheduler.num_running for _ in steps(engine, clock)) == 8
+
+
+def test_nobody_joins_a_static_batch_that_had_no_time_for_all() -> None:
+    engine, clock = make(
+        "static", max_num_seqs=32, max_num_batched_tokens=64, max_model_len=128, num_blocks=800, tbt_ms=25.0
+    )
+    for i in range(24):
+        add(engine, str(i), max_tokens=20, ignore_eos=True)
+    running = [engine.scheduler.num_running for _ in steps(engine, clock)]
+    assert running[1] < 24
+    assert all(now <= before or before == 0 for before, now in pairwise(running))
 
 
 def test_who_gave_way_is_not_kept_waiting_for_ever() -> None:
