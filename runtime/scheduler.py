@@ -31,7 +31,7 @@ import numpy as np
 
 from inferc.runtime.batch import Batch
 from inferc.runtime.forecast import LEAST_CHUNK, Caution, Forecast
-from inferc.runtime.goodput import AdmissionControl, is_first_late, never_met
+from inferc.runtime.goodput import NUM_LOOKED_AT, AdmissionControl, is_first_late, never_met
 from inferc.runtime.kv_cache import KVCacheManager
 from inferc.runtime.kv_events import CacheEvents
 from inferc.runtime.policies import parse_policy
@@ -43,7 +43,6 @@ from inferc.runtime.tiers import Mover, Tiers
 from inferc.runtime.waiting import WaitingQueue
 
 SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
-NUM_LOOKED_AT = 256  # of each client's line, by such a look
 NUM_RERANKED = 32
 MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
 
