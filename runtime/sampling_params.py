@@ -37,8 +37,8 @@ class SamplingParams:
     K and V of a higher `cache_priority` go from the prefix cache only when none of a lower one is left.
 
     For the scheduler: a higher `priority` goes first under that policy; `client` names who asks, and clients share the
-    engine evenly; `ttft_ms` and `tbt_ms` are the times to the first token, and between two, that are asked for, in
-    milliseconds, which the policy `slo` keeps or else refuses the request.
+    engine evenly; `ttft_ms` and `tbt_ms` are the times to the first token, and between two on average, that are asked for,
+    in milliseconds, which the policy `slo` keeps where it can, or else refuses the request.
 
     Raises RequestError for a value out of its range.
     """

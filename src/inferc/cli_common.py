@@ -98,7 +98,10 @@ Policy = Annotated[
 TbtMs = Annotated[
     float | None,
     typer.Option(
-        "--tbt-ms", metavar="MS", help="Cut prompts so that no step takes longer while tokens are being generated."
+        "--tbt-ms",
+        metavar="MS",
+        help="Cut prompts, and let no more sequences decode at once, so that no step takes longer while tokens are being"
+        " generated.",
     ),
 ]
 Record = Annotated[

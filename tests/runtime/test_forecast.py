@@ -197,3 +197,25 @@ def test_caution_settles_where_few_are_preempted() -> None:
     for _ in range(5_000):
         caution.after_admission()
     assert caution.value == LEAST_CAUTION
+
+
+def test_of_the_time_between_tokens_a_share_is_kept_for_prompts() -> None:
+    forecast = Forecast(512)
+    forecast.cost.set_prices(dict(zip(WORK, (10e-3, 1e-3, 0.0, 0.0, 0.0), strict=True)))
+    fourteen = StepWork(14, 14, 0)
+    assert forecast.has_time(fourteen, 1, 0.025) and not forecast.has_time(StepWork(15, 15, 0), 1, 0.025)
+    assert forecast.has_time(StepWork(15, 15, 0), 1, 0.01), "nor has one alone: fewer would not help"
+    for _ in range(200):  # by turns decodes, and half of the step a prompt's
+        forecast.observe(StepWork(10, 10, 0), 0.020)
+        forecast.observe(StepWork(29, 10, 0), 0.040)
+    assert forecast.prompt_share == pytest.approx(1 / 3, abs=0.02)
+    assert forecast.has_time(StepWork(5, 5, 0), 1, 0.025) and not forecast.has_time(StepWork(7, 7, 0), 1, 0.025)
+
+
+def test_the_time_for_a_prompt_is_that_of_the_chunks_it_can_have() -> None:
+    forecast = Forecast(512)
+    forecast.cost.set_prices(dict(zip(WORK, (10e-3, 1e-3, 0.0, 0.0, 0.0), strict=True)))
+    beside = StepWork(10, 10, 0)
+    assert forecast.prompt_seconds(200, 0, beside) == pytest.approx(0.220)
+    assert forecast.prompt_seconds(200, 0, beside, 0.040) == pytest.approx(0.2 + 10 * 0.020), "10 chunks of 20"
+    assert forecast.prompt_seconds(200, 0, beside, 0.015) == pytest.approx(0.2 + 13 * 0.020), "of 16 at least"

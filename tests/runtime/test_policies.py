@@ -241,6 +241,17 @@ def test_who_is_ahead_of_its_time_between_tokens_gives_way_and_is_back_before_it
     assert engine.stats().num_preemptions == 2, "each for the other"
 
 
+@pytest.mark.parametrize(("tokens_ahead", "gives_way"), [(10, False), (40, True)])
+def test_who_is_hardly_ahead_does_not_give_way(tokens_ahead: int, gives_way: bool) -> None:
+    policy = parse_policy("slo")
+    params = SamplingParams(ttft_ms=100.0, tbt_ms=20.0)
+    running = Sequence("a", 0, 0, 4, [1] * 8, params, 0, 100, frozenset(), rank=5.0 + 0.02 * tokens_ahead)
+    waiting = Sequence("b", 0, 1, 4, [1] * 4, params, 0, 100, frozenset(), rank=5.0)
+    assert policy.gives_way(running, waiting) is gives_way
+    begun = Sequence("c", 0, 1, 4, [1] * 5, SamplingParams(ttft_ms=100.0), 0, 100, frozenset(), rank=5.0)
+    assert not policy.gives_way(running, begun), "its first token is there, and it asks for no time between the others"
+
+
 def test_the_sequences_of_a_request_take_its_prompt_from_the_first() -> None:
     engine, clock = make("slo", max_num_seqs=8, num_blocks=200, max_model_len=128, prefix_cache=True)
     add(engine, "four", [7] * 64, 3, ignore_eos=True, ttft_ms=200.0, n=4)
