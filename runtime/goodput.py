@@ -21,6 +21,7 @@ from inferc.runtime.step_cost import StepWork
 NUM_LOOKED_AT = 64  # of those that wait, by a look
 LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
 HASTE = 0.3  # share of the time to a token by which it should be there earlier, if others can give way; they lose theirs in it only
+MARGIN = 0.08  # the same share, without which somebody is left out: who decodes beside a prompt becomes more until it is done
 
 
 def may_refuse(seq: Sequence) -> bool:
@@ -170,6 +171,6 @@ class AdmissionControl:
             busy = [Slot(seconds) for seconds in free]
             for slot, seconds, begun, ahead in rows:
                 busy.append(Slot() if ahead else Slot(seconds, batch.seqs[slot] if begun else None))
-            found = triage(pairs, forecast, now, work, busy, 0.0, step_seconds)
+            found = triage(pairs, forecast, now, work, busy, MARGIN, step_seconds)
             found.any_late = True
         return found

@@ -202,7 +202,7 @@ def test_what_an_idle_engine_can_not_do_is_refused_at_once(params: dict[str, flo
 def test_what_can_not_be_served_in_time_is_refused_while_it_waits_and_the_others_are() -> None:
     engine, clock = make("slo", max_num_seqs=8)
     for i in range(6):  # a prompt of 16 takes 26 ms; so five are in time
-        add(engine, str(i), 16, 1, ttft_ms=140.0, n=1)
+        add(engine, str(i), 16, 1, ttft_ms=160.0, n=1)
     add(engine, "patient", 16, 1)
     done = order_of_firsts(engine, clock)
     refused = engine.take_refused()
@@ -260,7 +260,7 @@ def test_the_sequences_of_a_request_take_its_prompt_from_the_first() -> None:
 
 def test_where_nobody_decodes_a_prompt_is_not_cut() -> None:
     engine, clock = make("slo", max_model_len=128, max_num_batched_tokens=64, tbt_ms=12.0)
-    add(engine, "a", [7] * 64, 2, ttft_ms=90.0)  # takes 74
+    add(engine, "a", [7] * 64, 2, ttft_ms=100.0)  # takes 74
     assert order_of_firsts(engine, clock) == ["a"] and not engine.take_refused()
 
 
@@ -274,7 +274,7 @@ def test_the_objective_of_who_has_most_left_is_given_up_where_slots_are_short() 
 
 def test_who_got_the_first_token_late_comes_behind_those_who_can_still_have_it_in_time() -> None:
     engine, clock = make("slo", max_model_len=256, num_blocks=80)
-    add(engine, "late", 20, max_tokens=25, ignore_eos=True, ttft_ms=50.0, tbt_ms=500.0)
+    add(engine, "late", 20, max_tokens=25, ignore_eos=True, ttft_ms=60.0, tbt_ms=500.0)
     seen = steps(engine, clock)
     next(seen)  # of two that its prompt takes
     clock.now += 1.0
