@@ -87,7 +87,7 @@ def load_engine(
         policy=config.policy,
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
-        partial_blocks=target == "cpu",
+        partial_blocks=target == "cpu" or target.startswith("cuda"),
         num_lower=() if disk is None else disk.num_blocks,
         lower_in_place=target == "cpu",
         kv_events=config.kv_events,

@@ -17,7 +17,7 @@ from inferc.kv_pools import SCALE_BYTES, num_parts
 from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.staging import Staging
 from inferc.runtime.model_runner import NUMPY_DTYPES
-from inferc.runtime.step import I32, I64
+from inferc.runtime.step import I32, I64, Copies
 
 
 class Blocks:
@@ -44,6 +44,15 @@ class Blocks:
         for i in range(len(source)):
             held[to_block[i], :, :, to_offset[i]] = held[from_block[i], :, :, from_offset[i]]
         self.unpack(group, blocks.astype(np.int32), held)
+
+    def share(self, copies: Sequence[Copies]) -> None:
+        """Copy the blocks of each group in which there are slots to copy, whole: what is behind those nobody sees before it is computed."""
+        for group, each in enumerate(copies):
+            size, pool = self._block_bytes(group), self._pools[group]
+            pairs = np.stack((each.source, each.target)) // self._block_size
+            starts = np.append(True, (np.diff(pairs) != 0).any(axis=0))
+            for source, target in pairs[:, starts].T.tolist() if len(each.source) else ():
+                self._driver.copy_on_device(pool + target * size, pool + source * size, size, self._stream)
 
     def pack(self, group: int, blocks: I32) -> NDArray[Any]:
         """Read blocks in their canonical form."""

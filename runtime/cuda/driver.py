@@ -51,6 +51,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "cuMemFreeHost": [c_void_p],
     "cuMemcpyHtoDAsync_v2": [Pointer, c_void_p, c_size_t, c_void_p],
     "cuMemcpyDtoHAsync_v2": [c_void_p, Pointer, c_size_t, c_void_p],
+    "cuMemcpyDtoDAsync_v2": [Pointer, Pointer, c_size_t, c_void_p],
     "cuMemcpyDtoH_v2": [c_void_p, Pointer, c_size_t],
     "cuMemsetD8Async": [Pointer, c_ubyte, c_size_t, c_void_p],
     "cuStreamCreate": [POINTER(c_void_p), c_uint],
@@ -179,6 +180,10 @@ class Driver:
     def copy_out(self, target: int, address: int, num_bytes: int, stream: c_void_p) -> None:
         """From the device to memory of `allocate_host`, once the stream is there."""
         self.call("cuMemcpyDtoHAsync_v2", target, address, num_bytes, stream)
+
+    def copy_on_device(self, target: int, source: int, num_bytes: int, stream: c_void_p) -> None:
+        """From one place of the device to another, which does not overlap it, once the stream is there."""
+        self.call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
 
     def read(self, target: int, address: int, num_bytes: int) -> None:
         """From the device to any address here, and wait for that; what writes it there must be done."""

@@ -224,6 +224,7 @@ class CudaRunner:
 
     def _submit(self, plan: StepPlan, flight: _Flight) -> None:
         self._tier.up(plan.raised)
+        self._blocks.share(plan.copies)
         capacity, as_graph = self._capacity(plan)
         shares = self._send(plan, flight, capacity)
         if not (as_graph and self._run_graph(capacity, shares)):

@@ -200,3 +200,24 @@ def test_blocks_on_disk_have_the_same_bits(
     assert found == expected and raised >= 7
     again, raised = answers(kv_memory_bytes=13 * block_bytes, **disk)
     assert again == expected and raised >= 4 * 7
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_what_a_block_begins_alike_is_copied_with_the_same_bits(
+    made: tuple[Path, dict[tuple[str, str], str]], name: str
+) -> None:
+    folder, faults = made
+    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+    out = folder / f"{name}-bfloat16-cuda"
+    size = load_artifact(out).block_size
+    first = np.random.default_rng(10).integers(5, 300, 3 * size).tolist()
+    second = [*first[: size + size // 2 + 1], *range(5, 25)]
+    params = inferc.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+
+    def answers(prefix_cache: bool) -> tuple[list[Any], int]:
+        with inferc.LLM(out, deterministic=True, prefix_cache=prefix_cache) as llm:
+            results = [llm.generate([ids], params)[0].outputs[0] for ids in (first, second)]
+            rows = [[(each.token_id, each.logprob) for each in row.logprobs or []] for row in results]
+            return rows, llm.stats().cached_tokens
+
+    assert answers(True) == (answers(False)[0], size + size // 2 + 1)

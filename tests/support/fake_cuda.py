@@ -286,6 +286,13 @@ class FakeCuda:
         self._on_host(to, size, "copy from the device")
         self._given(stream, "copy").add(lambda: ctypes.memmove(to, source, size))
 
+    def _cuMemcpyDtoDAsync(self, to: int, source: int, size: int, stream: Any) -> None:
+        self._on_device(source, size, "copy on the device")
+        self._on_device(to, size, "copy on the device")
+        if abs(to - source) < size:
+            raise Misuse(f"copy on the device: {size} bytes at {source:#x} and at {to:#x} overlap")
+        self._given(stream, "copy").add(lambda: ctypes.memmove(to, source, size))
+
     def _cuMemcpyDtoH(self, to: Any, source: int, size: int) -> None:
         """Waits for itself, and for no stream."""
         self._on_device(source, size, "copy from the device")

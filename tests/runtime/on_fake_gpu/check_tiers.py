@@ -95,3 +95,29 @@ def test_what_was_preempted_or_made_room_is_found_below(monkeypatch: pytest.Monk
     assert run(engine, [prompts[1] + alone[1][:4]], 2) == [alone[1][4:]]
     assert engine.stats().num_raised > stats.num_raised
     closed(engine, fake)
+
+
+def test_what_two_sequences_share_of_a_block_is_copied_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bits(prompt: list[int]) -> list[tuple[int, float]]:
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0)
+        engine.add_request("a", prompt, params)
+        found = []
+        while engine.has_work:
+            rows = [row for output in engine.step() for row in output.logprobs or []]
+            found += [(row.token_id, row.logprob) for row in rows]
+            engine.scheduler.check_integrity()
+        return found
+
+    engine, fake = opened(monkeypatch, None, 20, prefix_cache=False)
+    size = engine.scheduler.cache.block_size
+    shared = size + size // 2 + 1  # a block, and more than half of the next
+    second = [*LONG[:shared], *(token % 7 for token in LONG[shared : shared + 5])]
+    assert len(LONG) > 2 * size and second[shared] != LONG[shared]
+    expected = bits(second)
+    closed(engine, fake)
+    engine, fake = opened(monkeypatch, None, 20)
+    bits(LONG)
+    before = fake.calls["cuMemcpyDtoDAsync"]
+    assert bits(second) == expected and len(expected) == 3, "where nothing was copied is NaN"
+    assert engine.stats().cached_tokens == shared and fake.calls["cuMemcpyDtoDAsync"] == before + 1
+    closed(engine, fake)
