@@ -5,6 +5,7 @@ A decode-only step is a handful of numpy calls over all slots; Python touches a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,6 +165,10 @@ class Batch:
         self.seqs[slot] = None
         self._lists.pop(slot, None)
         self.free_slots.append(slot)
+
+    def last_first(self) -> Iterator[Sequence]:
+        """The running sequences, from the last in order on."""
+        return (seq for slot in reversed(self.order.tolist()) if (seq := self.seqs[slot]) is not None)
 
     def decoding(self) -> I64:
         """Slots of the running sequences that have their first token."""

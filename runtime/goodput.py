@@ -25,12 +25,11 @@ MARGIN = 0.08  # the same share, without which somebody is left out: who decodes
 
 
 def may_refuse(seq: Sequence) -> bool:
-    """Whether a waiting sequence has an objective, and nothing of its request is out.
+    """Whether a waiting sequence asks for its first token by some time, and none of its request is out.
 
     The first of a request stands for all: it is let in before the others.
     """
-    has_objective = seq.params.ttft_ms is not None or seq.params.tbt_ms is not None
-    return has_objective and not seq.num_output and seq.index == 0
+    return seq.params.ttft_ms is not None and not seq.num_output and seq.index == 0
 
 
 def is_first_late(seq: Sequence) -> bool:
@@ -76,7 +75,7 @@ class Triage:
 
 
 def triage(
-    waiting: Iterable[tuple[Sequence, int]],
+    waiting: Iterable[Sequence],
     forecast: Forecast,
     now: float,
     beside: StepWork,
@@ -89,9 +88,9 @@ def triage(
     Prompts are computed one after the other, in order of their deadlines, and each needs a slot; where one would be late, the
     longest prompt so far is left out, or if slots are short, who would keep one the longest (Moore 1968; optimal for one machine
     if all are there). What may not be refused stays, and takes its time. A slot serves one of those that wait: to count on it again
-    after that one's answer met fewer objectives (up to an eighth fewer, simulated), as those who have begun then gave way later.
+    after that one's answer met up to 12 points fewer of the objectives, simulated.
 
-    waiting: with how many of its tokens the cache has. beside: what is decoded in each step. slots: as many as there are. haste: by
+    beside: what is decoded in each step. slots: as many as there are. haste: by
     this share of the time that a request gives for its first token it should have it earlier. step_seconds: that a step may take.
     """
     found = Triage()
@@ -107,11 +106,10 @@ def triage(
         begins = slots[place].seconds if place < len(slots) else 0.0
         return now + max(busy, begins + seconds) > due
 
-    first = heapq.nsmallest(NUM_LOOKED_AT, waiting, key=lambda pair: (pair[0].rank, pair[0].arrival))
-    for seq, num_found in first:
-        seconds = forecast.prompt_seconds(len(seq.token_ids), num_found, beside, step_seconds)
+    for seq in heapq.nsmallest(NUM_LOOKED_AT, waiting, key=lambda seq: (seq.rank, seq.arrival)):
+        seconds = forecast.prompt_seconds(len(seq.token_ids), seq.num_found, beside, step_seconds)
         busy += seconds
-        if may_refuse(seq) and seq.params.ttft_ms is not None:
+        if may_refuse(seq):
             taken.append((seq, seconds))
         due = seq.rank if seq.num_output else seq.rank - haste * (seq.rank - seq.arrived)
         while (may_refuse(seq) or seq.num_output) and is_due(seq) and is_late(due, seconds):
@@ -158,10 +156,9 @@ class AdmissionControl:
         slots = batch.order
         work = batch.decode_work(batch.decoding())
         left = np.maximum(batch.predicted[slots] - batch.num_tokens[slots], 0) * forecast.cost.seconds(work)
-        pairs = [(seq, seq.num_found) for seq in waiting]
         free = [0.0] * len(batch.free_slots)
         busy = [Slot(seconds) for seconds in (*free, *left.tolist())]
-        found = triage(pairs, forecast, now, work, busy, HASTE, step_seconds)
+        found = triage(waiting, forecast, now, work, busy, HASTE, step_seconds)
         if found.any_late:
             # Who has the first token and is ahead of its time, or asks for none, has a slot for them.
             has_begun = batch.num_known[slots] > batch.prompt_len[slots]
@@ -171,6 +168,6 @@ class AdmissionControl:
             busy = [Slot(seconds) for seconds in free]
             for slot, seconds, begun, ahead in rows:
                 busy.append(Slot() if ahead else Slot(seconds, batch.seqs[slot] if begun else None))
-            found = triage(pairs, forecast, now, work, busy, MARGIN, step_seconds)
+            found = triage(waiting, forecast, now, work, busy, MARGIN, step_seconds)
             found.any_late = True
         return found

@@ -8,11 +8,13 @@ somebody waiting for ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from inferc.errors import ConfigError
 from inferc.runtime.forecast import Forecast
 from inferc.runtime.sequence import Sequence
+from inferc.runtime.waiting import key_of
 
 PATIENCE = 50.0  # sjf and lpm: a second of work costs this many of waiting
 LEVEL_SECONDS = 120.0  # mlq: what a demotion costs
@@ -49,8 +51,13 @@ class Policy:
         return NEVER
 
     def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
-        """Whether `running` is preempted if `waiting` has no room."""
+        """Whether `running` is preempted if `waiting` has no room. Never of one that is served first."""
         return False
+
+    def last_to_give_way(self, last_first: Iterable[Sequence], waiting: Sequence) -> Sequence | None:
+        """Of the running ones, from the last in order on, the first that gives way; nobody before `waiting` does."""
+        behind = takewhile(lambda running: key_of(running) > key_of(waiting), last_first)
+        return next((running for running in behind if self.gives_way(running, waiting)), None)
 
 
 class Priority(Policy):

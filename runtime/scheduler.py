@@ -197,7 +197,7 @@ class Scheduler:
             self._no_room = (None, 0)  # they may give way now
 
     def _make_room(self) -> None:
-        """Preempt the last of the running ones, as long as they give way to who waits and has no room.
+        """Preempt the last of the running ones that may, as long as they give way to who waits and has no room.
 
         Before anything is scheduled: blocks that are published hold what the step will compute. What a step in flight uses
         comes free when it has landed, so one is preempted at a time.
@@ -205,13 +205,12 @@ class Scheduler:
         batch = self.batch
         while self.waiting and self.num_running and not self._leaving:
             seq = self.waiting.head()
-            last_first = [(slot, batch.seqs[slot]) for slot in reversed(batch.order.tolist())]
-            ready = [(slot, other) for slot, other in last_first if other and self.policy.gives_way(other, seq)]
-            if not ready or not self.waiting.precedes(seq, ready[0][1]):
+            victim = self.policy.last_to_give_way(batch.last_first(), seq)
+            if victim is None or victim.slot is None or not self.waiting.precedes(seq, victim):
                 return
             if batch.free_slots and self._has_time(seq) and self._has_room(seq, self.prefixes.find(seq)):
                 return
-            self._preempt(ready[0][0])
+            self._preempt(victim.slot)
 
     def _step_seconds(self, slots: I64) -> float:
         """How long a step in which these decode may take, or inf."""
@@ -360,8 +359,7 @@ class Scheduler:
         length, found = len(seq.token_ids), self.prefixes.find(seq)
         partial = self.prefixes.find_partial(seq, len(found))
         start = len(found) * cache.block_size + (partial[1] if partial is not None else 0)
-        is_cut = length - start > self._budget
-        if seq.slot is not None or (is_cut and not self.config.chunked_prefill):
+        if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
             return False
         if not (batch.free_slots and self._has_room(seq, found)):
             self._no_room = (seq, cache.num_gains)

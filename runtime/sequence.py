@@ -29,9 +29,10 @@ class Sequence:
     `Batch.tokens`, and joins them when it leaves. `hashes` are those of its full blocks,
     `root` what comes before the first; `num_cached` tokens of the prompt were found in the cache as it was first let in.
     A lower (`level`, `rank`, `arrival`) is served first and preempted last, see policies.py; `arrived` is its time on the
-    scheduler's clock, in seconds, `first_at` that of its first token. `client` is the number of who asked (waiting.py), `num_found` what of it was found in
-    the cache as it was last looked for, `predicted` the length at which it was then expected to end. `is_lost`: its
-    first token was late, or its objectives are given up for those of others. `logprobs` are those of its output, where the scheduler keeps them.
+    scheduler's clock, in seconds, `first_at` that of its first token. `client` is the number of who asked (waiting.py),
+    `num_found` what of it was found in the cache as it was last looked for, `predicted` the length at which it was then
+    expected to end. `is_lost`: its first token was late, or its objectives are given up for those of others. `logprobs` are
+    those of its output, where the scheduler keeps them.
     """
 
     request_id: str

@@ -46,7 +46,10 @@ class Blocks:
         self.unpack(group, blocks.astype(np.int32), held)
 
     def share(self, copies: Sequence[Copies]) -> None:
-        """Copy the blocks of each group in which there are slots to copy, whole: what is behind those nobody sees before it is computed."""
+        """Copy slots from one block's beginning to another's, of each group, on the device and before what the stream gets next.
+
+        Whole blocks, in one piece each: what is behind the slots nobody sees before it is computed.
+        """
         for group, each in enumerate(copies):
             size, pool = self._block_bytes(group), self._pools[group]
             pairs = np.stack((each.source, each.target)) // self._block_size

@@ -75,6 +75,9 @@ def make(name: str, folder: Path, target: str, dtype: str, library: bool = False
     return ""
 
 
+Made = tuple[Path, dict[tuple[str, str], str]]
+
+
 @pytest.fixture(scope="session")
 def driver() -> Iterator[Driver]:
     made = Driver()
@@ -83,7 +86,7 @@ def driver() -> Iterator[Driver]:
 
 
 @pytest.fixture(scope="session")
-def made(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], str]]:
+def made(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """All artifacts, compiled side by side, and what went wrong with each (model, dtype)."""
     folder = tmp_path_factory.mktemp("gpu")
     wanted = [(name, f"cuda:{driver.arch}", "float32") for name in MODELS]
@@ -111,10 +114,16 @@ def reference_greedy(folder: Path) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_the_references(made: tuple[Path, dict[tuple[str, str], str]], name: str) -> None:
+def sound(made: Made, name: str, dtype: str) -> Path:
+    """The folder of all artifacts, if there was no fault in making this one."""
     folder, faults = made
-    assert not faults[name, "float32"], faults[name, "float32"]
+    assert not faults[name, dtype], faults[name, dtype]
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_the_references(made: Made, name: str) -> None:
+    folder = sound(made, name, "float32")
     expected = reference_greedy(folder / "models" / name if name in FAMILIES else SHIPPED / name)
     params = inferc.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for engine, options in ENGINES.items():
@@ -133,12 +142,9 @@ def runners(folder: Path, how: str = "", **changes: Any) -> tuple[CudaRunner, Re
 
 
 @pytest.mark.parametrize(("name", "how"), [*((name, "") for name in BF16), (LIBRARY, "-library")])
-def test_bfloat16_logits_are_near_the_references(
-    made: tuple[Path, dict[tuple[str, str], str]], name: str, how: str
-) -> None:
+def test_bfloat16_logits_are_near_the_references(made: Made, name: str, how: str) -> None:
     """Prefill and decode, launch by launch and as graphs, which give the same ids."""
-    folder, faults = made
-    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+    folder = sound(made, name, "bfloat16")
     artifact = load_artifact(folder / f"{name}-bfloat16-cuda{how}")
     runner, oracle = runners(folder / f"{name}-bfloat16", how)
     assert bool(runner._cublaslt) == bool(how), "pip install nvidia-cublas"
@@ -154,11 +160,8 @@ def test_bfloat16_logits_are_near_the_references(
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_in_the_invariant_order_neither_the_batch_nor_chunks_show(
-    made: tuple[Path, dict[tuple[str, str], str]], name: str
-) -> None:
-    folder, faults = made
-    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+def test_in_the_invariant_order_neither_the_batch_nor_chunks_show(made: Made, name: str) -> None:
+    folder = sound(made, name, "bfloat16")
     artifact = load_artifact(folder / f"{name}-bfloat16-cuda")
     tokens, others = np.random.default_rng(8).integers(5, 300, (2, 200)).tolist()
     found = []
@@ -173,12 +176,9 @@ def test_in_the_invariant_order_neither_the_batch_nor_chunks_show(
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_blocks_on_disk_have_the_same_bits(
-    made: tuple[Path, dict[tuple[str, str], str]], name: str, tmp_path: Path
-) -> None:
+def test_blocks_on_disk_have_the_same_bits(made: Made, name: str, tmp_path: Path) -> None:
     """Of an earlier run, and of sequences that made room for others."""
-    folder, faults = made
-    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+    folder = sound(made, name, "bfloat16")
     out = folder / f"{name}-bfloat16-cuda"
     artifact = load_artifact(out)
     block_bytes = artifact.block_size * artifact.kv_bytes_per_token
@@ -203,11 +203,8 @@ def test_blocks_on_disk_have_the_same_bits(
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_what_a_block_begins_alike_is_copied_with_the_same_bits(
-    made: tuple[Path, dict[tuple[str, str], str]], name: str
-) -> None:
-    folder, faults = made
-    assert not faults[name, "bfloat16"], faults[name, "bfloat16"]
+def test_what_a_block_begins_alike_is_copied_with_the_same_bits(made: Made, name: str) -> None:
+    folder = sound(made, name, "bfloat16")
     out = folder / f"{name}-bfloat16-cuda"
     size = load_artifact(out).block_size
     first = np.random.default_rng(10).integers(5, 300, 3 * size).tolist()

@@ -1,7 +1,6 @@
 """Who is let in first, who gives way and who is refused, under each policy."""
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 import pytest
 from fake_runner import VOCAB_SIZE, make_engine
@@ -201,7 +200,7 @@ def test_what_an_idle_engine_can_not_do_is_refused_at_once(params: dict[str, flo
 
 def test_what_can_not_be_served_in_time_is_refused_while_it_waits_and_the_others_are() -> None:
     engine, clock = make("slo", max_num_seqs=8)
-    for i in range(6):  # a prompt of 16 takes 26 ms; so five are in time
+    for i in range(6):  # a prompt of 16 takes 26 ms; so five are in time with a margin
         add(engine, str(i), 16, 1, ttft_ms=160.0, n=1)
     add(engine, "patient", 16, 1)
     done = order_of_firsts(engine, clock)
@@ -212,14 +211,16 @@ def test_what_can_not_be_served_in_time_is_refused_while_it_waits_and_the_others
     assert sorted([*done, refused[0][0]]) == [*map(str, range(6)), "patient"] and engine.stats().num_refused == 1
 
 
-def beside_a_long_one(steps_before: int, tbt_ms: float | None, **params: object) -> tuple[list[str], Engine]:
+def beside_a_long_one(
+    steps_before: int, tbt_ms: float | None, max_tokens: int, ttft_ms: float
+) -> tuple[list[str], Engine]:
     """Whose tokens came in which order, after so many steps of an answer of 100 tokens alone; a step takes 12 ms."""
     engine, clock = make("slo", max_model_len=512, num_blocks=160)
     add(engine, "long", max_tokens=100, ignore_eos=True, tbt_ms=tbt_ms)
     seen = steps(engine, clock)
     for _ in range(steps_before):
         next(seen)
-    add(engine, "soon", ignore_eos=True, **params)  # type: ignore[arg-type]
+    add(engine, "soon", max_tokens=max_tokens, ignore_eos=True, ttft_ms=ttft_ms)
     return [name for names in seen for name in names], engine
 
 
@@ -252,7 +253,7 @@ def test_who_is_hardly_ahead_does_not_give_way(tokens_ahead: int, gives_way: boo
     assert not policy.gives_way(running, begun), "its first token is there, and it asks for no time between the others"
 
 
-def test_the_sequences_of_a_request_take_its_prompt_from_the_first() -> None:
+def test_that_others_of_a_request_wait_for_its_prompt_refuses_nobody() -> None:
     engine, clock = make("slo", max_num_seqs=8, num_blocks=200, max_model_len=128, prefix_cache=True)
     add(engine, "four", [7] * 64, 3, ignore_eos=True, ttft_ms=200.0, n=4)
     assert sum(names.count("four") for names in steps(engine, clock)) == 12 and not engine.take_refused()
@@ -310,10 +311,11 @@ def test_nobody_joins_a_static_batch_that_had_no_time_for_all() -> None:
         "static", max_num_seqs=32, max_num_batched_tokens=64, max_model_len=128, num_blocks=800, tbt_ms=25.0
     )
     for i in range(24):
-        add(engine, str(i), max_tokens=20, ignore_eos=True)
-    running = [engine.scheduler.num_running for _ in steps(engine, clock)]
-    assert running[1] < 24
-    assert all(now <= before or before == 0 for before, now in pairwise(running))
+        add(engine, str(i), max_tokens=5 + i, ignore_eos=True)
+    seen = list(steps(engine, clock))
+    first = {name for names in seen[:2] for name in names}
+    last = max(i for i, names in enumerate(seen) if first & set(names))
+    assert 8 < len(first) < 24 and all(set(names) <= first for names in seen[: last + 1])
 
 
 def test_who_gave_way_is_not_kept_waiting_for_ever() -> None:
@@ -346,11 +348,11 @@ def test_the_longest_is_left_out_where_somebody_would_be_late() -> None:
     engine, _ = make("slo")
     forecast = engine.scheduler.forecast
 
-    def waiting(name: str, tokens: int, deadline: float, may_refuse: bool = True) -> tuple[Sequence, int]:
+    def waiting(name: str, tokens: int, deadline: float, may_refuse: bool = True) -> Sequence:
         params = SamplingParams(ttft_ms=1000.0 if may_refuse else None)
-        return Sequence(name, 0, 0, tokens, [0] * tokens, params, 0, tokens + 1, frozenset(), rank=deadline), 0
+        return Sequence(name, 0, 0, tokens, [0] * tokens, params, 0, tokens + 1, frozenset(), rank=deadline)
 
-    def left_out(*seqs: tuple[Sequence, int], ends: tuple[float, ...] = (0.0,) * 9) -> list[str]:
+    def left_out(*seqs: Sequence, ends: tuple[float, ...] = (0.0,) * 9) -> list[str]:
         return [seq.request_id for seq in triage(seqs, forecast, 0.0, StepWork(), map(Slot, ends)).refused]
 
     long, a, b = waiting("long", 160, 0.4), waiting("a", 16, 0.3), waiting("b", 16, 0.45)
@@ -359,6 +361,23 @@ def test_the_longest_is_left_out_where_somebody_would_be_late() -> None:
     assert left_out(long, a, b, waiting("d", 100, 0.46)) == ["long"]
     assert left_out(waiting("batch", 400, 0.1, may_refuse=False), a) == ["a"]
     assert left_out(a, b, ends=(0.0, 0.42)) == [] and left_out(a, b, ends=(0.0, 0.43)) != []
+
+
+@pytest.mark.parametrize(("now", "lost"), [(0.0, []), (2.5, ["running"])])
+def test_an_objective_is_given_up_in_the_last_third_of_the_time_only(now: float, lost: list[str]) -> None:
+    engine, _ = make("slo")
+    params = SamplingParams(ttft_ms=3000.0, tbt_ms=50.0)
+    running = Sequence("running", 0, 0, 4, [0] * 8, params, 0, 500, frozenset())
+    waiting = Sequence("waiting", 0, 1, 4, [0] * 4, params, 0, 500, frozenset(), rank=3.0)
+    found = triage([waiting], engine.scheduler.forecast, now, StepWork(), [Slot(10.0, running)])
+    assert found.any_late and not found.refused and [seq.request_id for seq in found.lost] == lost
+
+
+@pytest.mark.parametrize(("ttft_ms", "is_served"), [(38.0, False), (40.0, True)])
+def test_who_would_have_it_just_in_time_is_refused(ttft_ms: float, is_served: bool) -> None:
+    engine, clock = make("slo")
+    add(engine, "a", 16, 1, ttft_ms=ttft_ms)  # takes 26 ms, and 10 pass before the first step
+    assert order_of_firsts(engine, clock) == ["a"] * is_served and len(engine.take_refused()) == (not is_served)
 
 
 # --------------------------------------------------------------------------------------------------- batches
