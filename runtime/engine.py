@@ -20,7 +20,7 @@ from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.kv_cache import root_hash
 from inferc.runtime.kv_events import KvBatch, batch_now
 from inferc.runtime.recorder import Recorder
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 from inferc.runtime.scheduler import Scheduler
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.scoring import Score, Scorer
@@ -220,13 +220,18 @@ class Engine:
                 self._forget(seq, "abort", cause)
         self._scorer.abort(request_id)
 
-    def score(self, request_id: str, token_ids: Ids[int]) -> None:
-        """Queue the scoring of a text; `take_scores` has it when it is done. Raises RequestError as `add_request`."""
+    def score(self, request_id: str, token_ids: Ids[int], num_top: int = 0) -> None:
+        """Queue the scoring of a text; `take_scores` has it when it is done, with the num_top most likely tokens of each place.
+
+        Raises RequestError as `add_request`.
+        """
         ids = list(token_ids)
         self._check_prompt(ids, 0)
         if len(ids) < 2:
             raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
-        self._scorer.add(request_id, ids)
+        if not 0 <= num_top <= MAX_LOGPROBS:
+            raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
+        self._scorer.add(request_id, ids, num_top)
 
     @property
     def request_ids(self) -> list[str]:

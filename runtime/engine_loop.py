@@ -50,6 +50,7 @@ class Abort:
 class ScoreText:
     request_id: str
     token_ids: list[int]
+    num_top: int = 0  # most likely tokens to tell of each place
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _obey(engine: Engine, command: Command, emit: Emit) -> None:
         elif isinstance(command, Abort):
             engine.abort(command.request_id, command.index)
         elif isinstance(command, ScoreText):
-            engine.score(command.request_id, command.token_ids)
+            engine.score(command.request_id, command.token_ids, command.num_top)
         elif isinstance(command, GetStats):
             emit([Stats(command.request_id, engine.stats())])
     except RequestError as error:
@@ -232,10 +233,10 @@ class EngineClient:
         if self._stopped is None:
             self._send(Abort(request_id, index))
 
-    def score(self, token_ids: Sequence[int], sink: Sink) -> str:
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str:
         """Start scoring a text and return the request's id; `sink` gets one `Scored` or `Failed`."""
         request_id = self._begin(sink, 1)
-        self._send(ScoreText(request_id, list(token_ids)))
+        self._send(ScoreText(request_id, list(token_ids), num_top))
         return request_id
 
     def ask_stats(self, sink: Sink) -> str:

@@ -264,7 +264,9 @@ def _decode_event(entry: dict[str, Any]) -> Event:
     if kind == "Output":
         return _decode_output(Name(*entry["name"]), *entry["output"])
     if kind == "Scored":
-        return Scored(entry["request_id"], Score(**entry["score"]))
+        score = entry["score"]
+        rows = [_decode_logprobs(*row.values()) for row in score.pop("rows")]
+        return Scored(entry["request_id"], Score(**score, rows=rows))
     if kind == "Stats":
         return Stats(entry["request_id"], EngineStats(**entry["stats"]))
     return Failed(**entry)

@@ -173,10 +173,10 @@ class LLM:
 
         return self._add(request, sink)
 
-    def score(self, prompt: Prompt) -> Score:
-        """Log probability of each token of a text after its first, given those before it."""
+    def score(self, prompt: Prompt, num_top: int = 0) -> Score:
+        """Log probability of each token of a text after its first, given those before it; num_top of the likeliest too."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._client.score(self._encode(prompt), events.put)
+        self._client.score(self._encode(prompt), events.put, num_top)
         event = events.get()
         if isinstance(event, Scored):
             return event.score

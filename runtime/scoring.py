@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from inferc.errors import InfercError
 from inferc.runtime.scheduler import Scheduler
-from inferc.runtime.step import F32, I32, SampleRows, StepPlan
+from inferc.runtime.step import F32, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
 
 
 @dataclass(frozen=True)
 class Score:
-    """Log probability of each token after the first, given those before it, and the token that was most likely there."""
+    """Log probability of each token after the first, given those before it, and the token that was most likely there.
+
+    rows: the same with ranks and the most likely tokens, where `num_top` asked for some.
+    """
 
     logprobs: list[float]
     argmax: list[int]
+    rows: list[Logprobs] = field(default_factory=list)
 
 
 @dataclass
 class _Job:
     request_id: str
     token_ids: list[int]
+    num_top: int
     slot: int | None = None  # with blocks for all tokens in the KV groups that keep them
     logprobs: list[float] = field(default_factory=list)
     argmax: list[int] = field(default_factory=list)
+    rows: list[Logprobs] = field(default_factory=list)
 
 
 class ScoreRunner(Protocol):
     """The part of a runner that scores."""
 
     def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def wait(self) -> StepResult: ...
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None: ...
 
 
 class Scorer:
@@ -47,8 +60,8 @@ class Scorer:
     def has_work(self) -> bool:
         return bool(self._jobs)
 
-    def add(self, request_id: str, token_ids: list[int]) -> None:
-        self._jobs.append(_Job(request_id, token_ids))
+    def add(self, request_id: str, token_ids: list[int], num_top: int = 0) -> None:
+        self._jobs.append(_Job(request_id, token_ids, num_top))
 
     def abort(self, request_id: str) -> None:
         for job in [job for job in self._jobs if job.request_id == request_id]:
@@ -68,6 +81,7 @@ class Scorer:
             self._scheduler.hold = job.slot is None  # let nobody in before it
             if job.slot is None:
                 return
+            runner.reset_slot(job.slot, None)  # the slot's last sequence may have had penalties
         start, last = len(job.logprobs), len(job.token_ids) - 1
         wanted = min(self._scheduler.config.max_num_batched_tokens, last - start)
         count = self._scheduler.cache.extend(job.slot, start, wanted)
@@ -76,15 +90,21 @@ class Scorer:
             return
         targets = np.array(job.token_ids[start + 1 : start + count + 1], np.int32)
         plan = self._plan(job.slot, job.token_ids, start, count)
-        logprobs, argmax = runner.score(plan, targets)
+        if job.num_top:
+            rows = _with_top(runner, plan, targets, job.num_top)
+            job.rows += rows
+            job.logprobs += [row.logprob for row in rows]
+            job.argmax += [row.top[0][0] for row in rows]
+        else:
+            logprobs, argmax = runner.score(plan, targets)
+            job.logprobs += logprobs.tolist()
+            job.argmax += argmax.tolist()
         if plan.counted is not None:
             self._scheduler.cache.add_masses(plan.counted)
-        job.logprobs += logprobs.tolist()
-        job.argmax += argmax.tolist()
         if len(job.logprobs) == last:
             self._jobs.popleft()
             self._release(job)
-            self._scored.append((job.request_id, Score(job.logprobs, job.argmax)))
+            self._scored.append((job.request_id, Score(job.logprobs, job.argmax, job.rows)))
 
     def _plan(self, slot: int, token_ids: list[int], start: int, count: int) -> StepPlan:
         """The step of one sequence's tokens [start, start + count), all of them logits rows."""
@@ -114,3 +134,20 @@ class Scorer:
         self._scheduler.hold = False
         if job.slot is not None:
             self._scheduler.unreserve(job.slot)
+
+
+def _with_top(runner: ScoreRunner, plan: StepPlan, targets: I32, num_top: int) -> list[Logprobs]:
+    """Sample rows that allow nothing but their target, whose log probabilities are of the logits as they were."""
+    count = len(targets)
+    sample = replace(
+        plan.sample,
+        num_logprobs=np.full(count, num_top, np.int32),
+        allowed=TokenLists(np.arange(count + 1, dtype=np.int32), targets),
+    )
+    runner.submit(replace(plan, sample=sample))
+    result = runner.wait()
+    if result.error is not None:
+        raise InfercError(f"the step failed: {result.error}")
+    rows = [row for row in result.logprobs or () if row is not None]
+    assert len(rows) == count, "every row asked for its log probabilities"
+    return rows

@@ -174,6 +174,10 @@ def test_scores_and_stats(client: EngineClient) -> None:
     event = events.get(timeout=20)
     assert isinstance(event, Scored)
     assert event.score.logprobs == [-6.0, -7.0]
+    client.score([5, 6, 7], events.put, num_top=2)
+    with_top = events.get(timeout=20)
+    assert isinstance(with_top, Scored)
+    assert [(row.token_id, len(row.top)) for row in with_top.score.rows] == [(6, 2), (7, 2)]
     assert client.stats().block_size == 4
 
 

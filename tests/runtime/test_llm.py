@@ -99,6 +99,26 @@ def test_scores_are_the_logprobs_of_generating_the_same(llm: LLM) -> None:
     assert score.argmax[-40:] == answer.outputs[0].token_ids
 
 
+def test_scores_with_the_likeliest_tokens_of_each_place(llm: LLM) -> None:
+    """The same numbers, and a greedy answer's tokens have the highest of their place, to the bit."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+    answer = llm.generate(PROMPTS[2], params)[0]
+    text = answer.prompt_token_ids + answer.outputs[0].token_ids
+    plain, score = llm.score(text), llm.score(text, num_top=3)
+    assert [row.token_id for row in score.rows] == text[1:]
+    assert score.argmax == plain.argmax == [row.top[0][0] for row in score.rows]
+    assert score.logprobs == [row.logprob for row in score.rows] == pytest.approx(plain.logprobs, abs=1e-5)
+    assert all(len(row.top) == 3 and (row.rank == 1) == (row.top[0][0] == row.token_id) for row in score.rows)
+    assert [row.logprob for row in score.rows[-40:]] == [row.top[0][1] for row in score.rows[-40:]]
+    assert [row.top[:1] for row in score.rows[-40:]] == [row.top for row in answer.outputs[0].logprobs or []]
+    assert not plain.rows
+
+
+def test_more_likeliest_tokens_than_there_are(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt_logprobs is 33; expected 0 to 32"):
+        llm.score([5, 6, 7], num_top=33)
+
+
 def test_streams(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[3], GREEDY)[0].outputs[0]
 

@@ -159,7 +159,7 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
     for step in range(last_arrival + 20 + 4 * work * slower):  # a sequence that starves never ends
         for i, (arrival_step, text) in enumerate(scene.texts):
             if arrival_step == step:
-                engine.score(f"text {i}", text)
+                engine.score(f"text {i}", text, num_top=i % 3)
         for i, arrival in enumerate(requests):
             if arrival.step == step and does_not_fit(engine, arrival):
                 with pytest.raises(RequestError, match="do not fit the whole KV cache"):

@@ -97,7 +97,7 @@ def run_epoch(rng: random.Random, steps: int, policy: str) -> dict[str, int]:
                 ids *= 3
             try:
                 if rng.random() < 0.03:
-                    engine.score(name, [*ids, 1])
+                    engine.score(name, [*ids, 1], num_top=rng.randrange(3))
                     scores.add(name)
                     continue
                 engine.add_request(name, broken if rng.random() < 0.02 else ids, params_of(rng))

@@ -168,7 +168,9 @@ class FakeRunner:
                 assert self.penalised[slot] == context, "penalty counts are off"
                 self.penalised[slot].append(ids[-1])
             count = int(sample.num_logprobs[i])
-            top = tuple((token, -float(token)) for token in range(count))
+            likeliest = next_id(context)  # of the logits as they are, whatever is allowed
+            top = tuple((token, -float(token)) for token in (likeliest, *range(VOCAB_SIZE)) if token != likeliest)
+            top = ((likeliest, 0.0), *top)[:count]
             logprobs.append(Logprobs(ids[-1], -float(ids[-1]), 1, top) if count else None)
         failed = np.array([context == self.broken_prompt for context in rows], np.bool_)
         return StepResult(np.array(ids, np.int32), logprobs, failed if failed.any() else None)
