@@ -102,7 +102,7 @@ wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 protos:  ## make the _pb2 files again, with the oldest grpcio-tools whose output every supported protobuf reads
 	test -d .venv-protos || { python3 -m venv .venv-protos && .venv-protos/bin/pip install -q grpcio-tools==1.75.1 protobuf==6.31.1; }
 	.venv-protos/bin/python -m grpc_tools.protoc -I serve/protos --python_out=serve/protos --pyi_out=serve/protos \
-	    serve/protos/inferc/v1/inference.proto
+	    inferc/v1/inference.proto inference/grpc_service.proto
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 	@$(PY) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null \

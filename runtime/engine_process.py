@@ -86,6 +86,7 @@ class EngineProcess(EngineClient):
         self._pipe = Connection(ours.detach())
         self._write_lock = threading.Lock()
         self._closing = False
+        self._killed_for: str | None = None
         self._reader: threading.Thread | None = None
         self._write({"factory": factory, "options": dict(options), "log_level": logging.getLogger().level})
 
@@ -119,6 +120,12 @@ class EngineProcess(EngineClient):
             self._process.kill()
             self._reader.join()
 
+    def kill(self, reason: str) -> None:
+        """End a process that does not answer; open requests fail for this reason."""
+        self._killed_for = reason
+        self._process.kill()
+        self.join()
+
     def _send(self, command: Command) -> None:
         self._write(encode_command(command))
 
@@ -149,7 +156,7 @@ class EngineProcess(EngineClient):
         except (EOFError, OSError):
             pass
         is_expected = self._process.wait() == 0 or self._closing
-        reason = "the engine was closed" if is_expected else self._describe_end()
+        reason = "the engine was closed" if is_expected else self._killed_for or self._describe_end()
         self._pipe.close()
         if not is_expected:
             log.error("%s", reason)

@@ -1,7 +1,7 @@
 """The engine for asyncio: requests in from any task, text out as async iterators.
 
-The engine runs in a process of its own. One thread here waits for what it sends; everything else happens on the event
-loop, so nothing needs a lock.
+The engine runs in a process of its own, which may die and be started again (supervisor.py). One thread here waits for
+what it sends; everything else happens on the event loop, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Event, Failed, Sink, Stats
+from inferc.runtime.engine_loop import Event, Failed, Scored, Sink
 from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
 from inferc.runtime.text import Text, TextStream
@@ -28,17 +29,24 @@ from inferc.runtime.text import Text, TextStream
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
-PING_SECONDS = 1.0  # how often the engine is asked whether it still steps
-HUNG_SECONDS = 60.0  # a step that lasts longer is no step any more
-State = Literal["serving", "hung", "draining", "dead"]
+MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
+State = Literal["starting", "serving", "asleep", "draining", "dead"]
 
 
 class EngineUnavailable(InfercError):
-    """The engine takes no requests: it is draining, it does not answer, or it died."""
+    """The engine takes no requests: the server shuts down, or the engine died. retry_after: seconds until it may be back."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class QueueFull(InfercError):
-    """Too many sequences are running or waiting."""
+    """Too many sequences are running or waiting. retry_after: seconds until there may be room."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestAborted(InfercError):
@@ -82,12 +90,37 @@ class EngineLike(Protocol):
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str: ...
 
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str: ...
+
     def abort(self, request_id: str, index: int | None = None) -> None: ...
 
     def ask_stats(self, sink: Sink) -> str: ...
 
     def stats(self) -> EngineStats:
         """Waits for the engine, unlike the others."""
+
+
+@dataclass
+class Tally:
+    """Of the requests that have ended: whole, or by an error. Those whose client left are in neither."""
+
+    num_ended: int = 0
+    ended_seconds: float = 0.0
+    first_seconds: float = 0.0  # of these, to the first token
+    num_failed: int = 0
+    failed_seconds: float = 0.0
+    last_at: float = 0.0  # of the last of all, in seconds since 1970
+
+    def add(self, stream: Stream) -> None:
+        now = time.monotonic()
+        self.last_at = time.time()
+        if stream.is_finished:
+            self.num_ended += 1
+            self.ended_seconds += now - stream.opened_at
+            self.first_seconds += (stream.first_at or now) - stream.opened_at
+        elif stream.has_failed:
+            self.num_failed += 1
+            self.failed_seconds += now - stream.opened_at
 
 
 @dataclass(frozen=True)
@@ -106,29 +139,67 @@ class Stream:
     request_id is the client's name for it; the engine's own (`engine_id`) is never used twice, so what is still on its
     way for a request of the same name cannot come here. Pieces that the reader has not taken are merged, so a slow
     reader costs one piece per output and stalls nobody.
+
+    news: set when there is something to take; several streams that are read together share one.
     """
 
-    def __init__(self, engine: AsyncEngine, request_id: str, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        news: asyncio.Event | None = None,
+    ) -> None:
         self.request_id = request_id
         self.engine_id = ""  # until it is started
+        self.num_starts = 0
         self.num_sequences = params.n
+        self.prompt_len = len(prompt_token_ids)
+        self.opened_at = time.monotonic()
+        self.first_at: float | None = None
         self.num_cached = 0  # of the prompt's tokens
         self.num_forgotten: dict[int, int] = {}  # tokens that the last one of each sequence did not see
         self._engine = engine
+        self._prompt: Sequence[int] | None = prompt_token_ids  # until something came: it is not started again then
+        self._params = params
         self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
         self._running = set(range(params.n))
         self._pending: dict[int, _Pending] = {}
         self._error: InfercError | None = None
-        self._news = asyncio.Event()
+        self._news = news or asyncio.Event()
 
     @property
     def is_open(self) -> bool:
         return bool(self._running) and self._error is None
 
+    @property
+    def is_finished(self) -> bool:
+        return not self._running
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def can_start(self) -> bool:
+        """Whether it can be started (again): its reader has seen nothing of it."""
+        return self._prompt is not None
+
+    def start(self, client: EngineLike, sink: Sink) -> None:
+        assert self._prompt is not None
+        self.engine_id = client.add(self._prompt, self._params, sink, self.request_id)
+
+    def take_event(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self.push(event)
+
     def push(self, output: Output) -> None:
         """Take what a step brought."""
         if output.index not in self._running:  # it ended by a stop string while this was on its way
             return
+        if self._prompt is not None:
+            self._prompt, self.first_at = None, time.monotonic()
         if output.index == 0 and output.num_cached is not None:
             self.num_cached = output.num_cached
         if output.num_forgotten:
@@ -137,11 +208,14 @@ class Stream:
         if delta.finish_reason is not None:
             self._running.discard(output.index)
             if output.finish_reason is None:
-                self._engine.client.abort(self.engine_id, output.index)
-        pending = self._pending.setdefault(output.index, _Pending())
+                self._engine.abort_in_engine(self, output.index)
+        pending = self._pending.get(output.index)
+        if pending is None:
+            pending = self._pending[output.index] = _Pending()
         pending.texts.append(delta.text)
         pending.token_ids += output.token_ids
-        pending.logprobs += output.logprobs or ()
+        if output.logprobs:
+            pending.logprobs += output.logprobs
         pending.finish_reason = delta.finish_reason
         # What shows nothing yet (half a character, a possible stop string) waits for what completes it.
         if delta.text or pending.logprobs or delta.finish_reason is not None:
@@ -154,9 +228,23 @@ class Stream:
 
     def close(self) -> None:
         """End the request if it still runs. Call it when done, whatever happened."""
-        if self.is_open and self.engine_id:
-            self._engine.client.abort(self.engine_id)
+        if self.is_open:
+            self._engine.abort_in_engine(self)
         self._engine.forget(self)
+
+    def take(self) -> Piece | None:
+        """What there is of one of the outputs, or None. Raises what ended the request once all else is taken."""
+        for index in sorted(self._pending) if len(self._pending) > 1 else self._pending:
+            if self._pending[index].shows:
+                return self._pending.pop(index).piece(index)
+        if self._error is not None:
+            raise self._error
+        return None
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more comes."""
+        return not self._running and not self._pending
 
     def __aiter__(self) -> Stream:
         return self
@@ -164,75 +252,143 @@ class Stream:
     async def __anext__(self) -> Piece:
         while True:
             await self._news.wait()
-            for index in sorted(self._pending):
-                if self._pending[index].shows:
-                    return self._pending.pop(index).piece(index)
-            if self._error is not None:
-                raise self._error
+            if (piece := self.take()) is not None:
+                return piece
             if not self._running:
                 raise StopAsyncIteration
             self._news.clear()
 
 
-class AsyncEngine:
-    """Requests by id, on one event loop. What the engine says comes in by `_sink`, from a thread of its client's."""
+class Scoring:
+    """A text that is being scored: `result` waits for it."""
 
-    def __init__(self, client: EngineLike, text: Text, facts: ModelFacts, max_sequences: int = MAX_SEQUENCES) -> None:
-        self.client = client
-        self.text = text
+    num_sequences = 1
+
+    def __init__(self, engine: AsyncEngine, token_ids: Sequence[int], num_top: int, request_id: str) -> None:
+        self.request_id = request_id
+        self.engine_id = ""
+        self.num_starts = 0
+        self._engine = engine
+        self._token_ids, self._num_top = token_ids, num_top
+        self._result: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+
+    can_start = True
+
+    @property
+    def is_open(self) -> bool:
+        return not self._result.done()
+
+    def start(self, client: EngineLike, sink: Sink) -> None:
+        self.engine_id = client.score(self._token_ids, sink, self._num_top)
+
+    def take_event(self, event: Event) -> None:
+        if isinstance(event, Scored) and not self._result.done():
+            self._result.set_result(event.score)
+
+    def fail(self, error: InfercError) -> None:
+        if not self._result.done():
+            self._result.set_exception(error)
+
+    async def result(self) -> Score:
+        """The score; whoever is cancelled while waiting ends the work."""
+        try:
+            return await self._result
+        finally:
+            if self.is_open or self._result.cancelled():
+                self._engine.abort_in_engine(self)
+            self._engine.forget(self)
+
+
+Work: TypeAlias = Stream | Scoring
+
+
+class AsyncEngine:
+    """Requests by id, on one event loop. What the engine says comes in by `_sink`, from a thread of its client's.
+
+    While there is no engine (it starts, starts again, or sleeps) requests wait for it: `attach` starts them. One of which
+    nothing has come is started again when its engine dies, MAX_STARTS times in all.
+
+    text may be set later, before the first request. wanted: called when a request waits for an engine that sleeps.
+    """
+
+    text: Text
+
+    def __init__(
+        self,
+        text: Text | None,
+        facts: ModelFacts,
+        max_sequences: int = MAX_SEQUENCES,
+        wanted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.client: EngineLike | None = None
+        if text is not None:
+            self.text = text
         self.facts = facts
-        self.state: State = "serving"
+        self.state: State = "starting"
+        self.reason = ""  # of being dead
+        self.tally = Tally()
+        self.wanted = wanted
         self._loop = asyncio.get_running_loop()
         self._max_sequences = max_sequences
-        self._streams: dict[str, Stream] = {}
+        self._works: dict[str, Work] = {}
+        self._parked: dict[str, Work] = {}  # of these, which wait for an engine
+        self._num_sequences = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._reason = ""
-        self._incoming: deque[tuple[Stream, Event]] = deque()
+        self._incoming: deque[tuple[Work, int, Event]] = deque()
         self._is_woken = False
 
     @property
     def num_requests(self) -> int:
-        return len(self._streams)
+        return len(self._works)
 
-    def open(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str = "") -> Stream:
-        """Start a request; close the stream when done with it.
+    @property
+    def num_sequences(self) -> int:
+        """Of all requests, running and waiting."""
+        return self._num_sequences
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def open(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str = "",
+        news: asyncio.Event | None = None,
+    ) -> Stream:
+        """Start a request; close the stream when done with it. news: as in Stream.
 
         Raises RequestIdInUse, QueueFull or EngineUnavailable. What else is wrong with the request (a prompt that is
         too long) is raised by the stream.
         """
         self.check_open(params.n)
-        request_id = request_id or f"r-{secrets.token_hex(8)}"
-        if request_id in self._streams:
-            raise RequestIdInUse(f"request id {request_id!r} is in use; give every request its own")
-        stream = Stream(self, request_id, params)
-        self._streams[request_id] = stream
-        self._idle.clear()
-        try:
-            sink = partial(self._sink, stream)
-            stream.engine_id = self.client.add(prompt_token_ids, params, sink, request_id)
-        except RequestError:
-            stream.close()
-            raise
-        except InfercError as error:  # it died, and `watch` has not seen it yet
-            stream.close()
-            raise EngineUnavailable(str(error)) from None
+        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news)
+        self._begin(stream)
         return stream
+
+    async def score(self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "") -> Score:
+        """Log probabilities of the tokens of a text, and the num_top likeliest of each place. Raises as `open`."""
+        self.check_open()
+        scoring = Scoring(self, token_ids, num_top, self._name(request_id))
+        self._begin(scoring)
+        return await scoring.result()
 
     def check_open(self, num_sequences: int = 1) -> None:
         """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now."""
         if self.state == "draining":
-            raise EngineUnavailable("the server is shutting down and takes no new requests")
-        if self.state != "serving":
-            raise EngineUnavailable(self._reason)
-        found = sum(stream.num_sequences for stream in self._streams.values())
-        if found + num_sequences > self._max_sequences:
+            raise EngineUnavailable("the server is shutting down and takes no new requests", retry_after=1.0)
+        if self.state == "dead":
+            raise EngineUnavailable(self.reason)
+        if self._num_sequences + num_sequences > self._max_sequences:
             raise QueueFull(
-                f"{found} sequences are running or waiting, and {self._max_sequences} are let in; try again later"
+                f"{self._num_sequences} sequences are running or waiting, and {self._max_sequences} are let in; try"
+                " again later"
             )
 
     async def stats(self) -> EngineStats:
         """The engine's counters of now. Raises EngineUnavailable if it does not answer."""
+        if self.client is None:
+            raise EngineUnavailable(f"the engine is {self.state}")
         try:
             return await asyncio.to_thread(self.client.stats)
         except InfercError as error:
@@ -240,18 +396,29 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request from outside of its stream; whether it was running."""
-        stream = self._streams.get(request_id)
-        if stream is None or not stream.is_open:
+        work = self._works.get(request_id)
+        if work is None or not work.is_open:
             return False
-        self.client.abort(stream.engine_id)
-        stream.fail(RequestAborted(f"request {request_id!r} was aborted"))
+        self.abort_in_engine(work)
+        work.fail(RequestAborted(f"request {request_id!r} was aborted"))
         return True
 
-    def forget(self, stream: Stream) -> None:
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
-        if not self._streams:
+    def abort_in_engine(self, work: Work, index: int | None = None) -> None:
+        if self.client is not None and work.engine_id and work.request_id not in self._parked:
+            self.client.abort(work.engine_id, index)
+
+    def forget(self, work: Work) -> None:
+        if self._works.get(work.request_id) is work:
+            del self._works[work.request_id]
+            self._parked.pop(work.request_id, None)
+            self._num_sequences -= work.num_sequences
+            if isinstance(work, Stream):
+                self.tally.add(work)
+        if not self._works:
             self._idle.set()
+
+    async def wait_until_idle(self) -> bool:
+        return await self._idle.wait()
 
     async def drain(self, limit_seconds: float) -> bool:
         """Take no more requests and let the running ones end, at most this long. Whether all did."""
@@ -261,55 +428,70 @@ class AsyncEngine:
             await asyncio.wait_for(self._idle.wait(), limit_seconds)
         except asyncio.TimeoutError:
             late = EngineUnavailable("the server shut down before the request was done")
-            for stream in list(self._streams.values()):
-                self.client.abort(stream.engine_id)
-                stream.fail(late)
+            for work in list(self._works.values()):
+                self.abort_in_engine(work)
+                work.fail(late)
             return False
         return True
 
-    async def watch(self, died: asyncio.Event, on_state: Callable[[State], Awaitable[None]]) -> None:
-        """Return when the engine has died: every stream has ended then, and no request is taken any more.
+    def _name(self, request_id: str) -> str:
+        request_id = request_id or f"r-{secrets.token_hex(8)}"
+        if request_id in self._works:
+            raise RequestIdInUse(f"request id {request_id!r} is in use; give every request its own")
+        return request_id
 
-        died is set by whoever started the engine. on_state hears of every change that is not `drain`'s. The engine is
-        asked for its counters again and again, and a step that does not end within HUNG_SECONDS makes it "hung" until
-        it answers.
-        """
-        asked, answered = time.monotonic(), asyncio.Event()
-        self._ping(answered)
-        while self.client.stopped is None:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(died.wait(), PING_SECONDS)
-            if answered.is_set():
-                asked, answered = time.monotonic(), asyncio.Event()
-                self._ping(answered)
-                if self.state == "hung":
-                    log.warning("the engine answers again")
-                    self.state = "serving"
-                    await on_state(self.state)
-            elif self.state == "serving" and time.monotonic() - asked > HUNG_SECONDS:
-                self._reason = f"the engine has not ended its step for {HUNG_SECONDS:g} s"
-                log.error("%s; %d requests are running", self._reason, len(self._streams))
-                self.state = "hung"
-                await on_state(self.state)
-        self._reason = self.client.stopped
-        log.error("%s; %d requests were running", self._reason, len(self._streams))
-        self.state = "dead"
-        for stream in list(self._streams.values()):
-            stream.fail(EngineUnavailable(self._reason))
-        await on_state(self.state)
+    def _begin(self, work: Work) -> None:
+        self._works[work.request_id] = work
+        self._num_sequences += work.num_sequences
+        self._idle.clear()
+        try:
+            self._start(work)
+        except BaseException:
+            self.forget(work)
+            raise
 
-    def _ping(self, answered: asyncio.Event) -> None:
-        def sink(event: Event) -> None:
-            if isinstance(event, Stats):
-                with suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(answered.set)
+    def _start(self, work: Work) -> None:
+        """Start it, or let it wait for an engine."""
+        client = self.client
+        if client is not None and client.stopped is None:
+            work.num_starts += 1
+            with suppress(InfercError):  # it has died just now
+                work.start(client, partial(self._sink, work, work.num_starts))
+                return
+            work.num_starts -= 1
+        self._parked[work.request_id] = work
+        if self.state == "asleep":
+            self.wanted()
 
-        with suppress(InfercError):  # it has stopped: `watch` sees that
-            self.client.ask_stats(sink)
+    # -------------------------------------------------------------------------------------- the engine's life
 
-    def _sink(self, stream: Stream, event: Event) -> None:
+    def attach(self, client: EngineLike) -> None:
+        """There is an engine: start what waits for one."""
+        self.client = client
+        if self.state != "draining":
+            self.state = "serving"
+        parked, self._parked = self._parked, {}
+        for work in parked.values():
+            self._start(work)
+
+    def detach(self, state: State, reason: str = "") -> None:
+        """The engine is gone, and what it sent has been taken or is on its way here. `dead`: there is no other."""
+        self.client = None
+        if self.state != "draining" or state == "dead":
+            self.state = state
+        if state == "dead":
+            self.reason = reason
+            self._fail_all(self._parked.values())
+        elif self._parked and state == "asleep":
+            self.wanted()
+
+    def _fail_all(self, works: Iterable[Work]) -> None:
+        for work in list(works):
+            work.fail(EngineUnavailable(self.reason))
+
+    def _sink(self, work: Work, start: int, event: Event) -> None:
         """Called on the engine client's thread. All events of a step wake the loop once."""
-        self._incoming.append((stream, event))
+        self._incoming.append((work, start, event))
         if not self._is_woken:
             self._is_woken = True
             # Raises RuntimeError once the loop is closed: nobody is left to hear it then.
@@ -318,11 +500,22 @@ class AsyncEngine:
 
     def _take(self) -> None:
         self._is_woken = False  # before taking: what comes from here on wakes the loop again
-        while self._incoming:
-            stream, event = self._incoming.popleft()
-            if isinstance(event, Output):
-                stream.push(event)
-            elif isinstance(event, Failed):
-                error = event.error
-                is_its_own = isinstance(error, RequestError | GenerationError | ObjectiveError)
-                stream.fail(error if is_its_own else EngineUnavailable(event.reason))
+        incoming = self._incoming
+        while incoming:
+            work, start, event = incoming.popleft()
+            if start != work.num_starts:
+                continue  # of an engine before
+            if isinstance(event, Failed):
+                self._fail(work, event)
+            else:
+                work.take_event(event)
+
+    def _fail(self, work: Work, event: Failed) -> None:
+        error = event.error
+        if event.is_request_error or isinstance(error, RequestError | GenerationError | ObjectiveError):
+            work.fail(error)
+        elif self.state == "dead" or not work.can_start or work.num_starts >= MAX_STARTS:
+            work.fail(EngineUnavailable(event.reason, retry_after=1.0))
+        elif work.is_open and self._works.get(work.request_id) is work:
+            log.warning("request %s: %s; it is started again", work.request_id, event.reason)
+            self._start(work)

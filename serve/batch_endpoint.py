@@ -36,7 +36,7 @@ class EndpointBackend:
     """
 
     def __init__(self, address: str, concurrency: int | None = None, timeout: float = 10.0) -> None:
-        self._client = Client(address)
+        self._client = Client(address, retries=0)  # `_work` has tries of its own
         try:
             self._client.wait_until_ready(timeout)
             info = self._client.model_info()

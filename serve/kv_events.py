@@ -96,6 +96,10 @@ class KvEventLog:
         for wake in listeners:
             wake()
 
+    def clear(self) -> None:
+        """The engine is gone, and what it held; another one may come."""
+        self.add(KvBatch(time.time(), [Cleared()]))
+
     def close(self, reason: str) -> None:
         """The engine is gone, or about to: what it held can not be found any more, and nothing more comes."""
         with self._lock:

@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from inferc.errors import RequestError
 from inferc.runtime.kv_events import CacheEvent, Removed, Stored
-from inferc.runtime.sampling_params import SamplingParams, from_request
+from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams, from_request
 from inferc.runtime.step import Logprobs
 from inferc.serve.kv_events import Numbered, block_number
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -69,7 +69,17 @@ def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
-def request_id(message: pb.GenerateRequest) -> str:
+def num_top(message: Message, field: str, default: int) -> int:
+    """How many likeliest tokens are asked for. Raises RequestError."""
+    if not message.HasField(field):
+        return default
+    found = int(getattr(message, field))
+    if not 1 <= found <= MAX_LOGPROBS:
+        raise RequestError(f"{field} is {found}; expected 1 to {MAX_LOGPROBS}")
+    return found
+
+
+def request_id(message: pb.GenerateRequest | pb.ScoreRequest) -> str:
     if len(message.request_id) > MAX_REQUEST_ID:
         raise RequestError(f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are allowed")
     return message.request_id

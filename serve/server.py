@@ -1,4 +1,4 @@
-"""`inferc serve`: the engine's process, the endpoints, and an orderly end."""
+"""`inferc serve`: the models, the endpoints, and an orderly end."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import asyncio
 import dataclasses
 import logging
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from inferc.config import EngineConfig
 from inferc.errors import ConfigError
-from inferc.runtime.artifact import Artifact, load_artifact
-from inferc.runtime.engine_process import EngineProcess
-from inferc.runtime.load import model_defaults, model_limits
-from inferc.runtime.text import Text
-from inferc.serve.async_engine import AsyncEngine, ModelFacts
-from inferc.serve.grpc_server import GrpcServer, ModelInfo
-from inferc.serve.kv_events import KvEventLog, KvPublisherConfig
+from inferc.serve.grpc_server import GrpcServer
+from inferc.serve.kv_events import KvPublisherConfig
+from inferc.serve.models import ModelOptions, Models, ModelSource
+
+if TYPE_CHECKING:
+    from inferc.serve.kv_publisher import KvPublisher
 
 log = logging.getLogger(__name__)
 
@@ -33,137 +31,137 @@ Signals: TypeAlias = asyncio.Queue[signal.Signals]
 class ServeConfig:
     """What to serve and where."""
 
-    path: Path  # of the artifact
+    models: tuple[ModelSource, ...]
     host: str = "127.0.0.1"
     grpc_port: int = 50051  # 0 takes a free one
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-    drain_seconds: float = 30.0  # for running requests to end after SIGTERM
+    options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    model_folder: Path | None = None  # of artifacts that can be loaded later, by their names
     kv_publisher: KvPublisherConfig | None = None  # of what the engine collects under `kv_events`
 
     def __post_init__(self) -> None:
-        if self.kv_publisher is not None and not self.engine.kv_events:
+        engine = self.options.engine
+        if self.kv_publisher is not None and not engine.kv_events:
             raise ConfigError("kv_publisher has nothing to publish: set kv_events in the engine's config")
+        if not self.models and self.model_folder is None:
+            raise ConfigError("nothing to serve: give an artifact, or --model-folder DIR to load from")
+        if self.model_folder is not None and not self.model_folder.is_dir():
+            raise ConfigError(f"--model-folder {self.model_folder} is not a folder; give one that has artifacts in it")
+        if len(self.models) != 1 or self.model_folder is not None:
+            for name, value in (
+                ("--record", engine.record),
+                ("--tap", engine.tap),
+                ("--kv-events ENDPOINT", self.kv_publisher),
+            ):
+                if value:
+                    raise ConfigError(f"{name} is for a server of one model; serve it alone")
 
 
-def serve(config: ServeConfig, on_ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or ^C; `on_ready` gets the gRPC address once requests are taken. Returns an exit code.
+@dataclass(frozen=True)
+class Addresses:
+    """Where a server listens, as HOST:PORT."""
+
+    grpc: str
+
+
+def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
+    """Serve until SIGTERM or ^C; `on_ready` is called once requests are taken. Returns an exit code.
 
     Raises ArtifactError or ConfigError if it cannot start.
     """
     return asyncio.run(_serve(config, on_ready))
 
 
-async def _serve(config: ServeConfig, on_ready: Callable[[str], None]) -> int:
+async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
     loop = asyncio.get_running_loop()
     signals: Signals = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    server = GrpcServer(config.host, config.grpc_port)
-    events = KvEventLog() if config.engine.kv_events else None
-    with _publishing(config, events):
-        return await _run(config, on_ready, signals, server, events)
-
-
-async def _run(
-    config: ServeConfig,
-    on_ready: Callable[[str], None],
-    signals: Signals,
-    server: GrpcServer,
-    events: KvEventLog | None,
-) -> int:
-    loop = asyncio.get_running_loop()
-    artifact = await asyncio.to_thread(load_artifact, config.path)
-    died = asyncio.Event()
-    options = {"path": str(config.path), **dataclasses.asdict(config.engine)}
-
-    def on_stop(reason: str) -> None:
-        _set(loop, died)
-        if events is not None:
-            events.close(reason)
-
-    process = EngineProcess(options, on_stop=on_stop, on_kv_events=None if events is None else events.add)
+    server = _Server(config)
     try:
-        loading = asyncio.create_task(_load(artifact, process))
+        return await server.run(signals, on_ready)
+    finally:
+        await server.close()
+
+
+class _Server:
+    """The parts of a running server. Ports are taken at once, before anything is loaded."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.models = Models(config.models, config.options, config.model_folder, self._on_change)
+        self.grpc = GrpcServer(config.host, config.grpc_port)
+        self._publisher = self._open_publisher()
+        self._changed = asyncio.Event()
+        self._is_draining = False
+
+    def _on_change(self) -> None:
+        self._changed.set()
+
+    def _open_publisher(self) -> KvPublisher | None:
+        if self.config.kv_publisher is None:
+            return None
+        from inferc.serve.kv_publisher import KvPublisher
+
+        return KvPublisher(self.config.kv_publisher, self.models.event_log(self.config.models[0].name))
+
+    async def run(self, signals: Signals, on_ready: Callable[[Addresses], None]) -> int:
         stopping = asyncio.create_task(signals.get())
+        loading = asyncio.create_task(self._load())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             log.info("%s while loading", stopping.result().name)
-            process.close()  # which ends the wait for it
-            await asyncio.wait((loading,))
-            loading.exception()
+            loading.cancel()
+            with suppress(asyncio.CancelledError):
+                await loading
             return _exit_code(stopping.result())
-        engine, info = loading.result(), _model_info(config, artifact)
-        await server.start(engine, info, events)
-        on_ready(server.address)
-        watching = asyncio.create_task(engine.watch(died, lambda state: server.set_serving(state == "serving")))
+        if (failed := loading.exception()) is not None:
+            stopping.cancel()
+            raise failed
+        await self.grpc.start(self.models)
+        reporting = asyncio.create_task(self._report_health())
+        on_ready(Addresses(self.grpc.address))
         first = await stopping
-        watching.cancel()
-        await _drain(config, server, engine, events, first, signals)
+        was_broken = self.models.is_broken
+        await self._drain(first, signals)
+        reporting.cancel()
         # Whoever supervises us must not take a dead engine for an orderly end.
-        return 1 if engine.state == "dead" else _exit_code(first)
-    finally:
-        await server.stop(0)
-        await asyncio.to_thread(process.close)
+        return 1 if was_broken else _exit_code(first)
 
+    async def close(self) -> None:
+        await self.grpc.stop(0)
+        await self.models.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
 
-async def _load(artifact: Artifact, process: EngineProcess) -> AsyncEngine:
-    """The two longest parts of starting, at once: the tokenizer here, the weights in the engine's process."""
-    ready = asyncio.to_thread(process.wait_until_ready)
-    text, _ = await asyncio.gather(asyncio.to_thread(Text, artifact.tokenizer_folder), ready)
-    limits = model_limits(artifact)
-    facts = ModelFacts(limits.vocab_size, limits.max_model_len, limits.eos_token_ids, model_defaults(artifact))
-    return AsyncEngine(process, text, facts)
+    async def _load(self) -> None:
+        if self._publisher is not None:
+            self._publisher.start()
+        await self.models.load_all()
 
+    async def _report_health(self) -> None:
+        """Say what the models' states are to those who ask for health, as soon as they change."""
+        while True:
+            self._changed.clear()
+            await self.grpc.set_serving(self.models.is_serving and not self._is_draining)
+            await self._changed.wait()
 
-@contextmanager
-def _publishing(config: ServeConfig, events: KvEventLog | None) -> Iterator[None]:
-    """KV events go out over ZeroMQ inside, if the config says so."""
-    if config.kv_publisher is None or events is None:
-        yield
-        return
-    from inferc.serve.kv_publisher import KvPublisher
-
-    publisher = KvPublisher(config.kv_publisher, events)
-    publisher.start()
-    try:
-        yield
-    finally:
-        publisher.close()
-
-
-async def _drain(
-    config: ServeConfig,
-    server: GrpcServer,
-    engine: AsyncEngine,
-    events: KvEventLog | None,
-    first: signal.Signals,
-    signals: Signals,
-) -> None:
-    log.info(
-        "%s: no new requests; %d running ones have %g s to end", first.name, engine.num_requests, config.drain_seconds
-    )
-    await server.set_serving(False)
-    draining = asyncio.create_task(engine.drain(config.drain_seconds))
-    again = asyncio.create_task(signals.get())
-    await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
-    again.cancel()
-    if not draining.done():
-        log.warning("a second signal: running requests are cut off")
-        draining.cancel()
-    if events is not None:
-        events.close("the server is shutting down")  # ends subscriptions, which would go on for ever
-    await server.stop(CUT_SECONDS if draining.done() else 0)
-
-
-def _model_info(config: ServeConfig, artifact: Artifact) -> ModelInfo:
-    model_type, dtype = str(artifact.model["model_type"]), str(artifact.config["dtype"])
-    return ModelInfo(config.path.resolve().name, model_type, dtype, config.engine.max_num_seqs)
-
-
-def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """From another thread."""
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(event.set)
+    async def _drain(self, first: signal.Signals, signals: Signals) -> None:
+        limit = self.config.options.drain_seconds
+        count = sum(model.engine.num_requests for model in self.models.served)
+        log.info("%s: no new requests; %d running ones have %g s to end", first.name, count, limit)
+        self._is_draining = True
+        await self.grpc.set_serving(False)
+        draining = asyncio.create_task(self.models.drain(limit))
+        again = asyncio.create_task(signals.get())
+        await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if not draining.done():
+            log.warning("a second signal: running requests are cut off")
+            draining.cancel()
+        for model in self.models.served:
+            if model.kv_events is not None:
+                model.kv_events.close("the server is shutting down")  # ends subscriptions, which would go on for ever
+        await self.grpc.stop(CUT_SECONDS if draining.done() else 0)
 
 
 def _exit_code(number: signal.Signals) -> int:

@@ -21,7 +21,6 @@ from inferc.cli_common import (
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
-    Out,
     Pin,
     Policy,
     PrefixCache,
@@ -39,7 +38,12 @@ STARTED = time.perf_counter()
 
 
 def serve(
-    out: Out,
+    outs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]OUT…", help="Artifacts. Clients call each as its folder, or NAME.", show_default=False
+        ),
+    ] = [],  # noqa: B006 (typer's way to say that none is needed)
     host: Annotated[
         str, typer.Option("--host", metavar="HOST", help="0.0.0.0 takes calls from elsewhere.")
     ] = "127.0.0.1",
@@ -82,9 +86,21 @@ def serve(
         Path | None,
         typer.Option("--tap-out", metavar="DIR", help="Where --tap's values go: DIR/REQUEST.npz for each that asks."),
     ] = None,
+    model_folder: Annotated[
+        Path | None,
+        typer.Option("--model-folder", metavar="DIR", help="Artifacts that clients may load by name while it runs."),
+    ] = None,
+    hang_seconds: Annotated[
+        float,
+        typer.Option(
+            "--hang-seconds",
+            metavar="S",
+            help="An engine whose step lasts longer is killed and started again; 0: never.",
+        ),
+    ] = 60.0,
     as_json: Json = False,
 ) -> int:
-    """Serve an artifact over gRPC (inferc.v1.InferenceService, health, reflection) until SIGTERM.
+    """Serve artifacts over gRPC (inferc.v1.InferenceService, KServe's protocol, health, reflection) until SIGTERM.
 
     Prints `ready grpc=HOST:PORT http=off seconds=S` when requests are taken; S counts from the start of the process.
     """
@@ -92,11 +108,14 @@ def serve(
         raise ConfigError(f"--grpc-port {grpc_port}: expected 1 to 65535, or 0 for a free one")
     if tap and tap_out is None:
         raise ConfigError("--tap without --tap-out DIR: say where the values of requests that ask for it shall go")
+    if not 0 <= hang_seconds < math.inf:
+        raise ConfigError(f"--hang-seconds {hang_seconds:g}: expected a number of seconds, 0 or more")
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
     from inferc.serve.kv_events import KvPublisherConfig
-    from inferc.serve.server import ServeConfig
+    from inferc.serve.models import ModelOptions, ModelSource
+    from inferc.serve.server import Addresses, ServeConfig
     from inferc.serve.server import serve as serve_
 
     logging.getLogger().setLevel(logging.INFO)
@@ -117,14 +136,21 @@ def serve(
     elif kv_events_replay is not None or kv_events_topic:
         raise ConfigError("--kv-events-replay and --kv-events-topic need an endpoint; give --kv-events one")
     engine = from_dict(EngineConfig, {**options, "kv_events": kv_events is not None})
-    config = ServeConfig(out, host, grpc_port, engine, drain_seconds, publisher)
+    config = ServeConfig(
+        models=tuple(map(ModelSource.parse, outs)),
+        host=host,
+        grpc_port=grpc_port,
+        options=ModelOptions(engine, drain_seconds=drain_seconds, hang_seconds=hang_seconds),
+        model_folder=model_folder,
+        kv_publisher=publisher,
+    )
 
-    def report(address: str) -> None:
+    def report(addresses: Addresses) -> None:
         seconds = round(_seconds_since_start(), 3)
         if as_json:
-            print_json({"grpc": address, "http": None, "seconds": seconds})
+            print_json({"grpc": addresses.grpc, "http": None, "seconds": seconds})
         else:
-            say(f"ready grpc={address} http=off seconds={seconds}", flush=True)
+            say(f"ready grpc={addresses.grpc} http=off seconds={seconds}", flush=True)
 
     return serve_(config, report)
 

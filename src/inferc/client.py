@@ -1,74 +1,76 @@
-"""A client of `inferc serve`: blocking, typed, with streaming.
+"""Clients of `inferc serve`: typed, blocking and for asyncio, with streaming and retries.
 
 with Client("127.0.0.1:50051") as client:
     for piece in client.generate("Once upon a time", max_tokens=64):
         sys.stdout.write(piece.text)
+
+async with AsyncClient("127.0.0.1:50051") as client:
+    async for piece in client.generate("Once upon a time", max_tokens=64):
+        ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import grpc
+import grpc.aio
+from google.protobuf.message import Message
 
-from inferc.errors import InfercError, RequestError
+from inferc.client_messages import (
+    SERVICE,
+    UNLIMITED,
+    Completion,
+    Piece,
+    Prompt,
+    Score,
+    ServerError,
+    completions,
+    error_of,
+    generate_request,
+    piece,
+    score_request,
+    token_ids,
+    tokenize_request,
+)
+from inferc.errors import RequestError
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
-SERVICE = "inferc.v1.InferenceService"
-FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+__all__ = ["SERVICE", "AsyncClient", "Client", "Completion", "Piece", "Prompt", "Score", "ServerError"]
 
-
-class ServerError(InfercError):
-    """The server could not do it; `code` is the gRPC status code's name, for example UNAVAILABLE."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What came since the piece before it, for output `index`. The last piece of an output has a finish_reason.
-
-    The last one of all has the usage.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    logprobs: tuple[pb.TokenLogprobs, ...] = ()
-    usage: pb.Usage | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole output."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+RETRIES = 2
+Response = TypeVar("Response", bound=Message)
 
 
 @final
 class Client:
     """A connection to one server. A prompt is a text, a list of token ids, or a list of chat messages.
 
+    model: which of the server's models every call is for; the first one if it is empty.
+    timeout: seconds until a call must have ended, streams included; None for no limit.
+    retries: how often a call is tried again that the server could not take for now, as long as nothing of its answer
+    has come.
+
     RequestError is raised for what the server calls the client's fault, ServerError for everything else.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, timeout: float | None = None) -> None:
-        """timeout: seconds until a call must have ended, streams included; None for no limit."""
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        retries: int = RETRIES,
+    ) -> None:
         self.address = address
+        self.model = model
         self.timeout = timeout
-        unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self._channel = grpc.insecure_channel(address, options=unlimited)
+        self.retries = retries
+        self._channel = grpc.insecure_channel(address, options=UNLIMITED)
 
     def __enter__(self) -> Client:
         return self
@@ -88,65 +90,96 @@ class Client:
         except grpc.FutureTimeoutError:
             raise ServerError("UNAVAILABLE", f"no server answered at {self.address} within {timeout:g} s") from None
 
-    def generate(self, prompt: Prompt, *, request_id: str = "", tap: bool = False, **sampling: Any) -> Iterator[Piece]:
+    # ------------------------------------------------------------------------------------------- generating
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        tap: bool = False,
+        prompt_logprobs: int | None = None,
+        **sampling: Any,
+    ) -> Iterator[Piece]:
         """Stream an answer. `sampling` are the fields of inferc.v1.SamplingParams, for example max_tokens=64.
 
-        tap: the server keeps this request's values of what it was started to tap.
+        tap: the server keeps this request's values of what it was started to tap. prompt_logprobs: the first piece has the
+        log probabilities of the prompt's tokens, with so many likeliest ones.
 
         Closing the iterator, or dropping it, ends the request on the server at once.
         """
-        try:
-            fields = {"request_id": request_id, "tap": tap, "sampling": _sampling(sampling), **_prompt(prompt)}
-            request = pb.GenerateRequest(**fields)
-        except (TypeError, ValueError) as error:  # half of a surrogate pair, or a request_id that is no text
-            raise RequestError(f"the request cannot be sent: {error}") from None
-        call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout)
-        try:
-            for message in call:
-                yield Piece(
-                    message.index,
-                    message.text,
-                    tuple(message.token_ids),
-                    FINISH_REASONS.get(message.finish_reason),
-                    tuple(message.logprobs),
-                    message.usage if message.HasField("usage") else None,
-                )
-        except grpc.RpcError as error:
-            raise _error(error) from None
-        finally:
-            call.cancel()
+        options = {"request_id": request_id, "tap": tap, "prompt_logprobs": prompt_logprobs}
+        return self._pieces(generate_request(prompt, self.model, **options, **sampling))
 
-    def complete(self, prompt: Prompt, **sampling: Any) -> list[Completion]:
-        """As `generate`, but whole: one Completion for each of the n outputs."""
-        texts: dict[int, str] = {}
-        ids: dict[int, list[int]] = {}
-        reasons: dict[int, str] = {}
-        for piece in self.generate(prompt, **sampling):
-            texts[piece.index] = texts.get(piece.index, "") + piece.text
-            ids.setdefault(piece.index, []).extend(piece.token_ids)
-            if piece.finish_reason is not None:
-                reasons[piece.index] = piece.finish_reason
-        return [Completion(texts[index], tuple(ids[index]), reasons[index]) for index in sorted(texts)]
+    def _pieces(self, request: pb.GenerateRequest) -> Iterator[Piece]:
+        for attempt in range(self.retries + 1):
+            has_begun = False
+            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout)
+            try:
+                for message in call:
+                    has_begun = True
+                    yield piece(message)
+                return
+            except grpc.RpcError as rpc_error:
+                error = error_of(rpc_error)
+                if has_begun or not self._waits(error, attempt):
+                    raise error from None
+            finally:
+                call.cancel()
+
+    def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        """As `generate`, with the same options, but whole: one Completion for each of the n outputs."""
+        request = generate_request(prompt, self.model, **options)
+        return completions(self._call("Complete", request, pb.CompleteResponse))
+
+    def score(self, prompt: Prompt, *, top_logprobs: int = 1) -> Score:
+        """The log probability of each token of a text, with the likeliest ones of its place."""
+        answer = self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
+        return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
     def abort(self, request_id: str) -> bool:
         """End a request that runs elsewhere; whether it was still running."""
         return bool(self._call("Abort", pb.AbortRequest(request_id=request_id), pb.AbortResponse).aborted)
 
-    def tokenize(self, text: str) -> list[int]:
-        return list(self._call("Tokenize", pb.TokenizeRequest(text=text), pb.TokenizeResponse).token_ids)
+    # ----------------------------------------------------------------------------------------- text, models
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        request = pb.DetokenizeRequest(token_ids=_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
+    def tokenize(self, text: str | Sequence[Mapping[str, str]], *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text or a conversation, as `generate` would take it."""
+        request = tokenize_request(text, self.model, add_special_tokens)
+        return list(self._call("Tokenize", request, pb.TokenizeResponse).token_ids)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        request = pb.DetokenizeRequest(
+            model=self.model, token_ids=token_ids(ids), skip_special_tokens=skip_special_tokens
+        )
         return str(self._call("Detokenize", request, pb.DetokenizeResponse).text)
 
     def model_info(self) -> pb.GetModelInfoResponse:
-        info: pb.GetModelInfoResponse = self._call("GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse)
-        return info
+        return self._call("GetModelInfo", pb.GetModelInfoRequest(model=self.model), pb.GetModelInfoResponse)
 
     def loads(self) -> pb.GetLoadsResponse:
         """How busy the engine is now."""
-        loads: pb.GetLoadsResponse = self._call("GetLoads", pb.GetLoadsRequest(), pb.GetLoadsResponse)
-        return loads
+        return self._call("GetLoads", pb.GetLoadsRequest(model=self.model), pb.GetLoadsResponse)
+
+    def models(self) -> list[pb.ModelStatus]:
+        """The server's models: those that are loaded, and those that can be."""
+        return list(self._call("ListModels", pb.ListModelsRequest(), pb.ListModelsResponse).models)
+
+    def load_model(self, model: str) -> float:
+        """Load a model by its name; the seconds that it took."""
+        return float(self._call("LoadModel", pb.LoadModelRequest(model=model), pb.LoadModelResponse).seconds)
+
+    def unload_model(self, model: str) -> None:
+        """Let a model's running requests end, then free its memory."""
+        self._call("UnloadModel", pb.UnloadModelRequest(model=model), pb.UnloadModelResponse)
+
+    def sleep_model(self, model: str) -> None:
+        """Free a model's memory until its next request."""
+        self._call("SleepModel", pb.SleepModelRequest(model=model), pb.SleepModelResponse)
+
+    def wake_model(self, model: str) -> float:
+        """Wake a model that sleeps; the seconds that it took."""
+        return float(self._call("WakeModel", pb.WakeModelRequest(model=model), pb.WakeModelResponse).seconds)
 
     def kv_events(self, start_sequence: int | None = None) -> Iterator[pb.KvEventBatch]:
         """What the prefix cache comes to hold and loses, from batch `start_sequence` on, or from now on.
@@ -155,84 +188,205 @@ class Client:
         code OUT_OF_RANGE means that batches were lost: forget what you know of the server.
         """
         try:
-            request = pb.SubscribeKvEventsRequest(start_sequence=start_sequence)
+            request = pb.SubscribeKvEventsRequest(model=self.model, start_sequence=start_sequence)
         except (TypeError, ValueError) as error:
             raise RequestError(f"start_sequence: {error}") from None
         call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(request, timeout=self.timeout)
         call.initial_metadata()  # waits
         return _batches(call)
 
-    def _stream(self, method: str, response: Any) -> Callable[..., Any]:
+    # ----------------------------------------------------------------------------------------------- inside
+
+    def _stream(self, method: str, response: type[Message]) -> Callable[..., Any]:
         return self._channel.unary_stream(
-            f"/{SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=response.FromString,
+            f"/{SERVICE}/{method}", request_serializer=_serialize, response_deserializer=response.FromString
         )
 
-    def _call(self, method: str, request: Any, response: Any) -> Any:
+    def _call(self, method: str, request: Message, response: type[Response]) -> Response:
         call = self._channel.unary_unary(
-            f"/{SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=response.FromString,
+            f"/{SERVICE}/{method}", request_serializer=_serialize, response_deserializer=response.FromString
         )
-        try:
-            return call(request, timeout=self.timeout)
-        except grpc.RpcError as error:
-            raise _error(error) from None
+        attempt = 0
+        while True:
+            try:
+                answer: Response = call(request, timeout=self.timeout)
+                return answer
+            except grpc.RpcError as rpc_error:
+                error = error_of(rpc_error)
+                if not self._waits(error, attempt):
+                    raise error from None
+            attempt += 1
+
+    def _waits(self, error: Exception, attempt: int) -> bool:
+        """Whether it is worth while to try again, after the pause that is made here."""
+        if attempt >= self.retries or not isinstance(error, ServerError) or not error.may_pass:
+            return False
+        time.sleep(error.pause(attempt))
+        return True
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
 
 
 def _batches(call: Any) -> Iterator[pb.KvEventBatch]:
     try:
         yield from call
     except grpc.RpcError as error:
-        raise _error(error) from None
+        raise error_of(error) from None
     finally:
         call.cancel()
 
 
-def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
-    known = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
-    for name in values:
-        if name not in known:
-            raise RequestError(f"unknown sampling parameter {name}; known: {', '.join(known)}")
+@final
+class AsyncClient:
+    """`Client` for asyncio: the same calls, awaited. Make it where the event loop runs."""
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        retries: int = RETRIES,
+    ) -> None:
+        self.address = address
+        self.model = model
+        self.timeout = timeout
+        self.retries = retries
+        self._channel = grpc.aio.insecure_channel(address, options=UNLIMITED)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def wait_until_ready(self, timeout: float = 10.0) -> None:
+        """Wait until the server answers; raises ServerError after `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), timeout)
+        except asyncio.TimeoutError:
+            raise ServerError("UNAVAILABLE", f"no server answered at {self.address} within {timeout:g} s") from None
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        tap: bool = False,
+        prompt_logprobs: int | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Piece]:
+        """Stream an answer, as Client.generate. Leaving the loop ends the request once the iterator is closed or dropped."""
+        options = {"request_id": request_id, "tap": tap, "prompt_logprobs": prompt_logprobs}
+        return self._pieces(generate_request(prompt, self.model, **options, **sampling))
+
+    async def _pieces(self, request: pb.GenerateRequest) -> AsyncIterator[Piece]:
+        for attempt in range(self.retries + 1):
+            has_begun = False
+            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout)
+            try:
+                async for message in call:
+                    has_begun = True
+                    yield piece(message)
+                return
+            except grpc.RpcError as rpc_error:
+                error = error_of(rpc_error)
+                if has_begun or not await self._waits(error, attempt):
+                    raise error from None
+            finally:
+                call.cancel()
+
+    async def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        request = generate_request(prompt, self.model, **options)
+        return completions(await self._call("Complete", request, pb.CompleteResponse))
+
+    async def score(self, prompt: Prompt, *, top_logprobs: int = 1) -> Score:
+        answer = await self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
+        return Score(tuple(answer.token_ids), tuple(answer.logprobs))
+
+    async def abort(self, request_id: str) -> bool:
+        return bool((await self._call("Abort", pb.AbortRequest(request_id=request_id), pb.AbortResponse)).aborted)
+
+    async def tokenize(self, text: str | Sequence[Mapping[str, str]], *, add_special_tokens: bool = True) -> list[int]:
+        request = tokenize_request(text, self.model, add_special_tokens)
+        return list((await self._call("Tokenize", request, pb.TokenizeResponse)).token_ids)
+
+    async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        request = pb.DetokenizeRequest(
+            model=self.model, token_ids=token_ids(ids), skip_special_tokens=skip_special_tokens
+        )
+        return str((await self._call("Detokenize", request, pb.DetokenizeResponse)).text)
+
+    async def model_info(self) -> pb.GetModelInfoResponse:
+        return await self._call("GetModelInfo", pb.GetModelInfoRequest(model=self.model), pb.GetModelInfoResponse)
+
+    async def loads(self) -> pb.GetLoadsResponse:
+        return await self._call("GetLoads", pb.GetLoadsRequest(model=self.model), pb.GetLoadsResponse)
+
+    async def models(self) -> list[pb.ModelStatus]:
+        return list((await self._call("ListModels", pb.ListModelsRequest(), pb.ListModelsResponse)).models)
+
+    async def load_model(self, model: str) -> float:
+        return float((await self._call("LoadModel", pb.LoadModelRequest(model=model), pb.LoadModelResponse)).seconds)
+
+    async def unload_model(self, model: str) -> None:
+        await self._call("UnloadModel", pb.UnloadModelRequest(model=model), pb.UnloadModelResponse)
+
+    async def sleep_model(self, model: str) -> None:
+        await self._call("SleepModel", pb.SleepModelRequest(model=model), pb.SleepModelResponse)
+
+    async def wake_model(self, model: str) -> float:
+        return float((await self._call("WakeModel", pb.WakeModelRequest(model=model), pb.WakeModelResponse)).seconds)
+
+    async def kv_events(self, start_sequence: int | None = None) -> AsyncIterator[pb.KvEventBatch]:
+        """As Client.kv_events: `async for batch in await client.kv_events()`."""
+        try:
+            request = pb.SubscribeKvEventsRequest(model=self.model, start_sequence=start_sequence)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"start_sequence: {error}") from None
+        call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(request, timeout=self.timeout)
+        await call.initial_metadata()
+        return _async_batches(call)
+
+    def _stream(self, method: str, response: type[Message]) -> Callable[..., Any]:
+        return self._channel.unary_stream(
+            f"/{SERVICE}/{method}", request_serializer=_serialize, response_deserializer=response.FromString
+        )
+
+    async def _call(self, method: str, request: Message, response: type[Response]) -> Response:
+        call = self._channel.unary_unary(
+            f"/{SERVICE}/{method}", request_serializer=_serialize, response_deserializer=response.FromString
+        )
+        attempt = 0
+        while True:
+            try:
+                answer: Response = await call(request, timeout=self.timeout)
+                return answer
+            except grpc.RpcError as rpc_error:
+                error = error_of(rpc_error)
+                if not await self._waits(error, attempt):
+                    raise error from None
+            attempt += 1
+
+    async def _waits(self, error: Exception, attempt: int) -> bool:
+        if attempt >= self.retries or not isinstance(error, ServerError) or not error.may_pass:
+            return False
+        await asyncio.sleep(error.pause(attempt))
+        return True
+
+
+async def _async_batches(call: Any) -> AsyncIterator[pb.KvEventBatch]:
     try:
-        return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"sampling: {error}") from None
-
-
-def _prompt(prompt: Prompt) -> dict[str, Any]:
-    """The field of GenerateRequest that a prompt is. Raises RequestError for what is none."""
-    if isinstance(prompt, str):
-        return {"text": prompt}
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise RequestError(f"a prompt is a text, a list of token ids or a list of chat messages, found {prompt!r:.80}")
-    if prompt and isinstance(prompt[0], Mapping):
-        return {"chat": pb.Chat(messages=[_message(index, part) for index, part in enumerate(prompt)])}
-    return {"token_ids": pb.TokenIds(ids=_token_ids(prompt))}
-
-
-def _token_ids(values: Sequence[Any]) -> list[int]:
-    for index, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestError(f"token_ids[{index}] is {value!r:.80}; a token id is a whole number")
-        if not 0 <= value < 2**31:
-            raise RequestError(f"token_ids[{index}] is {value}; a token id is 0 to {2**31 - 1}")
-    return list(values)
-
-
-def _message(index: int, message: Any) -> pb.ChatMessage:
-    if not isinstance(message, Mapping):
-        raise RequestError(f"message {index} of the chat is {message!r:.80}; it needs a role and a content")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            found = f"{message[name]!r:.80}" if name in message else "none"
-            raise RequestError(f"message {index} of the chat needs a {name}, a text; found {found}")
-    return pb.ChatMessage(role=message["role"], content=message["content"])
-
-
-def _error(error: grpc.RpcError) -> InfercError:
-    code, details = error.code(), error.details() or "no details"
-    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
-        return RequestError(details)
-    return ServerError(code.name, details)
+        async for batch in call:
+            yield batch
+    except grpc.RpcError as error:
+        raise error_of(error) from None
+    finally:
+        call.cancel()

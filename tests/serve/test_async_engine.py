@@ -8,12 +8,13 @@ import pytest
 
 from inferc.errors import GenerationError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Failed, Sink, Stats
+from inferc.runtime.engine_loop import Failed, Scored, Sink
 from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.text import Text
-from inferc.serve import async_engine
 from inferc.serve.async_engine import (
+    MAX_STARTS,
     AsyncEngine,
     EngineUnavailable,
     ModelFacts,
@@ -43,7 +44,7 @@ class Script:
 
     def __init__(self) -> None:
         self.stopped: str | None = None
-        self.is_hung = False
+        self.prompts: list[list[int]] = []
         self.sinks: dict[str, Sink] = {}
         self.aborted: list[tuple[str, int | None]] = []
 
@@ -51,17 +52,19 @@ class Script:
         """Ids are letters: the first request is "a"."""
         request_id = chr(ord("a") + len(self.sinks))
         self.sinks[request_id] = sink
+        self.prompts.append(list(prompt_token_ids))
         return request_id
 
-    def ask_stats(self, sink: Sink) -> str:
-        self.unanswered = sink
-        if not self.is_hung:
-            self.answer()
-        return "stats"
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str:
+        return self.add(token_ids, SamplingParams(), sink)
 
-    def answer(self) -> None:
-        self.is_hung = False
-        self.unanswered(Stats("stats", EngineStats()))
+    def ask_stats(self, sink: Sink) -> str:
+        raise NotImplementedError
+
+    def die(self, reason: str) -> None:
+        self.stopped = reason
+        for request_id, sink in self.sinks.items():
+            sink(Failed(request_id, reason))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
@@ -79,7 +82,9 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def make_engine(script: Script, max_sequences: int = 8) -> AsyncEngine:
-    return AsyncEngine(script, Letters(), ModelFacts(vocab_size=128, max_model_len=64), max_sequences)
+    engine = AsyncEngine(Letters(), ModelFacts(vocab_size=128, max_model_len=64), max_sequences)
+    engine.attach(script)
+    return engine
 
 
 async def rest(stream: Stream) -> list[Piece]:
@@ -255,47 +260,99 @@ def test_drain_ends_what_takes_too_long() -> None:
     run(work())
 
 
-async def ignore(state: str) -> None:
-    return None
+def test_what_nothing_came_of_is_started_again_and_the_rest_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        begun = engine.open([1], SamplingParams(), "begun")
+        fresh = engine.open([2], SamplingParams(), "fresh")
+        scoring = asyncio.ensure_future(engine.score([5, 6]))
+        await asyncio.sleep(0)
+        await script.say("a", b"x")
+        script.die("killed by SIGKILL")
+        await asyncio.sleep(0)
+        engine.detach("starting")
+        late = engine.open([3], SamplingParams(), "late")  # waits for the next engine, as the fresh one does
+        assert (await anext(begun)).text == "x"
+        with pytest.raises(EngineUnavailable, match="SIGKILL") as raised:
+            await anext(begun)
+        assert raised.value.retry_after == 1.0
+        second = Script()
+        engine.attach(second)
+        assert second.prompts == [[2], [5, 6], [3]]
+        await second.say("a", b"y", "length")
+        second.sinks["b"](Scored("b", Score([-1.0], [6])))
+        await second.say("c", b"z", "length")
+        assert [[piece.text for piece in await rest(stream)] for stream in (fresh, late)] == [["y"], ["z"]]
+        assert (await scoring).logprobs == [-1.0]
+        script.sinks["b"](Output("b", 0, [ord("!")]))  # of the engine that died: nobody's any more
+        await asyncio.sleep(0)
+        assert engine.num_sequences == 3
+
+    run(work())
+    assert "request fresh: killed by SIGKILL; it is started again" in caplog.text
 
 
-def test_death_ends_every_stream_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_engines_die_of_is_not_started_for_ever() -> None:
     async def work() -> None:
         script = Script()
         engine = make_engine(script)
         stream = engine.open([1], SamplingParams(), "a")
-        died = asyncio.Event()
-        watching = asyncio.ensure_future(engine.watch(died, ignore))
-        await asyncio.sleep(0)
-        script.stopped = "killed by SIGKILL"
-        died.set()
-        await watching
-        with pytest.raises(EngineUnavailable, match="SIGKILL"):
+        for _ in range(MAX_STARTS):
+            script.die("killed by SIGSEGV")
+            await asyncio.sleep(0)
+            engine.detach("starting")
+            script = Script()
+            engine.attach(script)
+        assert not script.prompts
+        with pytest.raises(EngineUnavailable, match="SIGSEGV"):
             await rest(stream)
-        with pytest.raises(EngineUnavailable, match="SIGKILL"):
+
+    run(work())
+
+
+def test_an_engine_that_is_given_up_fails_what_waits_for_one() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        stream = engine.open([1], SamplingParams(), "a")
+        script.die("killed by SIGKILL")
+        await asyncio.sleep(0)
+        engine.detach("dead", "it died too often")
+        with pytest.raises(EngineUnavailable, match="it died too often"):
+            await rest(stream)
+        with pytest.raises(EngineUnavailable, match="it died too often"):
             engine.open([1], SamplingParams())
 
     run(work())
-    assert "killed by SIGKILL; 1 requests were running" in caplog.text
 
 
-def test_an_engine_that_does_not_answer_is_hung_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "PING_SECONDS", 0.005)
-    monkeypatch.setattr(async_engine, "HUNG_SECONDS", 0.02)
-
+def test_a_request_wants_an_engine_that_sleeps() -> None:
     async def work() -> None:
-        script, states = Script(), asyncio.Queue[str]()
+        wanted: list[str] = []
+        engine = make_engine(Script())
+        engine.wanted = lambda: wanted.append("wanted")
+        engine.detach("asleep")
+        assert not wanted
+        stream = engine.open([1], SamplingParams(), "a")
+        assert wanted == ["wanted"]
+        stream.close()
+        script = Script()
+        engine.attach(script)
+        assert not script.prompts, "its client left before there was an engine"
+
+    run(work())
+
+
+def test_who_stops_waiting_for_a_score_ends_the_work() -> None:
+    async def work() -> None:
+        script = Script()
         engine = make_engine(script)
-        watching = asyncio.ensure_future(engine.watch(asyncio.Event(), states.put))
-        await asyncio.sleep(0.05)
-        assert engine.state == "serving" and states.empty()
-        script.is_hung = True
-        assert await states.get() == "hung"
-        with pytest.raises(EngineUnavailable, match="has not ended its step"):
-            engine.open([1], SamplingParams())
-        script.answer()
-        assert await states.get() == "serving"
-        engine.open([1], SamplingParams())
-        watching.cancel()
+        scoring = asyncio.ensure_future(engine.score([5, 6]))
+        await asyncio.sleep(0)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert script.aborted == [("a", None)] and not engine.num_requests
 
     run(work())

@@ -1,6 +1,5 @@
 """A real server process, spoken to over a real channel."""
 
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from serving import ENV, INFERC, Server, wait_until
 
 from inferc.client import SERVICE, Client, ServerError
 from inferc.errors import ConfigError, RequestError
-from inferc.serve.async_engine import HUNG_SECONDS
+from inferc.serve.models import ModelSource
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.server import ServeConfig, serve
 
@@ -344,7 +343,8 @@ def test_sigterm_while_it_loads_ends_it_at_once(tiny_artifact: Path) -> None:
 
 def test_a_port_in_use_is_known_before_anything_is_loaded(served: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the port is in use"):
-        serve(ServeConfig(tmp_path / "no-artifact", grpc_port=int(served.rpartition(":")[2])), print)
+        config = ServeConfig((ModelSource("none", tmp_path / "none"),), grpc_port=int(served.rpartition(":")[2]))
+        serve(config, print)
 
 
 def test_an_objective_that_can_not_be_met_is_told_as_such(tiny_artifact: Path) -> None:
@@ -376,38 +376,6 @@ def test_sigterm_cuts_off_what_takes_too_long(tiny_artifact: Path) -> None:
             list(stream)
         assert raised.value.code == "UNAVAILABLE"
         assert server.process.wait(30) == 0
-
-
-def test_a_dead_engine_is_not_serving_and_the_log_says_why(tiny_artifact: Path) -> None:
-    with Server(tiny_artifact, "--max-num-seqs", "1") as server, Client(server.address) as client:
-        stream = client.generate("abc", **ENDLESS)
-        next(stream)
-        server.engine.send_signal(signal.SIGKILL)
-        with pytest.raises(ServerError, match="SIGKILL") as raised:
-            list(stream)
-        assert raised.value.code == "UNAVAILABLE"
-        with grpc.insecure_channel(server.address) as channel:
-            wait_until(lambda: check(channel) == NOT_SERVING, "health says NOT_SERVING")
-        with pytest.raises(ServerError, match="SIGKILL"):
-            client.complete("abc")
-        assert "SIGKILL" in server.log and "Traceback" not in server.log
-        server.terminate()
-        assert server.process.wait(30) == 1
-
-
-@pytest.mark.slow  # HUNG_SECONDS
-def test_an_engine_that_hangs_is_not_serving_until_it_answers_again(tiny_artifact: Path) -> None:
-    with Server(tiny_artifact, "--max-num-seqs", "1") as server, Client(server.address) as client:
-        stream = client.generate("abc", **ENDLESS)
-        tokens = len(next(stream).token_ids)
-        with grpc.insecure_channel(server.address) as channel:
-            assert check(channel) == SERVING
-            server.engine.suspend()
-            wait_until(lambda: check(channel) == NOT_SERVING, "health says NOT_SERVING", seconds=HUNG_SECONDS + 30)
-            server.engine.resume()
-            wait_until(lambda: check(channel) == SERVING, "health says SERVING again")
-        assert tokens + sum(len(piece.token_ids) for piece in stream) == ENDLESS["n"] * ENDLESS["max_tokens"]
-        assert "has not ended its step" in server.log and "the engine answers again" in server.log
 
 
 def test_the_engine_does_not_outlive_its_server(tiny_artifact: Path) -> None:

@@ -1,0 +1,200 @@
+"""The methods of inferc.v1.InferenceService, over the models of a server."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from dataclasses import replace
+
+from inferc.errors import RequestError
+from inferc.runtime.step import Logprobs
+from inferc.serve import protocol
+from inferc.serve.async_engine import Piece
+from inferc.serve.kv_events import EventsOff
+from inferc.serve.models import Models, ServedModel
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+
+
+class InferenceService:
+    """One method for each of the service's; errors are those of statuses.py."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+
+    # ------------------------------------------------------------------------------------------- generating
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+        protocol.check_known(request)
+        model = self.models.get(request.model)
+        engine = model.engine
+        params = replace(protocol.sampling_params(request.sampling, engine.facts.defaults), tap=request.tap)
+        engine.check_open(params.n)  # before the work that a prompt is
+        prompt = await self._prompt(model, request)
+        prompt_logprobs: list[Logprobs] = []
+        if top := protocol.num_top(request, "prompt_logprobs", 0):
+            prompt_logprobs = (await engine.score(prompt, top)).rows
+        usage = pb.Usage(prompt_tokens=len(prompt))
+        running = params.n
+        # Closed also when the client went away or its deadline passed: the blocks come free at once.
+        with closing(engine.open(prompt, params, protocol.request_id(request))) as stream:
+            async for piece in stream:
+                usage.output_tokens += len(piece.token_ids)
+                running -= piece.finish_reason is not None
+                usage.cached_tokens = stream.num_cached
+                usage.forgotten_tokens = sum(stream.num_forgotten.values())
+                response = _response(stream.request_id, piece, None if running else usage)
+                if prompt_logprobs:
+                    response.prompt_logprobs.extend(protocol.logprobs(prompt_logprobs))
+                    prompt_logprobs = []
+                yield response
+
+    async def complete(self, request: pb.GenerateRequest) -> pb.CompleteResponse:
+        answer = pb.CompleteResponse()
+        outputs: dict[int, pb.Completion] = {}
+        texts: dict[int, list[str]] = {}
+        async for message in self.generate(request):
+            output = outputs.setdefault(message.index, pb.Completion())
+            texts.setdefault(message.index, []).append(message.text)
+            output.token_ids.extend(message.token_ids)
+            output.logprobs.extend(message.logprobs)
+            output.finish_reason = message.finish_reason
+            answer.prompt_logprobs.extend(message.prompt_logprobs)
+            answer.request_id = message.request_id
+            if message.HasField("usage"):
+                answer.usage.CopyFrom(message.usage)
+        for index, output in sorted(outputs.items()):
+            output.text = "".join(texts[index])
+            answer.outputs.append(output)
+        return answer
+
+    async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+        model = self.models.get(request.model)
+        top = protocol.num_top(request, "top_logprobs", 1)
+        ids = await self._prompt(model, request)
+        score = await model.engine.score(ids, top, protocol.request_id(request))
+        return pb.ScoreResponse(token_ids=ids, logprobs=protocol.logprobs(score.rows))
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted=any(model.engine.abort(request.request_id) for model in self.models.served))
+
+    # ------------------------------------------------------------------------------------------------- text
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        model = self.models.get(request.model)
+        if request.WhichOneof("prompt") == "chat":
+            ids = await model.encode_chat(protocol.chat_messages(request.chat), is_prompt=False)
+        elif request.WhichOneof("prompt") == "text":
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            ids = await model.encode(request.text, special, is_prompt=False)
+        else:
+            raise RequestError("the request has no prompt; set text or chat")
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        model = self.models.get(request.model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=model.decode(request.token_ids, skip))
+
+    # ----------------------------------------------------------------------------------------------- models
+
+    async def get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+        model = self.models.get(request.model)
+        facts = model.engine.facts
+        return pb.GetModelInfoResponse(
+            model=model.name,
+            server_version=importlib.metadata.version("inferc"),
+            model_type=model.info.model_type,
+            dtype=model.info.dtype,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            has_chat_template=model.engine.text.has_chat_template,
+            defaults=protocol.default_params(facts.defaults),
+            max_num_seqs=model.info.max_num_seqs,
+        )
+
+    async def get_loads(self, request: pb.GetLoadsRequest) -> pb.GetLoadsResponse:
+        model = self.models.get(request.model)
+        stats = await model.engine.stats()
+        return pb.GetLoadsResponse(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_usage=stats.kv_usage,
+            num_requests=model.engine.num_requests,
+            prompt_tokens=stats.prompt_tokens,
+            output_tokens=stats.output_tokens,
+            num_preemptions=stats.num_preemptions,
+            admitted_tokens=stats.admitted_tokens,
+            cached_tokens=stats.cached_tokens,
+            num_refused=stats.num_refused,
+            disk_usage=stats.lower_usage,
+            blocks_stored=stats.num_stored,
+            blocks_found_on_disk=stats.num_raised,
+            blocks_swapped=stats.num_swapped,
+            blocks_spilled=stats.num_spilled,
+            blocks_damaged=stats.num_damaged,
+            length_error=stats.length_error,
+            length_error_of_mean=stats.length_error_of_mean,
+            step_cost_error=stats.cost_error,
+            num_restarts=model.supervisor.num_restarts,
+        )
+
+    async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(
+            models=[
+                pb.ModelStatus(model=entry.name, state=entry.state, reason=entry.reason)
+                for entry in self.models.entries()
+            ]
+        )
+
+    async def load_model(self, request: pb.LoadModelRequest) -> pb.LoadModelResponse:
+        started = time.monotonic()
+        await self.models.load(request.model)
+        return pb.LoadModelResponse(seconds=time.monotonic() - started)
+
+    async def unload_model(self, request: pb.UnloadModelRequest) -> pb.UnloadModelResponse:
+        await self.models.unload(request.model)
+        return pb.UnloadModelResponse()
+
+    async def sleep_model(self, request: pb.SleepModelRequest) -> pb.SleepModelResponse:
+        await self.models.sleep(request.model)
+        return pb.SleepModelResponse()
+
+    async def wake_model(self, request: pb.WakeModelRequest) -> pb.WakeModelResponse:
+        started = time.monotonic()
+        await self.models.wake(request.model)
+        return pb.WakeModelResponse(seconds=time.monotonic() - started)
+
+    def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest) -> AsyncGenerator[pb.KvEventBatch, None]:
+        """The batches that follow; which is the first is settled when this returns."""
+        protocol.check_known(request)
+        events = self.models.get(request.model).kv_events
+        if events is None:
+            raise EventsOff("this server does not collect KV events; start it with --kv-events grpc, or an endpoint")
+        start = request.start_sequence if request.HasField("start_sequence") else events.end
+        return protocol.kv_batches(events.follow(start), events.epoch)
+
+    async def _prompt(self, model: ServedModel, request: pb.GenerateRequest | pb.ScoreRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            return list(request.token_ids.ids)
+        if kind == "text":
+            return await model.encode(request.text)
+        if kind == "chat":
+            goes_on = isinstance(request, pb.GenerateRequest)
+            return await model.encode_chat(protocol.chat_messages(request.chat), add_generation_prompt=goes_on)
+        raise RequestError("the request has no prompt; set one of text, token_ids or chat")
+
+
+def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=protocol.logprobs(piece.logprobs) if piece.logprobs else None,
+        finish_reason=protocol.FINISH_REASONS[piece.finish_reason],
+        usage=usage,
+    )

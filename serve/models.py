@@ -1,0 +1,366 @@
+"""The models of a server: by name, loaded and unloaded while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from inferc.config import EngineConfig
+from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.runtime.artifact import Artifact, load_artifact
+from inferc.runtime.engine_process import EngineProcess
+from inferc.runtime.load import model_defaults, model_limits
+from inferc.runtime.text import Text
+from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, EngineUnavailable, ModelFacts, State
+from inferc.serve.kv_events import KvEventLog
+from inferc.serve.supervisor import HANG_SECONDS, Supervisor
+
+log = logging.getLogger(__name__)
+
+# Characters that are tokenized at once, in less time than a thread costs; a text of a megabyte takes a second.
+SHORT_TEXT = 500
+NAME = re.compile(r"[\w.:@+-]{1,128}")
+ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "dead", "unloading"]
+
+
+class NotServed(RequestError):
+    """The request names a model that this server does not have."""
+
+
+class ModelsFixed(InfercError):
+    """The server was not told where other models are."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """An artifact, and what clients call it. Raises ConfigError for what is no name."""
+
+    name: str
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"model name {self.name!r}: expected letters, digits and _ . : @ + -, at most 128; name it with NAME=OUT"
+            )
+
+    @staticmethod
+    def parse(text: str) -> ModelSource:
+        """OUT, named as its folder, or NAME=OUT."""
+        name, equals, path = text.partition("=")
+        if equals and "/" not in name:
+            return ModelSource(name, Path(path))
+        return ModelSource(Path(text).resolve().name, Path(text))
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How models are run, all alike."""
+
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    max_sequences: int = MAX_SEQUENCES
+    hang_seconds: float = HANG_SECONDS
+    drain_seconds: float = 30.0  # for running requests to end when a model is unloaded
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is told of a model, beside the limits that the engine itself knows."""
+
+    name: str
+    model_type: str
+    dtype: str
+    max_num_seqs: int
+    created: int  # seconds since 1970, when it was loaded
+
+
+class ServedModel:
+    """A model that is loaded: its text side here, its engine in a process that a supervisor keeps running."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        artifact: Artifact,
+        options: ModelOptions,
+        kv_events: KvEventLog | None,
+        on_state: Callable[[], None],
+        launch: Callable[..., EngineProcess] = EngineProcess,
+    ) -> None:
+        config = options.engine
+        limits = model_limits(artifact)
+        facts = ModelFacts(limits.vocab_size, limits.max_model_len, limits.eos_token_ids, model_defaults(artifact))
+        self.source, self.artifact = source, artifact
+        self.info = ModelInfo(
+            source.name,
+            str(artifact.model["model_type"]),
+            str(artifact.config["dtype"]),
+            config.max_num_seqs,
+            int(time.time()),
+        )
+        self.engine = AsyncEngine(None, facts, options.max_sequences)
+        self.kv_events = kv_events
+        arguments = {"path": str(source.path), **dataclasses.asdict(config)}
+        on_kv_events = None if self.kv_events is None else self.kv_events.add
+
+        def start(on_stop: Callable[[str], None]) -> EngineProcess:
+            def stopped(reason: str) -> None:
+                if kv_events is not None:
+                    kv_events.clear()
+                on_stop(reason)
+
+            return launch(arguments, on_stop=stopped, on_kv_events=on_kv_events)
+
+        self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state())
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    async def encode(self, text: str, add_special_tokens: bool = True, is_prompt: bool = True) -> list[int]:
+        """Token ids of a text; a thread makes those of a long one, so that nobody else waits.
+
+        is_prompt: refuse a text that the model could not take.
+        """
+        limit = self.engine.facts.max_model_len if is_prompt else None
+        if len(text) <= SHORT_TEXT:
+            return self.engine.text.encode(text, add_special_tokens, limit)
+        return await asyncio.to_thread(self.engine.text.encode, text, add_special_tokens, limit)
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, Any]], is_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's chat template. In a thread: a template may take seconds."""
+        limit = self.engine.facts.max_model_len if is_prompt else None
+        return await asyncio.to_thread(self.engine.text.encode_chat, messages, limit, **options)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Their text. Raises RequestError for an id that the model does not have."""
+        limit = self.engine.facts.vocab_size
+        for token in token_ids:
+            if not 0 <= token < limit:
+                raise RequestError(f"token id {token} is outside of the vocabulary [0, {limit})")
+        return self.engine.text.decode(token_ids, skip_special_tokens)
+
+    @property
+    def state(self) -> State:
+        return self.engine.state
+
+    async def start(self) -> None:
+        """The longest parts at once: the tokenizer here, the weights in the engine's process. Raises what fails."""
+        starting = asyncio.create_task(self.supervisor.start())
+        try:
+            self.engine.text = await asyncio.to_thread(Text, self.artifact.tokenizer_folder)
+            await starting
+        except BaseException:
+            starting.cancel()
+            with suppress(asyncio.CancelledError, InfercError):
+                await starting
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self.supervisor.close()
+        if self.kv_events is not None:
+            self.kv_events.close("the model was unloaded")
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A line of the list of models: `reason` says why it is not served, where that is an error."""
+
+    name: str
+    state: ModelState
+    reason: str = ""
+
+
+class Models:
+    """Models by name. What was given at the start, and what lies in `folder`, can be loaded.
+
+    on_change is called whenever a model comes, goes, or changes its state.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ModelSource],
+        options: ModelOptions,
+        folder: Path | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        names = [source.name for source in sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"two models are named {twice[0]}; name one of them otherwise with NAME=OUT")
+        self.options = options
+        self.folder = folder
+        self.on_change = on_change
+        self._sources = {source.name: source for source in sources}
+        self._served: dict[str, ServedModel] = {}
+        self._busy: dict[str, ModelState] = {}  # being loaded or unloaded
+        self._reasons: dict[str, str] = {}  # why the last try to load it failed
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._logs: dict[str, KvEventLog] = {}
+
+    # -------------------------------------------------------------------------------------------- look-ups
+
+    def get(self, name: str = "") -> ServedModel:
+        """The model that requests for `name` go to; "" is the first one. Raises NotServed or EngineUnavailable."""
+        if not name and self._served:
+            return next(iter(self._served.values()))
+        if (model := self._served.get(name)) is not None:
+            return model
+        if self._busy.get(name) == "loading":
+            raise EngineUnavailable(f"model {name!r} is being loaded", retry_after=1.0)
+        if not name:
+            raise EngineUnavailable("no model is loaded", retry_after=1.0)
+        raise NotServed(f"model {name!r:.150} is not served here; this server has {self._listed()}")
+
+    @property
+    def served(self) -> list[ServedModel]:
+        return list(self._served.values())
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are taken, by at least one model, and by all that shall be awake."""
+        states = [model.state for model in self._served.values()]
+        return bool(states) and all(state in ("serving", "asleep") for state in states)
+
+    @property
+    def is_broken(self) -> bool:
+        return any(model.state == "dead" for model in self._served.values())
+
+    def entries(self) -> list[ModelEntry]:
+        """All that are loaded or can be."""
+        names = {**dict.fromkeys(self._served), **dict.fromkeys(self._sources), **dict.fromkeys(self._in_folder())}
+        return [self._entry(name) for name in names]
+
+    def _entry(self, name: str) -> ModelEntry:
+        if name in self._busy:
+            return ModelEntry(name, self._busy[name])
+        if (model := self._served.get(name)) is not None:
+            return ModelEntry(name, model.state, model.engine.reason)
+        return ModelEntry(name, "unloaded", self._reasons.get(name, ""))
+
+    def event_log(self, name: str) -> KvEventLog:
+        """Where the KV events of this model go, which need not be loaded yet."""
+        return self._logs.setdefault(name, KvEventLog())
+
+    def _options_of(self, name: str) -> ModelOptions:
+        """Of several models each has a folder of its own on the disk: two engines cannot share one."""
+        engine = self.options.engine
+        if engine.kv_disk is None or (len(self._sources) == 1 and self.folder is None):
+            return self.options
+        return dataclasses.replace(
+            self.options, engine=dataclasses.replace(engine, kv_disk=str(Path(engine.kv_disk) / name))
+        )
+
+    def _in_folder(self) -> list[str]:
+        if self.folder is None:
+            return []
+        try:
+            return sorted(
+                path.name
+                for path in self.folder.iterdir()
+                if NAME.fullmatch(path.name) and (path / "engine.json").is_file()
+            )
+        except OSError as error:
+            log.warning("the folder of models cannot be read: %s", error)
+            return []
+
+    def _listed(self) -> str:
+        return ", ".join(map(repr, self._served)) or "none"
+
+    # ------------------------------------------------------------------------------------- loading, unloading
+
+    async def load_all(self) -> None:
+        """Load what was given at the start, one after another, so that each measures the memory that is left."""
+        for name in self._sources:
+            await self.load(name)
+
+    async def load(self, name: str) -> None:
+        """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded.
+
+        Raises NotServed for an unknown one, and what its artifact cannot be loaded for.
+        """
+        async with self._lock(name):
+            if name in self._served:
+                return
+            source = self._source(name)
+            self._reasons.pop(name, None)
+            self._set_busy(name, "loading")
+            try:
+                self._served[name] = await self._load(source)
+            except InfercError as error:
+                self._reasons[name] = str(error)
+                raise
+            finally:
+                self._set_busy(name, None)
+
+    async def _load(self, source: ModelSource) -> ServedModel:
+        artifact = await asyncio.to_thread(load_artifact, source.path)
+        events = self.event_log(source.name) if self.options.engine.kv_events else None
+        model = ServedModel(source, artifact, self._options_of(source.name), events, self.on_change)
+        await model.start()
+        return model
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests for a model, let its running ones end, and free its memory. Raises NotServed."""
+        async with self._lock(name):
+            model = self._served.get(name)
+            if model is None:
+                raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
+            self._set_busy(name, "unloading")
+            try:
+                await model.engine.drain(self.options.drain_seconds)
+                del self._served[name]
+                self._logs.pop(name, None)
+                await model.close()
+            finally:
+                self._set_busy(name, None)
+
+    async def sleep(self, name: str) -> None:
+        """Give a model's memory back until somebody asks for it. Raises NotServed or EngineUnavailable."""
+        await self.get(name).supervisor.sleep()
+
+    async def wake(self, name: str) -> None:
+        """Return when a model that slept takes requests."""
+        await self.get(name).supervisor.wake()
+
+    async def drain(self, limit_seconds: float) -> bool:
+        """Let the running requests of all models end; take no new ones. Whether all did."""
+        done = await asyncio.gather(*(model.engine.drain(limit_seconds) for model in self._served.values()))
+        return all(done)
+
+    async def close(self) -> None:
+        models, self._served = list(self._served.values()), {}
+        await asyncio.gather(*(model.close() for model in models))
+
+    def _source(self, name: str) -> ModelSource:
+        if (source := self._sources.get(name)) is not None:
+            return source
+        if self.folder is None:
+            raise ModelsFixed(
+                f"model {name!r:.150} is unknown, and this server was not told where others are; start it with"
+                " --model-folder DIR"
+            )
+        if not NAME.fullmatch(name) or name in (".", "..") or not (self.folder / name / "engine.json").is_file():
+            found = ", ".join(map(repr, self._in_folder())) or "none"
+            raise NotServed(f"there is no model {name!r:.150} to load; there are {found}")
+        return ModelSource(name, self.folder / name)
+
+    def _set_busy(self, name: str, state: ModelState | None) -> None:
+        if state is None:
+            self._busy.pop(name, None)
+        else:
+            self._busy[name] = state
+        self.on_change()
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())

@@ -1,0 +1,70 @@
+"""What each error of ours is for a client: one table for gRPC and HTTP.
+
+Anything that is not here is our fault, and only the log tells more.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
+from inferc.serve.async_engine import EngineUnavailable, QueueFull, RequestAborted, RequestIdInUse
+from inferc.serve.kv_events import BatchesGone, EventsOff
+from inferc.serve.models import ModelsFixed, NotServed
+from inferc.serve.waiting import RequestTimeout
+
+log = logging.getLogger(__name__)
+
+OUR_FAULT = "internal error; the server's log has the details"
+
+
+@dataclass(frozen=True)
+class Status:
+    """grpc: the name of the code. http: the status. kind and code: as in OpenAI's error object."""
+
+    grpc: str
+    http: int
+    kind: str
+    code: str | None = None
+
+
+# Of a model that was to be loaded. Their messages name files of the server, so they are for its log alone.
+NOT_LOADABLE = (ArtifactError, ConfigError, UnsupportedError)
+INTERNAL = Status("INTERNAL", 500, "server_error")
+STATUSES: tuple[tuple[type[Exception], Status], ...] = (
+    (NotServed, Status("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
+    (RequestIdInUse, Status("ALREADY_EXISTS", 409, "invalid_request_error", "request_id_in_use")),
+    (RequestError, Status("INVALID_ARGUMENT", 400, "invalid_request_error")),
+    (QueueFull, Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "queue_full")),
+    (ObjectiveError, Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "objective_not_met")),
+    (RequestAborted, Status("CANCELLED", 499, "server_error", "aborted")),
+    (EngineUnavailable, Status("UNAVAILABLE", 503, "server_error", "unavailable")),
+    (RequestTimeout, Status("DEADLINE_EXCEEDED", 504, "server_error", "timeout")),
+    (EventsOff, Status("FAILED_PRECONDITION", 400, "invalid_request_error")),
+    (ModelsFixed, Status("FAILED_PRECONDITION", 400, "invalid_request_error")),
+    (BatchesGone, Status("OUT_OF_RANGE", 400, "invalid_request_error")),
+    (GenerationError, INTERNAL),
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """An error as a client is told of it. retry_after: seconds until another try is worth while, where that is known."""
+
+    status: Status
+    message: str
+    retry_after: float | None = None
+
+
+def told(error: Exception) -> Told:
+    """What to tell a client; logs what is our fault."""
+    for kind, status in STATUSES:
+        if isinstance(error, kind):
+            return Told(status, str(error), getattr(error, "retry_after", None))
+    if isinstance(error, NOT_LOADABLE):
+        log.error("%s", error)
+        status = Status("FAILED_PRECONDITION", 409, "invalid_request_error", "model_not_loadable")
+        return Told(status, "the model cannot be loaded; the server's log has the details")
+    log.error("a call failed", exc_info=error)
+    return Told(INTERNAL, OUR_FAULT)

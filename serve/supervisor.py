@@ -1,0 +1,231 @@
+"""Keeps a model's engine process running: starts it, notices that it died or hangs, starts it again, puts it to sleep.
+
+What is between two engines waits (async_engine.py). An engine that dies again and again is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from inferc.errors import InfercError
+from inferc.runtime.engine_loop import Event, Stats
+from inferc.serve.async_engine import AsyncEngine, EngineLike, EngineUnavailable, State
+
+log = logging.getLogger(__name__)
+
+PING_SECONDS = 1.0  # how often the engine is asked whether it still steps
+HANG_SECONDS = 60.0  # a step that lasts longer is no step any more
+MAX_DEATHS = 5  # within DEATHS_WINDOW_SECONDS: then it is given up
+DEATHS_WINDOW_SECONDS = 300.0
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # before it is started again; doubled from the second death on
+
+
+class EngineProcessLike(EngineLike, Protocol):
+    """What the supervisor asks of an engine's process (EngineProcess). The first three wait."""
+
+    def wait_until_ready(self) -> object: ...
+
+    def close(self) -> None: ...
+
+    def kill(self, reason: str) -> None: ...
+
+
+Launch = Callable[[Callable[[str], None]], EngineProcessLike]
+
+
+class Supervisor:
+    """Runs the engine of one AsyncEngine. launch starts a process, and gets whom to tell, on any thread, that it stopped.
+
+    on_state hears of every change of the engine's state.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        launch: Launch,
+        hang_seconds: float = HANG_SECONDS,
+        on_state: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        self.engine = engine
+        self.num_restarts = 0
+        self._launch = launch
+        self._hang_seconds = hang_seconds
+        self._on_state = on_state
+        self._loop = asyncio.get_running_loop()
+        self._process: EngineProcessLike | None = None
+        self._died = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._sleep_asked = asyncio.Event()
+        self._changed = asyncio.Event()  # of the state
+        self._deaths: deque[float] = deque()
+        self._task: asyncio.Task[None] | None = None
+        engine.wanted = self._wake.set
+
+    async def start(self) -> None:
+        """Start the engine and return when it takes requests. Raises what it cannot start for."""
+        await self._start_process()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End the engine; whatever still runs fails."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        if self._process is not None:
+            await asyncio.to_thread(self._process.close)
+
+    async def sleep(self) -> None:
+        """Let running requests end, then give the engine's memory back. The next request wakes it."""
+        if self.engine.state == "asleep":
+            return
+        if self.engine.state != "serving":
+            raise EngineUnavailable(f"the engine is {self.engine.state}; it cannot sleep now", retry_after=1.0)
+        self._sleep_asked.set()
+        await self._wait_for("asleep")
+
+    async def wake(self) -> None:
+        """Return when the engine takes requests. Raises EngineUnavailable if it is gone for good."""
+        self._sleep_asked.clear()
+        if self.engine.state == "asleep":
+            self._wake.set()
+        await self._wait_for("serving")
+
+    async def _wait_for(self, state: State) -> None:
+        while self.engine.state != state:
+            if self.engine.state in ("dead", "draining"):
+                raise EngineUnavailable(self.engine.reason or f"the engine is {self.engine.state}")
+            self._changed.clear()
+            await self._changed.wait()
+
+    # -------------------------------------------------------------------------------------------- the task
+
+    async def _run(self) -> None:
+        while True:
+            why = await self._watch()
+            if why is None:
+                await self._sleep()
+                continue
+            now = time.monotonic()
+            self._deaths.append(now)
+            while self._deaths[0] < now - DEATHS_WINDOW_SECONDS:
+                self._deaths.popleft()
+            log.error("%s; %d requests were open", why, self.engine.num_requests)
+            self._detach("starting")
+            if not await self._start_again(why):
+                return
+
+    async def _start_again(self, why: str) -> bool:
+        """Start the engine after a death, and again if it does not start; False: it is given up."""
+        while True:
+            if len(self._deaths) > MAX_DEATHS:
+                reason = (
+                    f"{why}; that was its {len(self._deaths)}th end within {DEATHS_WINDOW_SECONDS:g} s, so it is not"
+                    " started again: restart the server"
+                )
+                log.error("%s", reason)
+                self._detach("dead", reason)
+                return False
+            pause = FIRST_PAUSE_SECONDS if len(self._deaths) == 1 else 0.5 * 2 ** (len(self._deaths) - 2)
+            await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
+            started = time.monotonic()
+            try:
+                await self._start_process()
+            except InfercError as error:
+                why = f"the engine does not start again: {error}"
+                log.error("%s", why)
+                self._deaths.append(time.monotonic())
+                continue
+            self.num_restarts += 1
+            log.warning("the engine was started again, in %.2f s", time.monotonic() - started)
+            return True
+
+    async def _start_process(self) -> None:
+        self._died = died = asyncio.Event()
+
+        def on_stop(reason: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(died.set)
+
+        process = self._process = self._launch(on_stop)
+        try:
+            await asyncio.to_thread(process.wait_until_ready)
+        except asyncio.CancelledError:
+            process.close()  # which ends the thread's wait
+            raise
+        self.engine.attach(process)
+        self._state_changed()
+
+    async def _watch(self) -> str | None:
+        """Why the engine has ended, or has to; None: it shall sleep.
+
+        It is asked for its counters again and again; when it does not answer within hang_seconds, it is killed.
+        """
+        process, answered, asked = self._process, asyncio.Event(), time.monotonic()
+        assert process is not None
+        self._ping(process, answered)
+        while process.stopped is None:
+            if self._sleep_asked.is_set() and self.engine.num_requests == 0:
+                return None
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._next_event(), PING_SECONDS)
+            now = time.monotonic()
+            if answered.is_set():
+                answered, asked = asyncio.Event(), now
+                self._ping(process, answered)
+            elif self._hang_seconds and now - asked > self._hang_seconds and process.stopped is None:
+                reason = f"the engine has not ended its step for {self._hang_seconds:g} s and was killed"
+                await asyncio.to_thread(process.kill, reason)
+                return reason
+        return process.stopped
+
+    async def _next_event(self) -> None:
+        """Wait for the engine's end, or for what a sleep waits for."""
+        other = self.engine.wait_until_idle() if self._sleep_asked.is_set() else self._sleep_asked.wait()
+        waits: list[asyncio.Future[object]] = [asyncio.ensure_future(wait) for wait in (self._died.wait(), other)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _ping(self, process: EngineProcessLike, answered: asyncio.Event) -> None:
+        def sink(event: Event) -> None:
+            if isinstance(event, Stats):
+                with suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(answered.set)
+
+        with suppress(InfercError):  # it has stopped: `_watch` sees that
+            process.ask_stats(sink)
+
+    async def _sleep(self) -> None:
+        """End the engine's process, and start another when a request wants one."""
+        process = self._process
+        assert process is not None
+        self._wake.clear()
+        self._sleep_asked.clear()
+        self._detach("asleep")
+        await asyncio.to_thread(process.close)
+        await self._wake.wait()
+        self._detach("starting")
+        try:
+            await self._start_process()
+        except InfercError as error:
+            self._deaths.append(time.monotonic())
+            log.error("the engine does not wake: %s", error)
+            if not await self._start_again(f"the engine does not wake: {error}"):
+                await asyncio.Event().wait()  # it is given up; `close` ends this
+
+    def _detach(self, state: State, reason: str = "") -> None:
+        self.engine.detach(state, reason)
+        self._state_changed()
+
+    def _state_changed(self) -> None:
+        self._changed.set()
+        self._on_state(self.engine.state)

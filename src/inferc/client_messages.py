@@ -1,0 +1,178 @@
+"""What the two clients share: requests built from Python values, answers taken apart, errors, and when to try again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+
+from inferc.errors import InfercError, RequestError
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+
+SERVICE = "inferc.v1.InferenceService"
+FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 5.0
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class ServerError(InfercError):
+    """The server could not do it; `code` is the gRPC status code's name, for example UNAVAILABLE.
+
+    retry_after: seconds until another try is worth while, where the server said so.
+    """
+
+    def __init__(self, code: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed soon: the server starts, or has no room now."""
+        return self.code == "UNAVAILABLE" or (self.code == "RESOURCE_EXHAUSTED" and self.retry_after is not None)
+
+    def pause(self, attempt: int) -> float:
+        """Seconds to wait before the next try: what the server said, else doubled each time; with some chance, so that not
+        all clients come back at once."""
+        wanted = self.retry_after if self.retry_after is not None else FIRST_PAUSE_SECONDS * 2.0**attempt
+        return min(wanted, MAX_PAUSE_SECONDS) * random.uniform(0.8, 1.2)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came since the piece before it, for output `index`. The last piece of an output has a finish_reason.
+
+    The last one of all has the usage; the first one has prompt_logprobs, if they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    usage: pb.Usage | None = None
+    prompt_logprobs: tuple[pb.TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole output."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[pb.TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """A text's tokens, and of each but the first its log probability, its rank and the likeliest tokens there."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[pb.TokenLogprobs, ...]
+
+
+def piece(message: pb.GenerateResponse) -> Piece:
+    return Piece(
+        message.index,
+        message.text,
+        tuple(message.token_ids),
+        FINISH_REASONS.get(message.finish_reason),
+        tuple(message.logprobs),
+        message.usage if message.HasField("usage") else None,
+        tuple(message.prompt_logprobs),
+    )
+
+
+def completions(answer: pb.CompleteResponse) -> list[Completion]:
+    return [
+        Completion(
+            output.text, tuple(output.token_ids), FINISH_REASONS.get(output.finish_reason, ""), tuple(output.logprobs)
+        )
+        for output in answer.outputs
+    ]
+
+
+def generate_request(prompt: Prompt, model: str, **options: Any) -> pb.GenerateRequest:
+    """options: the request's own fields, and those of SamplingParams. Raises RequestError for what is no request."""
+    fields = {name: options.pop(name) for name in ("request_id", "tap", "prompt_logprobs") if name in options}
+    try:
+        return pb.GenerateRequest(model=model, sampling=_sampling(options), **fields, **_prompt(prompt))
+    except (TypeError, ValueError) as error:  # half of a surrogate pair, or a request_id that is no text
+        raise RequestError(f"the request cannot be sent: {error}") from None
+
+
+def score_request(prompt: Prompt, model: str, top_logprobs: int) -> pb.ScoreRequest:
+    """Raises RequestError for what is no request."""
+    try:
+        return pb.ScoreRequest(model=model, top_logprobs=top_logprobs, **_prompt(prompt))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the request cannot be sent: {error}") from None
+
+
+def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str, add_special_tokens: bool) -> Any:
+    """Raises RequestError for what is no request."""
+    fields = _prompt(prompt)
+    if "token_ids" in fields:
+        raise RequestError("these are token ids already; give a text or chat messages")
+    return pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens, **fields)
+
+
+def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
+    known = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
+    for name in values:
+        if name not in known:
+            raise RequestError(f"unknown sampling parameter {name}; known: {', '.join(known)}")
+    try:
+        return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"sampling: {error}") from None
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """The field of a request that a prompt is. Raises RequestError for what is none."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise RequestError(f"a prompt is a text, a list of token ids or a list of chat messages, found {prompt!r:.80}")
+    if prompt and isinstance(prompt[0], Mapping):
+        return {"chat": pb.Chat(messages=[_message(index, part) for index, part in enumerate(prompt)])}
+    return {"token_ids": pb.TokenIds(ids=token_ids(prompt))}
+
+
+def token_ids(values: Sequence[Any]) -> list[int]:
+    """Raises RequestError for what are none."""
+    for index, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"token_ids[{index}] is {value!r:.80}; a token id is a whole number")
+        if not 0 <= value < 2**31:
+            raise RequestError(f"token_ids[{index}] is {value}; a token id is 0 to {2**31 - 1}")
+    return list(values)
+
+
+def _message(index: int, message: Any) -> pb.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"message {index} of the chat is {message!r:.80}; it needs a role and a content")
+    for name in ("role", "content"):
+        if not isinstance(message.get(name), str):
+            found = f"{message[name]!r:.80}" if name in message else "none"
+            raise RequestError(f"message {index} of the chat needs a {name}, a text; found {found}")
+    return pb.ChatMessage(role=message["role"], content=message["content"])
+
+
+def error_of(error: grpc.RpcError) -> InfercError:
+    """RequestError for what the server calls the client's fault, else ServerError."""
+    code, details = error.code(), error.details() or "no details"
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
+        return RequestError(details)
+    retry_after = None
+    metadata: Any = error.trailing_metadata() or ()  # the stubs give its entries no type
+    for name, value in metadata:
+        if name == "retry-after":
+            retry_after = float(value)
+    return ServerError(code.name, details, retry_after)

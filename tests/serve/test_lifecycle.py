@@ -1,0 +1,246 @@
+"""What happens to requests and models when engines die, hang, sleep, or are loaded while a server runs."""
+
+import asyncio
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import Server, run_inferc, wait_until
+
+from inferc.client import AsyncClient, Client, Piece, ServerError
+from inferc.errors import RequestError
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
+
+
+def health(address: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+# --------------------------------------------------------------------------------------------- death and hangs
+
+
+def test_a_killed_engine_comes_back_and_what_had_not_begun_is_answered(tiny_artifact: Path) -> None:
+    with (
+        Server(tiny_artifact, "--max-num-seqs", "1") as server,
+        Client(server.address, retries=0) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        (want,) = client.complete("xyz", max_tokens=6, **GREEDY)
+        stream = client.generate("abc", **ENDLESS)
+        next(stream)
+        waiting = [pool.submit(client.complete, "xyz", max_tokens=6, **GREEDY) for _ in range(3)]
+        scored = pool.submit(client.score, [5, 6, 7])
+        wait_until(lambda: client.loads().num_requests == 5, "all are there")
+        first = server.engine.pid
+        server.engine.send_signal(signal.SIGKILL)
+        with pytest.raises(ServerError, match="SIGKILL") as raised:
+            list(stream)
+        assert raised.value.code == "UNAVAILABLE" and raised.value.retry_after is not None
+        assert [future.result(30) for future in waiting] == [[want]] * 3
+        assert len(scored.result(30).logprobs) == 2
+        assert server.engine.pid != first and client.loads().num_restarts == 1
+        wait_until(lambda: health(server.address) == SERVING, "health says SERVING again")
+        assert "the engine was started again" in server.log and "Traceback" not in server.log
+        server.terminate()
+        assert server.process.wait(30) == 0
+
+
+def test_a_hung_engine_is_killed_and_comes_back(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--hang-seconds", "1") as server, Client(server.address, retries=0) as client:
+        stream = client.generate("abc", **ENDLESS)
+        next(stream)
+        server.engine.suspend()
+        with pytest.raises(ServerError, match="has not ended its step for 1 s and was killed"):
+            list(stream)
+        assert len(client.complete("xyz", max_tokens=6, **GREEDY)[0].token_ids) == 6
+
+
+def test_an_engine_that_keeps_dying_is_given_up(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact) as server, Client(server.address, retries=0) as client:
+        deadline = time.monotonic() + 60
+        while health(server.address) == SERVING or "not started again" not in server.log:
+            assert time.monotonic() < deadline
+            for child in psutil.Process(server.process.pid).children():
+                child.kill()
+            time.sleep(0.1)
+        with pytest.raises(ServerError, match="it is not started again: restart the server") as raised:
+            client.complete("abc")
+        assert raised.value.code == "UNAVAILABLE"
+        server.terminate()
+        assert server.process.wait(30) == 1
+
+
+def test_sigterm_while_the_engine_starts_again_loses_nothing(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-num-seqs", "1") as server, Client(server.address) as client:
+        with ThreadPoolExecutor() as pool:
+            (want,) = client.complete("xyz", max_tokens=6, **GREEDY)
+            server.engine.suspend()
+            waiting = [pool.submit(client.complete, "xyz", max_tokens=6, **GREEDY) for _ in range(3)]
+            time.sleep(0.3)  # they are on their way to an engine that does not listen
+            server.engine.kill()
+            server.terminate()
+            assert [future.result(30) for future in waiting] == [[want]] * 3
+        assert server.process.wait(30) == 0
+
+
+# ----------------------------------------------------------------------------------------------------- models
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two artifacts, and what is none."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("one", "two"):
+        shutil.copytree(tiny_artifact, folder / name)
+    (folder / "notes").mkdir()
+    shutil.copytree(tiny_artifact, folder / "damaged")
+    with (folder / "damaged" / "engine.json").open("a") as file:
+        file.write("x")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def several(folder: Path, tiny_artifact: Path) -> Iterator[Server]:
+    options = ("--model-folder", str(folder), "--kv-memory", "8MB")
+    with Server(f"first={tiny_artifact}", *options) as server:
+        yield server
+
+
+def states(client: Client) -> dict[str, str]:
+    return {model.model: model.state for model in client.models()}
+
+
+def test_models_are_loaded_and_unloaded_by_name(several: Server) -> None:
+    with Client(several.address) as client, Client(several.address, model="two") as two:
+        everything = {"first": "serving", "damaged": "unloaded", "one": "unloaded", "two": "unloaded"}
+        assert states(client) == everything
+        with pytest.raises(RequestError, match="model 'two' is not served here; this server has 'first'"):
+            two.complete("abc")
+        assert client.load_model("two") > 0
+        assert states(client) == {**everything, "two": "serving"}
+        assert two.complete("abc", max_tokens=4, **GREEDY) == client.complete("abc", max_tokens=4, **GREEDY)
+        assert (two.model_info().model, client.model_info().model) == ("two", "first")
+        assert client.load_model("two") < 0.1, "it is there already"
+        two.unload_model("two")
+        with pytest.raises(RequestError, match="is not served here"):
+            two.complete("abc")
+        with pytest.raises(RequestError, match="model 'two' is not loaded"):
+            client.unload_model("two")
+        assert states(client) == everything
+
+
+@pytest.mark.parametrize("name", ["none", "notes", "../models", "/etc", "one/../two", "", "a" * 1000])
+def test_there_is_no_such_model_to_load(several: Server, name: str) -> None:
+    with Client(several.address) as client, pytest.raises(RequestError, match="there are 'damaged', 'one', 'two'"):
+        client.load_model(name)
+
+
+def test_a_damaged_artifact_is_told_without_its_path(several: Server, folder: Path) -> None:
+    with Client(several.address) as client:
+        with pytest.raises(ServerError, match="the model cannot be loaded; the server's log has") as raised:
+            client.load_model("damaged")
+        assert raised.value.code == "FAILED_PRECONDITION" and str(folder) not in str(raised.value)
+        assert str(folder) in several.log
+        assert states(client)["damaged"] == "unloaded"
+
+
+def test_unloading_lets_running_requests_end(several: Server) -> None:
+    with Client(several.address) as client, Client(several.address, model="one", retries=0) as one:
+        client.load_model("one")
+        stream = one.generate("abc", n=4, max_tokens=200, ignore_eos=True)
+        tokens = len(next(stream).token_ids)
+        with ThreadPoolExecutor() as pool:
+            unloading = pool.submit(client.unload_model, "one")
+            wait_until(lambda: states(client)["one"] == "unloading" or unloading.done(), "it is on its way")
+            tokens += sum(len(piece.token_ids) for piece in stream)
+            unloading.result(30)
+        assert tokens == 800
+
+
+def test_a_model_sleeps_and_the_next_request_wakes_it(several: Server) -> None:
+    with Client(several.address) as client, Client(several.address, model="one") as one:
+        client.load_model("one")
+        (want,) = one.complete("xyz", max_tokens=6, **GREEDY)
+        count = len(psutil.Process(several.process.pid).children())
+        client.sleep_model("one")
+        assert states(client)["one"] == "asleep"
+        wait_until(lambda: len(psutil.Process(several.process.pid).children()) == count - 1, "its process has ended")
+        assert one.complete("xyz", max_tokens=6, **GREEDY) == [want]
+        assert states(client)["one"] == "serving"
+        client.sleep_model("one")
+        assert client.wake_model("one") > 0 and states(client)["one"] == "serving"
+        client.unload_model("one")
+
+
+def test_a_server_of_fixed_models_loads_no_others(served: str, tiny_artifact: Path) -> None:
+    with Client(served) as client:
+        assert states(client) == {tiny_artifact.name: "serving"}
+        with pytest.raises(ServerError, match="start it with --model-folder DIR") as raised:
+            client.load_model("other")
+        assert raised.value.code == "FAILED_PRECONDITION"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "nothing to serve: give an artifact"),
+        (("a=x", "a=y"), "two models are named a"),
+        (("a b=x",), "model name 'a b': expected letters"),
+        (("a=x", "b=y", "--record", "f"), "--record is for a server of one model"),
+        (("--model-folder", "nowhere"), "--model-folder nowhere is not a folder"),
+        (("x", "--hang-seconds", "-1"), "--hang-seconds -1: expected a number of seconds, 0 or more"),
+    ],
+)
+def test_what_cannot_be_served(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = run_inferc("serve", *options, "--grpc-port", "0", cwd=tmp_path)
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+# ---------------------------------------------------------------------------------------------- the async client
+
+
+def test_the_async_client_makes_the_same_calls(several: Server) -> None:
+    async def work() -> None:
+        async with AsyncClient(several.address) as client:
+            await client.wait_until_ready()
+            pieces = [piece async for piece in client.generate("abc", max_tokens=8, **GREEDY)]
+            (whole,) = await client.complete("abc", max_tokens=8, **GREEDY)
+            assert "".join(piece.text for piece in pieces) == whole.text and len(whole.token_ids) == 8
+            ids = await client.tokenize("abc")
+            assert await client.detokenize(ids) == "abc"
+            assert (await client.score("abc")).token_ids == tuple(ids)
+            info, loads = await client.model_info(), await client.loads()
+            assert info.model == "first" and loads.output_tokens >= 16
+            await client.load_model("one")
+            await client.sleep_model("one")
+            await client.wake_model("one")
+            await client.unload_model("one")
+            assert {model.model: model.state for model in await client.models()}["one"] == "unloaded"
+            with pytest.raises(RequestError, match="max_tokens is -1"):
+                await client.complete("abc", max_tokens=-1)
+            stream = client.generate("abc", request_id="mine", **ENDLESS)
+            first: Piece = await anext(stream)
+            assert first.token_ids and await client.abort("mine")
+            with pytest.raises(ServerError) as raised:
+                async for _ in stream:
+                    pass
+            assert raised.value.code == "CANCELLED"
+            many = await asyncio.gather(*(client.complete([7, n], max_tokens=3, **GREEDY) for n in range(20)))
+            assert all(len(each[0].token_ids) == 3 for each in many)
+
+    asyncio.run(asyncio.wait_for(work(), 60))

@@ -1,0 +1,198 @@
+"""The life of an engine process, over scripted ones: death, hangs, giving up, sleep."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from inferc.errors import ArtifactError, InfercError
+from inferc.runtime.engine import EngineStats
+from inferc.runtime.engine_loop import Scored, Sink, Stats
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
+from inferc.serve import supervisor
+from inferc.serve.async_engine import AsyncEngine, EngineUnavailable, ModelFacts, State
+from inferc.serve.supervisor import MAX_DEATHS, Supervisor
+
+Result = TypeVar("Result")
+
+
+class Process:
+    """An engine process that does what the test says."""
+
+    def __init__(self, on_stop: Callable[[str], None], error: InfercError | None) -> None:
+        self.stopped: str | None = None
+        self.is_hung = False
+        self.closed = False
+        self.sinks: list[Sink] = []
+        self._on_stop, self._error = on_stop, error
+
+    def wait_until_ready(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def add(self, prompt_token_ids: Any, params: SamplingParams, sink: Sink, name: str = "") -> str:
+        raise NotImplementedError
+
+    def score(self, token_ids: Any, sink: Sink, num_top: int = 0) -> str:
+        self.sinks.append(sink)
+        return str(len(self.sinks))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        pass
+
+    def ask_stats(self, sink: Sink) -> str:
+        if not self.is_hung:
+            sink(Stats("stats", EngineStats()))
+        return "stats"
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def die(self, reason: str) -> None:
+        self.stopped = reason
+        self._on_stop(reason)
+
+    def kill(self, reason: str) -> None:
+        self.die(reason)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Stage:
+    """A supervisor, the processes it started, and the states it told of. errors: what the next processes fail by."""
+
+    def __init__(self, hang_seconds: float = 60.0) -> None:
+        self.processes: list[Process] = []
+        self.errors: list[InfercError | None] = []
+        self.states: list[State] = []
+        self.engine = AsyncEngine(None, ModelFacts(128, 64))
+        self.supervisor = Supervisor(self.engine, self.launch, hang_seconds, self.states.append)
+
+    def launch(self, on_stop: Callable[[str], None]) -> Process:
+        self.processes.append(Process(on_stop, self.errors.pop(0) if self.errors else None))
+        return self.processes[-1]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(asyncio.wait_for(work, 10))
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PING_SECONDS", 0.005)
+    monkeypatch.setattr(supervisor, "MAX_PAUSE_SECONDS", 0.001)
+
+
+def test_what_cannot_start_the_first_time_is_raised() -> None:
+    async def work() -> None:
+        stage = Stage()
+        stage.errors = [ArtifactError("damaged")]
+        with pytest.raises(ArtifactError, match="damaged"):
+            await stage.supervisor.start()
+        await stage.supervisor.close()
+        assert stage.processes[0].closed
+
+    run(work())
+
+
+def test_a_dead_engine_is_started_again() -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        assert stage.states == ["serving"]
+        stage.processes[0].die("killed by SIGKILL")
+        await stage.until(lambda: stage.states == ["serving", "starting", "serving"])
+        assert stage.engine.client is stage.processes[1] and stage.supervisor.num_restarts == 1
+        await stage.supervisor.close()
+        assert stage.processes[1].closed
+
+    run(work())
+
+
+def test_one_that_dies_again_and_again_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        stage.errors = [None, InfercError("no memory")]  # of the second and the third process
+        while stage.engine.state != "dead":
+            if stage.engine.state == "serving" and stage.processes[-1].stopped is None:
+                stage.processes[-1].die("killed by SIGSEGV")
+            await asyncio.sleep(0.001)
+        with pytest.raises(EngineUnavailable, match="6th end within 300 s, so it is not started again"):
+            stage.engine.check_open()
+        with pytest.raises(EngineUnavailable, match="not started again"):
+            await stage.supervisor.wake()
+        assert len(stage.processes) == MAX_DEATHS + 1
+        await stage.supervisor.close()
+
+    run(work())
+    assert "the engine does not start again: no memory" in caplog.text
+
+
+def test_a_hung_engine_is_killed_and_started_again() -> None:
+    async def work() -> None:
+        stage = Stage(hang_seconds=0.05)
+        await stage.supervisor.start()
+        await asyncio.sleep(0.1)
+        assert len(stage.processes) == 1, "it answers"
+        stage.processes[0].is_hung = True
+        await stage.until(lambda: len(stage.processes) == 2)
+        assert stage.processes[0].stopped == "the engine has not ended its step for 0.05 s and was killed"
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_hanging_may_be_allowed() -> None:
+    async def work() -> None:
+        stage = Stage(hang_seconds=0)
+        await stage.supervisor.start()
+        stage.processes[0].is_hung = True
+        await asyncio.sleep(0.1)
+        assert stage.processes[0].stopped is None
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_sleep_waits_for_what_runs_and_the_next_request_wakes() -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        scoring = asyncio.ensure_future(stage.engine.score([1, 2]))
+        await asyncio.sleep(0)
+        sleeping = asyncio.ensure_future(stage.supervisor.sleep())
+        await asyncio.sleep(0.05)
+        assert not sleeping.done() and not stage.processes[0].closed
+        stage.processes[0].sinks[0](Scored("1", Score([-1.0], [2])))
+        assert (await scoring).argmax == [2]
+        await sleeping
+        await stage.until(lambda: stage.processes[0].closed)
+        assert len(stage.processes) == 1
+        await stage.supervisor.sleep()  # it does already
+        stage.engine.wanted()
+        await stage.until(lambda: stage.engine.client is stage.processes[-1])
+        assert stage.states == ["serving", "asleep", "starting", "serving"] and len(stage.processes) == 2
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_one_that_does_not_wake_is_tried_again() -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        await stage.supervisor.sleep()
+        stage.errors = [InfercError("no memory")]
+        await stage.supervisor.wake()
+        assert len(stage.processes) == 3 and stage.engine.client is stage.processes[2]
+        await stage.supervisor.close()
+
+    run(work())
