@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 GPU_VENV := .venv-gpu-versions
+CLIENT_VENVS := .venv-clients
 JOBS ?= 2
 ARGS ?=
 ROWS ?=
@@ -19,6 +20,7 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(CURDIR)/$(VENV)/bin/python
 READY := $(VENV)/.installed
+CLIENTS := $(patsubst tests/clients/%.txt,$(CLIENT_VENVS)/%/.installed,$(wildcard tests/clients/*.txt))
 endif
 
 INFERC := $(PY) -m inferc
@@ -37,12 +39,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Clients of others, each in an environment of its own: what they pin is not what inferc runs with.
+$(CLIENT_VENVS)/%/.installed: tests/clients/%.txt
+	test -x $(@D)/bin/python || python3 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 demo: $(READY)  ## compile, generate, serve and stream with the model that ships
 	$(PY) examples/demo.py $(DEMO_OUT)
 
 test: lint types unit  ## lint, types and tests: what every change must pass
 
-test-all: lint types $(READY)  ## test, the slow tests, sanitizers, and the frontend against a second set of versions
+test-all: lint types $(READY) $(CLIENTS)  ## test, the slow tests, sanitizers, and the frontend against a second set of versions
 	$(PYTEST) -m 'not gpu' $(ARGS)
 	$(MAKE) sanitize
 ifndef PYTHON
@@ -50,7 +58,7 @@ ifndef PYTHON
 	$(GPU_VENV)/bin/python -m pytest -n $(JOBS) -m 'not gpu' tests/frontend tests/end_to_end/test_families.py
 endif
 
-unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
+unit: $(READY) $(CLIENTS)  ## the tests alone: make unit ARGS='tests/passes -x'
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 
 # TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business.

@@ -1,0 +1,29 @@
+"""Clients of others, in environments of their own: what they pin is not what inferc runs with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "clients"
+
+
+def environment(name: str) -> Path:
+    """The environment's folder of programs; the test is skipped without it."""
+    folder = ROOT / ".venv-clients" / name
+    if not (folder / ".installed").exists():
+        pytest.skip(f"the clients of tests/clients/{name}.txt are not installed: make .venv-clients/{name}/.installed")
+    return folder / "bin"
+
+
+def run_client(name: str, script: str, *arguments: str, timeout: float = 120) -> Any:
+    """What a script of tests/clients prints as JSON."""
+    command = [str(environment(name) / "python"), str(SCRIPTS / script), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
