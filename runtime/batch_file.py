@@ -19,7 +19,7 @@ from typing import Any, final
 from typing_extensions import Self
 
 from inferc.errors import ConfigError, InfercError
-from inferc.runtime.openai_format import URLS
+from inferc.runtime.openai_request import URLS
 
 REPORT_EVERY = 256  # lines
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair is no character

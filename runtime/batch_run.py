@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeAlias, final
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.batch_file import BatchInput, BatchOutput, BatchRequest, Line
 from inferc.runtime.llm import LLM, RequestOutput
-from inferc.runtime.openai_format import Answer, OpenAIRequest, Prompt, Token, error_body, parse_request, response_body
+from inferc.runtime.openai_answer import Answer, Token, error_body, response_body
+from inferc.runtime.openai_request import OpenAIRequest, Prompt, parse_request
 
 OF_A_REQUEST = (RequestError, ObjectiveError, GenerationError)  # other errors end the run
 Report: TypeAlias = Callable[[str, int, int], None]

@@ -19,7 +19,8 @@ from inferc.client import Client, Piece, ServerError
 from inferc.errors import GenerationError, InfercError, ObjectiveError
 from inferc.runtime.batch_run import Result, Ticket, take_all
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_format import Answer, Prompt, Token
+from inferc.runtime.openai_answer import Answer, Token
+from inferc.runtime.openai_request import Prompt
 from inferc.runtime.step import Logprobs
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
@@ -78,11 +79,9 @@ class EndpointBackend:
         ]
 
     def token(self, token_id: int) -> Token:
-        """As the second of two: at the start of a text some tokenizers drop a space."""
         if token_id not in self._tokens:
-            once, twice = (self._client.detokenize([token_id] * n, skip_special_tokens=False) for n in (1, 2))
-            text = twice[len(once) :] or once
-            self._tokens[token_id] = text, None if "\ufffd" in text else list(text.encode())
+            data = self._client.token_bytes([token_id])
+            self._tokens[token_id] = data.decode(errors="replace"), list(data)
         return self._tokens[token_id]
 
     def close(self) -> None:

@@ -95,7 +95,9 @@ class InferenceService:
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         model = self.models.get(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(text=model.decode(request.token_ids, skip))
+        text = model.decode(request.token_ids, skip)
+        raw = b"".join(map(model.engine.text.token_bytes, request.token_ids))
+        return pb.DetokenizeResponse(text=text, raw=raw)
 
     # ----------------------------------------------------------------------------------------------- models
 

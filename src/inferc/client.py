@@ -154,6 +154,11 @@ class Client:
         )
         return str(self._call("Detokenize", request, pb.DetokenizeResponse).text)
 
+    def token_bytes(self, ids: Sequence[int]) -> bytes:
+        """What the tokens stand for one after another; of one token maybe half a character."""
+        request = pb.DetokenizeRequest(model=self.model, token_ids=token_ids(ids))
+        return self._call("Detokenize", request, pb.DetokenizeResponse).raw
+
     def model_info(self) -> pb.GetModelInfoResponse:
         return self._call("GetModelInfo", pb.GetModelInfoRequest(model=self.model), pb.GetModelInfoResponse)
 
@@ -323,6 +328,10 @@ class AsyncClient:
             model=self.model, token_ids=token_ids(ids), skip_special_tokens=skip_special_tokens
         )
         return str((await self._call("Detokenize", request, pb.DetokenizeResponse)).text)
+
+    async def token_bytes(self, ids: Sequence[int]) -> bytes:
+        request = pb.DetokenizeRequest(model=self.model, token_ids=token_ids(ids))
+        return (await self._call("Detokenize", request, pb.DetokenizeResponse)).raw
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         return await self._call("GetModelInfo", pb.GetModelInfoRequest(model=self.model), pb.GetModelInfoResponse)

@@ -14,7 +14,8 @@ from serving import ENV, INFERC, Server, wait_until
 from inferc.client import SERVICE, Client
 from inferc.runtime.batch_file import BatchInput, BatchOutput, BatchRequest
 from inferc.runtime.batch_run import BatchRun, Job, Result, Ticket
-from inferc.runtime.openai_format import Answer, parse_request
+from inferc.runtime.openai_answer import Answer
+from inferc.runtime.openai_request import parse_request
 from inferc.serve.batch_endpoint import EndpointBackend
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies as what inferc serves, and what was generated as OpenAI's objects, whatever carries the two.
+"""OpenAI's request bodies as what inferc serves, whatever carries them.
 
 A field that would change the answer and is not built is refused by its name. A field that is not known is left alone:
 clients send some that mean something to OpenAI's own platform only.
@@ -7,19 +7,16 @@ clients send some that mean something to OpenAI's own platform only.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from inferc.errors import InfercError, ObjectiveError, RequestError
-from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.sampling_params import from_request
-from inferc.runtime.step import Logprobs
+from inferc.errors import RequestError
+from inferc.runtime.sampling_params import MAX_LOGPROBS, from_request
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
 MAX_PROMPTS = 2048  # of one request, as OpenAI has it
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 # Fields that are SamplingParams by the same name.
 SAMPLING = (
@@ -34,6 +31,7 @@ NOT_BUILT = (
     *("json_schema", "regex", "ebnf", "grammar", "structural_tag", "audio", "prediction", "web_search_options"),
     *("chat_template", "chat_template_kwargs", "documents", "continue_final_message", "prompt_embeds", "lora_path"),
     *("bad_words", "logits_processors", "use_beam_search", "echo", "suffix", "priority", "return_token_ids"),
+    "return_tokens_as_token_ids",
 )
 # The same with values that ask for no more than there is.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -47,19 +45,33 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
 }
+# Of these, what a server has for requests of its own, and a batch has not.
+SERVED = frozenset(
+    ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
+)
+# Variables that a template gets from here alone.
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
-Token: TypeAlias = tuple[str, list[int] | None]  # its text, and its bytes where they are known
-TokenOf: TypeAlias = Callable[[int], Token]
 
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said."""
+    """prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said.
+
+    echo: the prompt comes before the answer. prompt_logprobs: of the prompt's tokens, with so many likeliest ones.
+    generates: whether anything follows the prompt. template: variables of the chat template.
+    """
 
     kind: Literal["completion", "chat"]
     prompts: tuple[Prompt, ...]
     sampling: Mapping[str, Any]
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    generates: bool = True
+    add_special_tokens: bool = True
+    return_token_ids: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_outputs(self) -> int:
@@ -67,23 +79,17 @@ class OpenAIRequest:
         return int(self.sampling.get("n", 1))
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one prompt was answered with; cached_tokens of it were found in the prefix cache."""
+def parse_request(url: str, body: Mapping[str, Any], is_served: bool = False) -> OpenAIRequest:
+    """What a body asks for. Raises RequestError, which names the field at fault.
 
-    prompt_tokens: int
-    cached_tokens: int
-    outputs: Sequence[CompletionOutput]
-
-
-def parse_request(url: str, body: Mapping[str, Any]) -> OpenAIRequest:
-    """What a body asks for. Raises RequestError, which names the field at fault."""
+    is_served: by a server, which has more than a batch (SERVED).
+    """
     if url == EMBEDDINGS:
         raise RequestError(
             f"{url}: the model does not allow embeddings, it generates text; use {COMPLETIONS} or {CHAT}"
         )
     for name, allowed in FIXED.items():
-        if body.get(name) not in allowed:
+        if body.get(name) not in allowed and not (is_served and name in SERVED):
             raise RequestError(f"{name} is {body[name]!r:.80}, which is not built yet; leave it out")
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     for name in FLAGS:
@@ -93,22 +99,66 @@ def parse_request(url: str, body: Mapping[str, Any]) -> OpenAIRequest:
     if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
         raise RequestError(f"best_of is {body['best_of']!r:.80}, which is not built yet; leave it out")
     read = _chat if url == CHAT else _completion
-    request = read(body, sampling)
+    request = read(body, sampling, is_served)
     from_request(request.sampling)  # raises what is wrong with a value
     return request
 
 
-def _completion(body: Mapping[str, Any], sampling: dict[str, Any]) -> OpenAIRequest:
-    if body.get("add_special_tokens") is False:
+def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:
+    special = body.get("add_special_tokens")
+    if special is False and not is_served:
         raise RequestError("add_special_tokens is False, which is not built yet; give the prompt as token ids")
-    if (limit := _max_tokens(body)) is not None:
+    echo = body.get("echo") or False
+    _check_flag("echo", echo)
+    limit, generates = _max_tokens(body), True
+    if limit == 0 and echo and limit is not False:
+        limit, generates = None, False
+    if limit is not None:
         sampling["max_tokens"] = limit
     if body.get("logprobs") is not None and body["logprobs"] is not False:
         sampling["logprobs"] = body["logprobs"]
-    return OpenAIRequest("completion", tuple(_prompts(body.get("prompt"))), sampling)
+    return OpenAIRequest(
+        "completion",
+        tuple(_prompts(body.get("prompt"))),
+        sampling,
+        echo=echo,
+        generates=generates,
+        add_special_tokens=special is not False,
+        **_served_alone(body, sampling, is_served),
+    )
 
 
-def _chat(body: Mapping[str, Any], sampling: dict[str, Any]) -> OpenAIRequest:
+def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> dict[str, Any]:
+    """Fields of OpenAIRequest that only a server has."""
+    if not is_served:
+        return {}
+    if body.get("priority"):
+        sampling["priority"] = body["priority"]
+    wanted = body.get("prompt_logprobs")
+    if wanted is not None and not (type(wanted) is int and 0 <= wanted <= MAX_LOGPROBS):
+        raise RequestError(f"prompt_logprobs is {wanted!r:.80}; expected 0 to {MAX_LOGPROBS}")
+    _check_flag("return_token_ids", body.get("return_token_ids") or False)
+    return {"prompt_logprobs": wanted, "return_token_ids": bool(body.get("return_token_ids"))}
+
+
+def _template(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise RequestError(f"chat_template_kwargs: expected an object, found {variables!r:.80}")
+    for name in variables:
+        if name in TEMPLATE_VARIABLES:
+            raise RequestError(f"chat_template_kwargs: {name} is set by the request itself; leave it out")
+    options = dict(variables)
+    if (goes_on := body.get("add_generation_prompt")) is not None:
+        _check_flag("add_generation_prompt", goes_on)
+        options["add_generation_prompt"] = goes_on
+    return options
+
+
+def _chat(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:
+    if body.get("echo"):
+        raise RequestError("echo is True, which chat does not have; leave it out")
     if body.get("add_special_tokens") is True:
         raise RequestError("add_special_tokens is True, which is not built yet; the chat template writes its own")
     sampling["max_tokens"] = _max_tokens(body)  # None: as many as fit
@@ -120,7 +170,13 @@ def _chat(body: Mapping[str, Any], sampling: dict[str, Any]) -> OpenAIRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages: expected a list of at least one message, found {messages!r:.80}")
-    return OpenAIRequest("chat", ([_message(index, each) for index, each in enumerate(messages)],), sampling)
+    return OpenAIRequest(
+        "chat",
+        ([_message(index, each) for index, each in enumerate(messages)],),
+        sampling,
+        template=_template(body),
+        **_served_alone(body, sampling, is_served),
+    )
 
 
 def _check_flag(name: str, value: Any) -> None:
@@ -178,114 +234,3 @@ def _message(index: int, message: Any) -> dict[str, str]:
             raise RequestError(f"{where}.content: expected text, found {text!r:.80}")
         texts.append(text)
     return {"role": message["role"], "content": "".join(texts)}
-
-
-# ----------------------------------------------------------------------------------------------- answers
-
-
-def response_body(
-    request: OpenAIRequest, answers: Sequence[Answer], name: str, model: str, created: int, token: TokenOf
-) -> dict[str, Any]:
-    """The object that answers a whole request, `answers` in the order of its prompts.
-
-    name: makes its id; created: seconds since 1970. token: what a token id stands for, asked where there are log
-    probabilities.
-    """
-    is_chat = request.kind == "chat"
-    outputs = [output for answer in answers for output in answer.outputs]
-    choice = _chat_choice if is_chat else _completion_choice
-    return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [{"index": index, **choice(output, token)} for index, output in enumerate(outputs)],
-        "usage": _usage(answers),
-    }
-
-
-def error_body(error: InfercError) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the object that tell of an error."""
-    status, kind = 500, "server_error"
-    if isinstance(error, RequestError):
-        status, kind = 400, "invalid_request_error"
-    elif isinstance(error, ObjectiveError):
-        status, kind = 429, "rate_limit_error"
-    return status, {"error": {"message": str(error), "type": kind, "param": _field_of(str(error)), "code": None}}
-
-
-def _field_of(message: str) -> str | None:
-    """The field that a message of ours begins with, if it does."""
-    found = re.match(r"([a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)?(?::| is )", message)
-    known = (
-        *SAMPLING,
-        *FIXED,
-        "prompt",
-        "messages",
-        "logprobs",
-        "top_logprobs",
-        "logit_bias",
-        "max_tokens",
-        "best_of",
-        "stream",
-    )
-    return found[1] if found is not None and found[1] in known else None
-
-
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
-    output_tokens = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers)},
-    }
-
-
-def _completion_choice(output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
-    logprobs = None if output.logprobs is None else _completion_logprobs(output.logprobs, token)
-    return {"text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
-
-
-def _completion_logprobs(rows: Sequence[Logprobs], token: TokenOf) -> dict[str, Any]:
-    """Lists with a row for each token; the chosen one is among its `top_logprobs`, and offsets begin with the answer."""
-    tokens = [token(row.token_id)[0] for row in rows]
-    offsets, length = [], 0
-    for text in tokens:
-        offsets.append(length)
-        length += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(row.logprob) for row in rows],
-        "top_logprobs": [
-            {token(each)[0]: _finite(value) for each, value in (*row.top, (row.token_id, row.logprob))} for row in rows
-        ],
-        "text_offset": offsets,
-    }
-
-
-def _chat_choice(output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
-    rows = None
-    if output.logprobs is not None:
-        rows = [
-            {
-                **_chat_logprob(row.token_id, row.logprob, token),
-                "top_logprobs": [_chat_logprob(each, value, token) for each, value in row.top],
-            }
-            for row in output.logprobs
-        ]
-    return {
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
-        "logprobs": None if rows is None else {"content": rows, "refusal": None},
-        "finish_reason": output.finish_reason,
-    }
-
-
-def _chat_logprob(token_id: int, logprob: float, token: TokenOf) -> dict[str, Any]:
-    text, data = token(token_id)
-    return {"token": text, "logprob": _finite(logprob), "bytes": data}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)

@@ -7,7 +7,8 @@ from batches import CHAT, COMPLETIONS, EMBEDDINGS
 
 from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_format import Answer, OpenAIRequest, Token, error_body, parse_request, response_body
+from inferc.runtime.openai_answer import Answer, Token, error_body, response_body
+from inferc.runtime.openai_request import OpenAIRequest, parse_request
 from inferc.runtime.step import Logprobs
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -114,7 +115,7 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
         (COMPLETIONS, {"best_of": 3}, "best_of is 3, which", "best_of"),
         (COMPLETIONS, {"prompt_logprobs": 0}, "prompt_logprobs is 0, which", "prompt_logprobs"),
         (COMPLETIONS, {"guided_regex": "a+"}, "guided_regex is 'a+', which", "guided_regex"),
-        (COMPLETIONS, {"add_special_tokens": False}, "give the prompt as token ids", None),
+        (COMPLETIONS, {"add_special_tokens": False}, "give the prompt as token ids", "add_special_tokens"),
         (COMPLETIONS, {"n": "2"}, "n: expected an integer, found '2'", "n"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens is 0; expected at least 1", "max_tokens"),
         (COMPLETIONS, {"ignore_eos": "yes"}, "ignore_eos: expected true or false, found 'yes'", "ignore_eos"),

@@ -1,0 +1,216 @@
+"""What was generated as OpenAI's objects, whatever carries them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from inferc.errors import InfercError, ObjectiveError, RequestError
+from inferc.runtime.llm import CompletionOutput
+from inferc.runtime.openai_request import FIXED, SAMPLING, OpenAIRequest
+from inferc.runtime.step import Logprobs
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+NOTHING = CompletionOutput(0, finish_reason="length")  # where nothing was to be generated
+FIELDS = frozenset(
+    (
+        *(*SAMPLING, *FIXED, "prompt", "messages", "logprobs", "top_logprobs", "logit_bias", "max_tokens", "best_of"),
+        *("stream", "stream_options", "model", "input", "add_special_tokens", "dimensions", "encoding_format"),
+    )
+)
+
+Token: TypeAlias = tuple[str, list[int] | None]  # its text, and its bytes where they are known
+TokenOf: TypeAlias = Callable[[int], Token]
+
+
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """A prompt that is told again: rows of each token but the first, where its log probabilities were asked for."""
+
+    text: str
+    token_ids: Sequence[int]
+    rows: Sequence[Logprobs] | None = None
+
+    @property
+    def scored(self) -> list[tuple[int, Logprobs | None]]:
+        """Its tokens with their log probabilities."""
+        rows = [None] * len(self.token_ids) if self.rows is None else [None, *self.rows]
+        return list(zip(self.token_ids, rows, strict=True))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt was answered with; cached_tokens of it were found in the prefix cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    outputs: Sequence[CompletionOutput]
+    prompt: EchoedPrompt | None = None
+
+
+def response_body(
+    request: OpenAIRequest, answers: Sequence[Answer], name: str, model: str, created: int, token: TokenOf
+) -> dict[str, Any]:
+    """The object that answers a whole request, `answers` in the order of its prompts.
+
+    name: makes its id; created: seconds since 1970. token: what a token id stands for, asked where there are log
+    probabilities.
+    """
+    is_chat = request.kind == "chat"
+    choices = [
+        choice_body(request, answer, output, token) for answer in answers for output in answer.outputs or (NOTHING,)
+    ]
+    more: dict[str, Any] = {}
+    if is_chat and request.prompt_logprobs is not None:
+        more["prompt_logprobs"] = prompt_rows(answers[0].prompt, token)
+    if is_chat and request.return_token_ids:
+        more["prompt_token_ids"] = list(answers[0].prompt.token_ids) if answers[0].prompt else None
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "usage": usage_body(answers),
+        **more,
+    }
+
+
+def choice_body(request: OpenAIRequest, answer: Answer, output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
+    """A choice of a whole answer, without its index."""
+    choice = (
+        _chat_choice(output, token) if request.kind == "chat" else _completion_choice(request, answer, output, token)
+    )
+    if request.return_token_ids:
+        choice["token_ids"] = output.token_ids
+        if request.kind == "completion" and answer.prompt is not None:
+            choice["prompt_token_ids"] = list(answer.prompt.token_ids)
+    if request.kind == "completion" and request.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_rows(answer.prompt, token)
+    return choice
+
+
+def prompt_rows(prompt: EchoedPrompt | None, token: TokenOf) -> list[dict[str, Any] | None] | None:
+    """Log probabilities of a prompt's tokens, by token id, as vLLM has them; nothing comes before the first token."""
+    if prompt is None or prompt.rows is None:
+        return None
+    return [None] + [
+        {
+            str(each): {"logprob": finite(value), "rank": rank, "decoded_token": token(each)[0]}
+            for each, value, rank in _with_ranks(row)
+        }
+        for row in prompt.rows
+    ]
+
+
+def _with_ranks(row: Logprobs) -> list[tuple[int, float, int]]:
+    top = [(each, value, rank) for rank, (each, value) in enumerate(row.top, 1)]
+    return top if any(each == row.token_id for each, _ in row.top) else [*top, (row.token_id, row.logprob, row.rank)]
+
+
+def error_body(error: InfercError) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the object that tell of an error."""
+    status, kind = 500, "server_error"
+    if isinstance(error, RequestError):
+        status, kind = 400, "invalid_request_error"
+    elif isinstance(error, ObjectiveError):
+        status, kind = 429, "rate_limit_error"
+    return status, {"error": {"message": str(error), "type": kind, "param": field_of(str(error)), "code": None}}
+
+
+def field_of(message: str) -> str | None:
+    """The field that a message of ours begins with, if it does."""
+    found = re.match(r"([a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)?(?::| is )", message)
+    return found[1] if found is not None and found[1] in FIELDS else None
+
+
+def usage_body(answers: Sequence[Answer]) -> dict[str, Any]:
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    output_tokens = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers)},
+    }
+
+
+def _completion_choice(
+    request: OpenAIRequest, answer: Answer, output: CompletionOutput, token: TokenOf
+) -> dict[str, Any]:
+    rows: list[tuple[int, Logprobs | None]] = [(row.token_id, row) for row in output.logprobs or ()]
+    text, has_rows = output.text, output.logprobs is not None
+    if request.echo and answer.prompt is not None:
+        text = answer.prompt.text + text
+        rows = [*answer.prompt.scored, *rows]
+        has_rows = has_rows or answer.prompt.rows is not None
+    return {
+        "text": text,
+        "logprobs": completion_logprobs(rows, token) if has_rows else None,
+        "finish_reason": output.finish_reason,
+    }
+
+
+def completion_logprobs(rows: Sequence[tuple[int, Logprobs | None]], token: TokenOf, offset: int = 0) -> dict[str, Any]:
+    """Lists with an entry for each token: of a text's first one nothing is known (None).
+
+    The chosen token is among its `top_logprobs`. offset: where in the text the first token begins.
+    """
+    names = [_name(each, token) for each, _ in rows]
+    offsets = []
+    for each, _ in rows:
+        offsets.append(offset)
+        offset += len(token(each)[0])
+    return {
+        "tokens": names,
+        "token_logprobs": [None if row is None else finite(row.logprob) for _, row in rows],
+        "top_logprobs": [None if row is None else _top(row, token) for _, row in rows],
+        "text_offset": offsets,
+    }
+
+
+def _top(row: Logprobs, token: TokenOf) -> dict[str, float]:
+    """By the tokens' texts; of two with the same text the likelier."""
+    found: dict[str, float] = {}
+    for each, value in (*row.top, (row.token_id, row.logprob)):
+        name = _name(each, token)
+        found[name] = max(finite(value), found.get(name, LEAST_LOGPROB))
+    return found
+
+
+def _name(token_id: int, token: TokenOf) -> str:
+    """A token's text; of one that is a part of a character its bytes, as OpenAI's completions have it."""
+    text, data = token(token_id)
+    if data is not None and "\ufffd" in text and text.encode() != bytes(data):
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    return text
+
+
+def _chat_choice(output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
+    return {
+        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "logprobs": None if output.logprobs is None else chat_logprobs(output.logprobs, token),
+        "finish_reason": output.finish_reason,
+    }
+
+
+def chat_logprobs(rows: Sequence[Logprobs], token: TokenOf) -> dict[str, Any]:
+    content = [
+        {
+            **chat_logprob(row.token_id, row.logprob, token),
+            "top_logprobs": [chat_logprob(each, value, token) for each, value in row.top],
+        }
+        for row in rows
+    ]
+    return {"content": content, "refusal": None}
+
+
+def chat_logprob(token_id: int, logprob: float, token: TokenOf) -> dict[str, Any]:
+    text, data = token(token_id)
+    return {"token": text, "logprob": finite(logprob), "bytes": data}
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
