@@ -36,7 +36,7 @@ def first_token(artifact: Path) -> float:
 def server_ready(artifact: Path) -> float:
     """Seconds until `inferc serve` takes requests."""
     start = time.perf_counter()
-    command = [*INFERC, "serve", str(artifact), "--grpc-port", "0"]
+    command = [*INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         line = server.stdout.readline()

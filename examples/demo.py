@@ -22,7 +22,7 @@ def run(*arguments: str) -> None:
 
 def serve_and_stream(out: str) -> None:
     print(f"\n$ inferc serve {out} --grpc-port 0", flush=True)
-    command = [*INFERC, "serve", out, "--grpc-port", "0"]
+    command = [*INFERC, "serve", out, "--grpc-port", "0", "--http-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         ready = server.stdout.readline().strip()

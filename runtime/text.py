@@ -83,6 +83,11 @@ class Text:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @property
+    def template_source(self) -> str | None:
+        """Of the chat template, if there is one."""
+        return self._template
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 

@@ -66,7 +66,19 @@ class _Times:
 @contextmanager
 def serving(artifact: Path, options: Sequence[str]) -> Iterator[str]:
     """Start `inferc serve` on a free port of the loopback interface and yield its address; stop it in the end."""
-    command = [sys.executable, "-m", "inferc", "serve", str(artifact), "--grpc-port", "0", "--json", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "inferc",
+        "serve",
+        str(artifact),
+        "--grpc-port",
+        "0",
+        "--http-port",
+        "0",
+        "--json",
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -124,6 +124,11 @@ class ServedModel:
     def name(self) -> str:
         return self.source.name
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells this artifact from others, as OpenAI's system_fingerprint: with equal ones a seed gives equal answers."""
+        return f"inferc-{str(self.artifact.manifest['sha256'])[:12]}"
+
     async def encode(self, text: str, add_special_tokens: bool = True, is_prompt: bool = True) -> list[int]:
         """Token ids of a text; a thread makes those of a long one, so that nobody else waits.
 

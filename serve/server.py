@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import logging
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from inferc.errors import ConfigError
+from inferc.serve import http_address
 from inferc.serve.grpc_server import GrpcServer
 from inferc.serve.kv_events import KvPublisherConfig
 from inferc.serve.models import ModelOptions, Models, ModelSource
 
 if TYPE_CHECKING:
+    from inferc.serve.http_server import HttpServer
     from inferc.serve.kv_publisher import KvPublisher
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ class ServeConfig:
     models: tuple[ModelSource, ...]
     host: str = "127.0.0.1"
     grpc_port: int = 50051  # 0 takes a free one
+    http_port: int | None = 8000  # None: no HTTP
     options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     model_folder: Path | None = None  # of artifacts that can be loaded later, by their names
     kv_publisher: KvPublisherConfig | None = None  # of what the engine collects under `kv_events`
@@ -61,6 +66,7 @@ class Addresses:
     """Where a server listens, as HOST:PORT."""
 
     grpc: str
+    http: str | None
 
 
 def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
@@ -90,6 +96,9 @@ class _Server:
         self.config = config
         self.models = Models(config.models, config.options, config.model_folder, self._on_change)
         self.grpc = GrpcServer(config.host, config.grpc_port)
+        self._listener = None if config.http_port is None else http_address.bind(config.host, config.http_port)
+        self._http: HttpServer | None = None
+        self._http_task: asyncio.Task[None] | None = None
         self._publisher = self._open_publisher()
         self._changed = asyncio.Event()
         self._is_draining = False
@@ -118,8 +127,10 @@ class _Server:
             stopping.cancel()
             raise failed
         await self.grpc.start(self.models)
+        if self._listener is not None:
+            self._start_http(self._listener)
         reporting = asyncio.create_task(self._report_health())
-        on_ready(Addresses(self.grpc.address))
+        on_ready(self.addresses)
         first = await stopping
         was_broken = self.models.is_broken
         await self._drain(first, signals)
@@ -127,8 +138,23 @@ class _Server:
         # Whoever supervises us must not take a dead engine for an orderly end.
         return 1 if was_broken else _exit_code(first)
 
+    def _start_http(self, listener: socket.socket) -> None:
+        from inferc.serve.http_server import HttpServer, make_app
+
+        self._http = HttpServer(make_app(self.models), listener)
+        self._http_task = asyncio.create_task(self._http.run_until_stopped())
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(self.grpc.address, None if self._listener is None else http_address.name_of(self._listener))
+
     async def close(self) -> None:
         await self.grpc.stop(0)
+        if self._http is not None and self._http_task is not None:
+            self._http.stop(at_once=True)
+            await self._http_task
+        if self._listener is not None:
+            self._listener.close()
         await self.models.close()
         if self._publisher is not None:
             await asyncio.to_thread(self._publisher.close)
@@ -136,7 +162,11 @@ class _Server:
     async def _load(self) -> None:
         if self._publisher is not None:
             self._publisher.start()
-        await self.models.load_all()
+        if self._listener is not None:  # a third of a second of imports, while the engine's process starts
+            importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "inferc.serve.http_server"))
+            await asyncio.gather(self.models.load_all(), importing)
+        else:
+            await self.models.load_all()
 
     async def _report_health(self) -> None:
         """Say what the models' states are to those who ask for health, as soon as they change."""
@@ -161,7 +191,11 @@ class _Server:
         for model in self.models.served:
             if model.kv_events is not None:
                 model.kv_events.close("the server is shutting down")  # ends subscriptions, which would go on for ever
-        await self.grpc.stop(CUT_SECONDS if draining.done() else 0)
+        ending = [asyncio.ensure_future(self.grpc.stop(CUT_SECONDS if draining.done() else 0))]
+        if self._http is not None and self._http_task is not None:
+            self._http.stop(at_once=not draining.done())
+            ending.append(self._http_task)
+        await asyncio.wait(ending, timeout=2 * CUT_SECONDS)
 
 
 def _exit_code(number: signal.Signals) -> int:

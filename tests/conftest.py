@@ -52,7 +52,19 @@ def tiny_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
-def served(tiny_artifact: Path) -> Iterator[str]:
-    """The address of an `inferc serve` of `tiny_artifact`, for tests that leave it as it is."""
+def server(tiny_artifact: Path) -> Iterator[Server]:
+    """An `inferc serve` of `tiny_artifact`, for tests that leave it as it is."""
     with Server(tiny_artifact) as server:
-        yield server.address
+        yield server
+
+
+@pytest.fixture(scope="session")
+def served(server: Server) -> str:
+    """Its gRPC address."""
+    return server.address
+
+
+@pytest.fixture(scope="session")
+def url(server: Server) -> str:
+    """Where its HTTP is."""
+    return server.url

@@ -48,6 +48,8 @@ def serve(
         str, typer.Option("--host", metavar="HOST", help="0.0.0.0 takes calls from elsewhere.")
     ] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option("--grpc-port", metavar="PORT", help="0 takes a free one.")] = 50051,
+    http_port: Annotated[int, typer.Option("--http-port", metavar="PORT", help="0 takes a free one.")] = 8000,
+    http: Annotated[bool, typer.Option("--http/--no-http", help="OpenAI's interface beside gRPC.")] = True,
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", metavar="S", help="For running requests to end after SIGTERM.")
     ] = 30.0,
@@ -100,12 +102,14 @@ def serve(
     ] = 60.0,
     as_json: Json = False,
 ) -> int:
-    """Serve artifacts over gRPC (inferc.v1.InferenceService, KServe's protocol, health, reflection) until SIGTERM.
+    """Serve artifacts until SIGTERM: over gRPC (inferc.v1.InferenceService, KServe's protocol, health, reflection) and
+    over HTTP (OpenAI's interface).
 
-    Prints `ready grpc=HOST:PORT http=off seconds=S` when requests are taken; S counts from the start of the process.
+    Prints `ready grpc=HOST:PORT http=HOST:PORT seconds=S` when requests are taken; S counts from the start of the process.
     """
-    if not 0 <= grpc_port <= 65535:
-        raise ConfigError(f"--grpc-port {grpc_port}: expected 1 to 65535, or 0 for a free one")
+    for name, port in (("--grpc-port", grpc_port), ("--http-port", http_port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{name} {port}: expected 1 to 65535, or 0 for a free one")
     if tap and tap_out is None:
         raise ConfigError("--tap without --tap-out DIR: say where the values of requests that ask for it shall go")
     if not 0 <= hang_seconds < math.inf:
@@ -140,6 +144,7 @@ def serve(
         models=tuple(map(ModelSource.parse, outs)),
         host=host,
         grpc_port=grpc_port,
+        http_port=http_port if http else None,
         options=ModelOptions(engine, drain_seconds=drain_seconds, hang_seconds=hang_seconds),
         model_folder=model_folder,
         kv_publisher=publisher,
@@ -148,9 +153,9 @@ def serve(
     def report(addresses: Addresses) -> None:
         seconds = round(_seconds_since_start(), 3)
         if as_json:
-            print_json({"grpc": addresses.grpc, "http": None, "seconds": seconds})
+            print_json({"grpc": addresses.grpc, "http": addresses.http, "seconds": seconds})
         else:
-            say(f"ready grpc={addresses.grpc} http=off seconds={seconds}", flush=True)
+            say(f"ready grpc={addresses.grpc} http={addresses.http or 'off'} seconds={seconds}", flush=True)
 
     return serve_(config, report)
 

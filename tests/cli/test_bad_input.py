@@ -282,7 +282,7 @@ def test_more_memory_than_there_is(tiny_artifact: Path, options: tuple[str, str]
 
 
 def test_a_server_without_memory_says_so_in_one_line(tiny_artifact: Path) -> None:
-    done = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--kv-memory", "999TiB")
+    done = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--http-port", "0", "--kv-memory", "999TiB")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].endswith("GB are free; lower --kv-memory")
 

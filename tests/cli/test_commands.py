@@ -147,7 +147,18 @@ def test_generating_loads_what_it_needs(tiny_artifact: Path) -> None:
 def test_the_engine_process_of_serve_loads_what_it_needs(tiny_artifact: Path, tmp_path: Path) -> None:
     # Python reads the variable as it starts, so the server itself logs nothing and its engine process all it imports.
     code = "import os; os.environ['PYTHONPROFILEIMPORTTIME'] = '1'; from inferc.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(tiny_artifact), "--grpc-port", "0", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve",
+        str(tiny_artifact),
+        "--grpc-port",
+        "0",
+        "--http-port",
+        "0",
+        "--json",
+    ]
     log = tmp_path / "log"
     with (
         log.open("w") as errors,
@@ -180,7 +191,7 @@ def test_serve_says_when_it_is_ready(tiny_artifact: Path) -> None:
 
 @pytest.mark.parametrize("name", ["generate", "serve"])
 def test_ctrl_c_is_130(name: str, tiny_artifact: Path) -> None:
-    options = ("--grpc-port", "0") if name == "serve" else ("--prompt", "-", "--stream")
+    options = ("--grpc-port", "0", "--http-port", "0") if name == "serve" else ("--prompt", "-", "--stream")
     command = [*INFERC, name, str(tiny_artifact), *options]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=ENV, text=True, **pipes) as process:  # type: ignore[call-overload]

@@ -328,7 +328,7 @@ def test_sigterm_lets_running_requests_end(tiny_artifact: Path) -> None:
 
 
 def test_sigterm_while_it_loads_ends_it_at_once(tiny_artifact: Path) -> None:
-    command = [*INFERC, "serve", str(tiny_artifact), "--grpc-port", "0"]
+    command = [*INFERC, "serve", str(tiny_artifact), "--grpc-port", "0", "--http-port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
     try:
         wait_until(lambda: bool(psutil.Process(process.pid).children()), "the engine's process has started")

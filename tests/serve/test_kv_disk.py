@@ -65,6 +65,6 @@ def test_what_was_damaged_is_computed_and_said(tiny_artifact: Path, tmp_path: Pa
 
 def test_a_second_server_on_the_same_folder_is_refused(tiny_artifact: Path, tmp_path: Path) -> None:
     with Server(tiny_artifact, "--kv-disk", str(tmp_path)):
-        refused = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--kv-disk", tmp_path)
+        refused = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--http-port", "0", "--kv-disk", tmp_path)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "in use by another engine; give each a folder of its own" in refused.stderr

@@ -275,7 +275,7 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
     ],
 )
 def test_serve_refuses_what_cannot_be_published(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    done = run_inferc("serve", tmp_path / "none", "--grpc-port", "0", *options)
+    done = run_inferc("serve", tmp_path / "none", "--grpc-port", "0", "--http-port", "0", *options)
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
@@ -285,7 +285,7 @@ def test_serve_refuses_a_port_that_another_publisher_has(tmp_path: Path) -> None
         taken = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         free = f"ipc://{tmp_path}/pub"
         for options in (("--kv-events", taken), ("--kv-events", free, "--kv-events-replay", taken)):
-            done = run_inferc("serve", tmp_path / "none", "--grpc-port", "0", *options)
+            done = run_inferc("serve", tmp_path / "none", "--grpc-port", "0", "--http-port", "0", *options)
             assert done.returncode == 2, done.stderr
             assert f"on {taken}: Address already in use" in done.stderr.splitlines()[-1]
 

@@ -207,7 +207,7 @@ def test_a_server_of_fixed_models_loads_no_others(served: str, tiny_artifact: Pa
     ],
 )
 def test_what_cannot_be_served(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    result = run_inferc("serve", *options, "--grpc-port", "0", cwd=tmp_path)
+    result = run_inferc("serve", *options, "--grpc-port", "0", "--http-port", "0", cwd=tmp_path)
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 

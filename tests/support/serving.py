@@ -42,7 +42,7 @@ class Server:
     def __init__(self, artifact: Path | str, *options: str) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the server is)
         self.process = subprocess.Popen(
-            [*INFERC, "serve", str(artifact), "--grpc-port", "0", *options],
+            [*INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -52,6 +52,7 @@ class Server:
         self.ready = self.process.stdout.readline().strip()
         assert self.ready.startswith("ready "), self.log
         self.address = self.ready.split("grpc=")[1].split()[0]
+        self.url = "http://" + self.ready.split("http=")[1].split()[0]  # "http://off" without HTTP
 
     @property
     def log(self) -> str:

@@ -1,0 +1,35 @@
+"""The socket of the HTTP endpoint, taken before anything slow is imported or loaded."""
+
+from __future__ import annotations
+
+import socket
+
+from inferc.errors import ConfigError
+
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError if there is no such port to have."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} for HTTP: {error.strerror}; give another --http-port"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def name_of(listener: socket.socket) -> str:
+    """HOST:PORT."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,189 @@
+"""What surrounds every HTTP request: its id, limits, errors as OpenAI's objects, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from inferc.errors import InfercError
+from inferc.runtime.openai_answer import field_of
+from inferc.serve.statuses import OUR_FAULT, Told, told
+
+log = logging.getLogger(__name__)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 64 << 20
+REQUEST_ID = re.compile(r"[\w.:+/=@-]{1,128}")
+CLIENT_LEFT = 499  # nobody reads it; logs and counts do
+KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ClientLeft(InfercError):
+    """The client closed its connection before it was answered."""
+
+
+class Edge:
+    """ASGI around the application: gives every request an id, which is the answer's `x-request-id` and `scope["request_id"]`,
+    refuses bodies that are too large, and lets no exception out."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        scope["request_id"] = given if REQUEST_ID.fullmatch(given) else ""
+        name = scope["request_id"] or f"req-{secrets.token_hex(12)}"
+        has_begun, size = False, 0
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        async def named(message: MutableMapping[str, Any]) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode("latin-1"))]
+            await send(message)
+
+        try:
+            length = headers.get(b"content-length", b"0")
+            if length.isdigit() and int(length) > self._max_body_bytes:
+                raise self._too_large()
+            await self._app(scope, counted, named)
+        except HTTPException as error:
+            await error_of_http(error)(scope, receive, named)
+        except Exception:
+            log.exception("an HTTP request failed")
+            if not has_begun:
+                await error_response(500, OUR_FAULT, "server_error")(scope, receive, named)
+
+    def _too_large(self) -> HTTPException:
+        limit = self._max_body_bytes
+        return HTTPException(413, f"the body has more than {limit} bytes; send fewer prompts at once, or token ids")
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def error_response(
+    status: int,
+    message: str,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # As ASCII: a message may quote half of a surrogate pair that the client sent.
+    return Response(json.dumps(body).encode(), status, headers, "application/json")
+
+
+def response_of(found: Told) -> Response:
+    status, headers = found.status, {}
+    if found.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(found.retry_after)))  # whole seconds, by the standard
+    return error_response(status.http, found.message, status.kind, field_of(found.message), status.code, headers)
+
+
+def body_of(error: Exception) -> dict[str, Any]:
+    """The object that tells of an error in the middle of a stream."""
+    found = told(error)
+    code = found.status.code or found.status.http
+    return {
+        "error": {
+            "message": found.message,
+            "type": found.status.kind,
+            "param": field_of(found.message),
+            "code": code,
+        }
+    }
+
+
+async def on_inferc_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientLeft):
+        return Response(status_code=CLIENT_LEFT)
+    return response_of(told(error))
+
+
+def error_of_http(error: HTTPException) -> Response:
+    kind = KINDS.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
+    return error_response(error.status_code, str(error.detail), kind, headers=error.headers)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_of_http(error)
+
+
+async def on_invalid(request: Request, error: Exception) -> Response:
+    """A body that is not what its model says, in one line about the first thing that is wrong."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        message, where = f"the body is not JSON: {first['ctx']['error']}", []
+    elif not where:
+        message = "the body is no JSON object; send one, with the header content-type: application/json"
+    elif where[0] in ("prompt", "input") and first["type"] != "missing":  # of a union each type has an error of its own
+        found = f"{_at(error.body, where[0])!r:.80}"
+        message = f"{where[0]}: expected a text, a list of token ids, or a list of either, found {found}"
+    elif first["type"] == "missing":
+        message = f"{where[0]} is missing; give it"
+    else:
+        found = f"{first['input']!r:.80}"
+        message = f"{'.'.join(where[:1])}: {first['msg'][0].lower()}{first['msg'][1:]}, found {found}"
+    return error_response(400, message, "invalid_request_error", where[0] if where else None)
+
+
+def _at(body: Any, name: str) -> Any:
+    return body.get(name) if isinstance(body, Mapping) else body
+
+
+# ------------------------------------------------------------------------------------------ clients that leave
+
+
+@asynccontextmanager
+async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
+    """Cancel what is inside when the client closes its connection, and raise ClientLeft instead. The body has been read."""
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if has_left:
+            raise ClientLeft("the client left") from None
+        raise
+    finally:
+        watching.cancel()

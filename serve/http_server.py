@@ -1,0 +1,72 @@
+"""The HTTP endpoint: OpenAI's interface (openai_api.py) by FastAPI and uvicorn."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from inferc.errors import InfercError
+from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_invalid
+from inferc.serve.models import Models
+from inferc.serve.openai_api import openai_routes
+
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
+
+
+def make_app(models: Models, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
+    """The ASGI application of a server's models."""
+    app = FastAPI(
+        title="inferc",
+        description="OpenAI's interface over compiled models.",
+        version=importlib.metadata.version("inferc"),
+        # The pages about it would fetch scripts from elsewhere; /openapi.json is there for tools.
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(openai_routes(models))
+    app.add_exception_handler(InfercError, on_inferc_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    return Edge(app, max_body_bytes)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application on a socket that is bound already, and leaves signals to whoever runs it."""
+
+    def __init__(self, app: Any, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        super().__init__(config)
+        self._listener = listener
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def run_until_stopped(self) -> None:
+        """Returns after `stop`, when the open requests have ended."""
+        with suppress(SystemExit):  # uvicorn's way to say that it could not start, which it has logged
+            await self.serve([self._listener])
+
+    def stop(self, at_once: bool = False) -> None:
+        """Take no more connections and end when the open requests have, or cut them off."""
+        self.should_exit = True
+        self.force_exit = self.force_exit or at_once

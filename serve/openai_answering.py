@@ -1,0 +1,116 @@
+"""One OpenAI request at work: its prompts tokenized, scored where that is asked for, and answered, all at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from inferc.errors import RequestError
+from inferc.runtime.llm import CompletionOutput
+from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token
+from inferc.runtime.openai_request import OpenAIRequest, Prompt
+from inferc.runtime.sampling_params import SamplingParams, from_request
+from inferc.serve.async_engine import Piece, Stream
+from inferc.serve.models import ServedModel
+from inferc.serve.openai_chunks import add_piece
+from inferc.serve.waiting import gather
+
+
+class Answering:
+    """The streams of a request; close it when done, whatever happened. Choice i of prompt p has the index p * n + i."""
+
+    def __init__(self, model: ServedModel, request: OpenAIRequest, request_id: str = "") -> None:
+        """Raises RequestError for sampling parameters that are none, and as AsyncEngine.check_open."""
+        self.model, self.request = model, request
+        self.params: SamplingParams = from_request(request.sampling, model.engine.facts.defaults)
+        self._request_id = request_id
+        self._news = asyncio.Event()
+        self._streams: list[Stream] = []
+        self._prompts: list[EchoedPrompt] = []
+        if request.generates:
+            model.engine.check_open(self.params.n * len(request.prompts))
+
+    async def start(self) -> None:
+        """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open."""
+        ids = [await self._encode(prompt) for prompt in self.request.prompts]
+        self._prompts = await gather(
+            self._echoed(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)
+        )
+        if self.request.generates:
+            for number, each in enumerate(ids):
+                name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
+                self._streams.append(self.model.engine.open(each, self.params, name, self._news))
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, int, Piece], None]:
+        """(prompt, choice, piece) of all of them as they come. Raises what ends one of the streams."""
+        n, left = self.params.n, dict(enumerate(self._streams))
+        while left:
+            await self._news.wait()
+            self._news.clear()
+            for number, stream in list(left.items()):
+                while (piece := stream.take()) is not None:
+                    yield number, number * n + piece.index, piece
+                if stream.is_done:
+                    del left[number]
+
+    async def answers(self) -> list[Answer]:
+        """All of it at once."""
+        outputs = [[CompletionOutput(index) for index in range(self.params.n)] for _ in self._streams]
+        async for number, _, piece in self.pieces():
+            add_piece(outputs[number][piece.index], piece)
+        return [self._answer(number, outputs[number] if self._streams else []) for number in range(len(self._prompts))]
+
+    def usage(self, counts: dict[int, int]) -> list[Answer]:
+        """What has been counted so far, by prompt; counts: output tokens of each."""
+        return [
+            self._answer(number, [CompletionOutput(0, token_ids=[0] * counts.get(number, 0))])
+            for number in range(len(self._prompts))
+        ]
+
+    def echoed(self, number: int) -> EchoedPrompt | None:
+        """What is told of a prompt."""
+        request = self.request
+        if request.echo or request.prompt_logprobs is not None or request.return_token_ids:
+            return self._prompts[number]
+        return None
+
+    def token(self, token_id: int) -> Token:
+        data = self.model.engine.text.token_bytes(token_id)
+        return data.decode(errors="replace"), list(data)
+
+    def _answer(self, number: int, outputs: list[CompletionOutput]) -> Answer:
+        prompt = self._prompts[number]
+        cached = self._streams[number].num_cached if self._streams else 0
+        return Answer(len(prompt.token_ids), cached, outputs, self.echoed(number))
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return await self.model.encode(prompt, self.request.add_special_tokens)
+        if prompt and isinstance(prompt[0], dict):
+            messages: Any = prompt
+            return await self.model.encode_chat(messages, **self.request.template)
+        ids: Any = prompt
+        return list(ids)
+
+    async def _echoed(self, prompt: Prompt, ids: list[int]) -> EchoedPrompt:
+        request = self.request
+        text = ""
+        if request.echo:
+            text = prompt if isinstance(prompt, str) else self.model.decode(ids, skip_special_tokens=False)
+        top = request.prompt_logprobs
+        if request.echo and self.params.logprobs is not None:
+            top = max(self.params.logprobs, top or 0)
+        if top is None:
+            return EchoedPrompt(text, ids)
+        if len(ids) < 2:  # nothing comes before the only token
+            if not ids:
+                raise RequestError("prompt: it is empty; give at least one token")
+            return EchoedPrompt(text, ids, [])
+        score = await self.model.engine.score(ids, max(top, 1))
+        return EchoedPrompt(text, ids, score.rows if top else [replace(row, top=()) for row in score.rows])
