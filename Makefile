@@ -107,10 +107,11 @@ wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	rm -rf dist build
 	$(PY) -m build --outdir dist .
 
-protos:  ## make the _pb2 files again, with the oldest grpcio-tools whose output every supported protobuf reads
+protos:  ## make the _pb2 files and docs/grpc.md again, with the oldest grpcio-tools whose output every supported protobuf reads
 	test -d .venv-protos || { python3 -m venv .venv-protos && .venv-protos/bin/pip install -q grpcio-tools==1.75.1 protobuf==6.31.1; }
 	.venv-protos/bin/python -m grpc_tools.protoc -I serve/protos --python_out=serve/protos --pyi_out=serve/protos \
 	    inferc/v1/inference.proto inference/grpc_service.proto
+	.venv-protos/bin/python serve/protos/reference.py > docs/grpc.md.part && mv docs/grpc.md.part docs/grpc.md
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 	@$(PY) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null \

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +48,7 @@ class Text:
         decoder = json.loads(self.tokenizer.to_str()).get("decoder")
         self._kind, self.strips_first_space = _classify(decoder)
         self.facts: dict[str, Any] = _read_json(folder / "tokenizer_config.json") or {}
+        self._golden_chat: Mapping[str, Any] = _read_json(folder / "golden_chat.json") or {}
         template = folder / "chat_template.jinja"
         self._template = template.read_text(encoding="utf-8") if template.exists() else None
 
@@ -59,6 +60,15 @@ class Text:
                     f"the tokenizer gives {found} for {row['text']!r}, and gave {row['token_ids']} when the model was"
                     " compiled; install the tokenizers version it was compiled with, or compile it again"
                 )
+
+    def check_stop_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises ArtifactError if these are not the ids that ended a text when the model was compiled."""
+        golden = self._golden_chat.get("stop_token_ids")
+        if golden is not None and sorted(golden) != sorted(token_ids):
+            raise ArtifactError(
+                f"texts end at the token ids {sorted(token_ids)}, and ended at {sorted(golden)} when the model was compiled;"
+                " compile it again"
+            )
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`, with the tokens the model expects at its start (BOS) and end if any.
@@ -98,7 +108,30 @@ class Text:
             raise RequestError("this model has no chat template; send a plain prompt instead of messages")
         from inferc.runtime.chat_template import ChatTemplate  # jinja2 is a tenth of a second that prompts need not pay
 
-        return ChatTemplate(self._template, self.facts)
+        template = ChatTemplate(self._template, self.facts)
+        if (problem := self.chat_problem(template)) is not None:
+            raise RequestError(f"{problem}; send a plain prompt, or have the model compiled again")
+        return template
+
+    def chat_problem(self, template: ChatTemplate) -> str | None:
+        """In what a conversation differs from what transformers made of it when the model was compiled, if it does."""
+        if self._golden_chat.get("depends_on_time"):
+            return None
+        for row in self._golden_chat.get("vectors", ()):
+            try:
+                text = template.render(row["messages"], add_generation_prompt=row["add_generation_prompt"])
+            except RequestError as error:
+                return f"the model's chat template fails where it did not when the model was compiled: {error}"
+            if text != row["text"]:
+                at = next((i for i, (a, b) in enumerate(zip(text, row["text"], strict=False)) if a != b), len(text))
+                where = slice(max(0, at - 10), at + 20)
+                return (
+                    f"the model's chat template writes {text[where]!r} where it wrote {row['text'][where]!r} when the model was"
+                    " compiled"
+                )
+            if self.encode(text, add_special_tokens=False) != row["token_ids"]:
+                return f"the tokens of the conversation {text[:40]!r} are not those of when the model was compiled"
+        return None
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], max_tokens: int | None = None, **options: Any

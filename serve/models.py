@@ -163,6 +163,7 @@ class ServedModel:
         starting = asyncio.create_task(self.supervisor.start())
         try:
             self.engine.text = await asyncio.to_thread(Text, self.artifact.tokenizer_folder)
+            self.engine.text.check_stop_ids(self.artifact.model["eos_token_ids"])
             await starting
         except BaseException:
             starting.cancel()

@@ -33,7 +33,7 @@ from inferc.codegen.kernels import kernel_named
 from inferc.codegen.target import Target
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost_recorder import CostRecorder
-from inferc.errors import ConfigError, UnsupportedError
+from inferc.errors import ConfigError, RequestError, UnsupportedError
 from inferc.expert_loads import ExpertLoads
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
@@ -47,6 +47,7 @@ from inferc.passes.plan_memory import SAMPLE_ROWS, MemoryPlan, memory_plan
 from inferc.passes.user_passes import UserPass, load_passes
 from inferc.program import Program
 from inferc.runtime.abi import detect_isa
+from inferc.runtime.text import Text
 
 if TYPE_CHECKING:
     from inferc.codegen.triton.emit import CudaStep
@@ -150,6 +151,14 @@ class _Build:
         self.libraries: dict[str, dict[str, str]] = {}  # by their source
         self.cubins: list[dict[str, Any]] = []  # rows of the kernel table
 
+    def _check_chat(self) -> None:
+        """Whether the runtime makes of conversations what transformers does; a model whose template it does not run is still
+        good for plain prompts."""
+        try:
+            Text(self.folder.path / "tokenizer").chat_template  # noqa: B018 (it compares as it is made)
+        except RequestError as error:
+            log.warning("%s: chats will be refused: %s", self.checkpoint.name, error)
+
     def run(self) -> dict[str, Any] | None:
         """Write everything; returns the certificate."""
         if self.target.device == "cpu":
@@ -158,6 +167,8 @@ class _Build:
         tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
         for name, data in tokenizer.items():
             self.writer.add(f"tokenizer/{name}", data)
+        if "chat_template.jinja" in tokenizer:
+            self._check_chat()
         self.report("capture", 0, 1)
         program = capture(self.checkpoint, self.config.dtype, self.config.max_model_len)
         certifier = None

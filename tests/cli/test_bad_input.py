@@ -246,7 +246,7 @@ def test_bad_values(tiny_artifact: Path, options: tuple[str, ...], message: str)
 
 def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
     assert "No such option: --tempratur" in refused("generate", tiny_artifact, "--prompt", "a", "--tempratur", "1")
-    assert "No such option: --http-port" in refused("serve", tiny_artifact, "--http-port", "8000")
+    assert "No such option: --htpt-port" in refused("serve", tiny_artifact, "--htpt-port", "8000")
     assert "No such command" in refused("generat", tiny_artifact)
     assert "Missing option '--prompt'" in refused("generate", tiny_artifact)
 

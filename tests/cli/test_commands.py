@@ -186,7 +186,7 @@ def test_chat_keeps_the_conversation(tiny_artifact: Path) -> None:
 
 def test_serve_says_when_it_is_ready(tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server:
-        assert re.fullmatch(r"ready grpc=127\.0\.0\.1:\d+ http=off seconds=\d+\.\d+", server.ready)
+        assert re.fullmatch(r"ready grpc=127\.0\.0\.1:\d+ http=127\.0\.0\.1:\d+ seconds=\d+\.\d+", server.ready)
 
 
 @pytest.mark.parametrize("name", ["generate", "serve"])

@@ -7,6 +7,7 @@ from google.protobuf import descriptor_pb2
 
 from inferc.serve.grpc_server import SERVICE
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+from inferc.serve.protos.reference import reference
 
 PROTO = Path(pb.__file__).with_name("inference.proto")
 
@@ -40,3 +41,12 @@ def test_scalars_of_sampling_params_know_unset_from_zero() -> None:
     for field in pb.SamplingParams.DESCRIPTOR.fields:
         is_list = field.name in ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
         assert field.has_presence != is_list, field.name
+
+
+def test_the_reference_is_that_of_the_protos() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "grpc.md").read_text()
+    assert page == reference(), "run `make protos`"
+    assert (
+        "| `Generate` | [GenerateRequest](#generaterequest) | stream of [GenerateResponse](#generateresponse) |" in page
+    )
+    assert "| 2 | `prompt.text` | `string` | Plain text;" in page
