@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
@@ -32,6 +33,20 @@ from inferc.runtime.tiers import Mover
 
 log = logging.getLogger(__name__)
 
+STEP_TOKENS = (
+    1,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+)  # steps are counted by the first that holds them
 STORE_SECONDS = 5.0  # after the last step, for what is to be found by the next run
 
 Outputs: TypeAlias = StepOutputs | list[Output]  # of a step, to be iterated once
@@ -96,6 +111,9 @@ class EngineStats:
     prompt_tokens: int = 0
     scheduled_tokens: int = 0
     output_tokens: int = 0
+    step_seqs: int = 0  # of all steps
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps, by STEP_TOKENS
+    busy_seconds: float = 0.0  # in which a step was under way
     finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "error", "abort"
     schedule_seconds: float = 0.0
     submit_seconds: float = 0.0
@@ -363,6 +381,8 @@ class Engine:
             self._submitted_at.append(self._clock())
             stats.num_steps += 1
             stats.scheduled_tokens += plan.num_tokens
+            stats.step_seqs += plan.num_seqs
+            stats.step_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
             stats.submit_seconds += time.perf_counter() - scheduled
         if self._in_flight and (len(self._in_flight) > self._depth or plan is None):
             return self._land()
@@ -404,6 +424,7 @@ class Engine:
         """Learn what steps cost: this one began when it was submitted, or when the one before it was done."""
         now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
         self._landed_at = now
+        self._stats.busy_seconds += now - begun
         # Copies of blocks make steps longer, and no price is for them.
         if self.scheduler.foresees and not any(each.raised for each in (plan, *self._in_flight)):
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
@@ -435,7 +456,7 @@ class Engine:
         self._stats.length_error_of_mean = forecast.lengths.error_of_mean
         self._stats.admitted_tokens = scheduler.num_prompt_tokens
         self._stats.cached_tokens = scheduler.num_cached_tokens
-        return replace(self._stats, finished=self._stats.finished.copy())
+        return replace(self._stats, finished=self._stats.finished.copy(), step_tokens=self._stats.step_tokens.copy())
 
     def close(self) -> None:
         """Store what the next run may want, for some seconds at most, and give everything back.

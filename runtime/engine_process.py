@@ -245,7 +245,8 @@ def _dump(message: Mapping[str, Any]) -> bytes:
 def _encode_output(output: Output) -> tuple[Any, ...]:
     rows = output.logprobs
     logprobs = None if rows is None else [(each.token_id, each.logprob, each.rank, each.top) for each in rows]
-    return output.token_ids, output.finish_reason, logprobs, output.num_cached, output.num_forgotten
+    more = (output.num_cached, output.num_forgotten, output.queue_seconds)
+    return (output.token_ids, output.finish_reason, logprobs, *more)
 
 
 def _decode_output(
@@ -255,9 +256,11 @@ def _decode_output(
     rows: list[Any] | None,
     num_cached: int | None,
     num_forgotten: int,
+    queue_seconds: float | None,
 ) -> Output:
     logprobs = None if rows is None else [_decode_logprobs(*row) for row in rows]
-    return Output(name.request_id, name.index, token_ids, finish_reason, logprobs, num_cached, num_forgotten)
+    more = (num_cached, num_forgotten, queue_seconds)
+    return Output(name.request_id, name.index, token_ids, finish_reason, logprobs, *more)
 
 
 def _encode_event(event: Event) -> dict[str, Any]:

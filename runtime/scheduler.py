@@ -388,7 +388,7 @@ class Scheduler:
         self.prefixes.publish(slot, start + count)
         if not seq.num_preemptions:
             self._caution.after_admission()
-            seq.num_cached = start
+            seq.num_cached, seq.admitted_at = start, self.clock()
             self.num_prompt_tokens += length
             self.num_cached_tokens += start
             self.waiting.served[seq.client] += length - start
@@ -543,7 +543,7 @@ class Scheduler:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
             output.num_forgotten = self.cache.num_forgotten_at(int(known[row]) - 2)
             if is_first[row]:
-                output.num_cached = seq.num_cached
+                output.num_cached, output.queue_seconds = seq.num_cached, seq.admitted_at - seq.arrived
                 seq.first_at = batch.first_at[slots[row]] = self.clock()
                 if self._control is not None and is_first_late(seq):
                     self._give_up(seq)

@@ -29,7 +29,7 @@ class Sequence:
     `Batch.tokens`, and joins them when it leaves. `hashes` are those of its full blocks,
     `root` what comes before the first; `num_cached` tokens of the prompt were found in the cache as it was first let in.
     A lower (`level`, `rank`, `arrival`) is served first and preempted last, see policies.py; `arrived` is its time on the
-    scheduler's clock, in seconds, `first_at` that of its first token. `client` is the number of who asked (waiting.py),
+    scheduler's clock, in seconds, `admitted_at` when it was first let in, `first_at` that of its first token. `client` is the number of who asked (waiting.py),
     `num_found` what of it was found in the cache as it was last looked for, `predicted` the length at which it was then
     expected to end. `is_lost`: its first token was late, or its objectives are given up for those of others. `logprobs` are
     those of its output, where the scheduler keeps them.
@@ -53,6 +53,7 @@ class Sequence:
     level: int = 0
     rank: float = 0.0
     arrived: float = 0.0
+    admitted_at: float = math.inf
     first_at: float = math.inf
     client: int = 0
     num_found: int = 0
@@ -71,7 +72,7 @@ class Output:
 
     finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (its logits are not finite; no
     token comes with it) or None. num_cached comes with the first token: of the prompt, the tokens that were found in the
-    prefix cache. num_forgotten: tokens of the sequence that its last query did not see, where the cache evicts; it changes with
+    prefix cache; so does queue_seconds, from its arrival until it was let in. num_forgotten: tokens of the sequence that its last query did not see, where the cache evicts; it changes with
     no other outputs than those that are more than a token.
     """
 
@@ -82,6 +83,7 @@ class Output:
     logprobs: list[Logprobs] | None = None
     num_cached: int | None = None
     num_forgotten: int = 0
+    queue_seconds: float | None = None
 
 
 class Row(Protocol):

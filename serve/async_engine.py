@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
 from inferc.runtime.text import Text, TextStream
+from inferc.serve.metrics import Ended, ModelMetrics, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -100,29 +102,6 @@ class EngineLike(Protocol):
         """Waits for the engine, unlike the others."""
 
 
-@dataclass
-class Tally:
-    """Of the requests that have ended: whole, or by an error. Those whose client left are in neither."""
-
-    num_ended: int = 0
-    ended_seconds: float = 0.0
-    first_seconds: float = 0.0  # of these, to the first token
-    num_failed: int = 0
-    failed_seconds: float = 0.0
-    last_at: float = 0.0  # of the last of all, in seconds since 1970
-
-    def add(self, stream: Stream) -> None:
-        now = time.monotonic()
-        self.last_at = time.time()
-        if stream.is_finished:
-            self.num_ended += 1
-            self.ended_seconds += now - stream.opened_at
-            self.first_seconds += (stream.first_at or now) - stream.opened_at
-        elif stream.has_failed:
-            self.num_failed += 1
-            self.failed_seconds += now - stream.opened_at
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """What the serving side must know of the model."""
@@ -157,7 +136,11 @@ class Stream:
         self.num_sequences = params.n
         self.prompt_len = len(prompt_token_ids)
         self.opened_at = time.monotonic()
-        self.first_at: float | None = None
+        self._first_at = [math.nan] * params.n
+        self._last_at = [math.nan] * params.n
+        self._counts = [0] * params.n
+        self._queue_seconds: float | None = None
+        self._reason = ""  # of an output that ended
         self.num_cached = 0  # of the prompt's tokens
         self.num_forgotten: dict[int, int] = {}  # tokens that the last one of each sequence did not see
         self._engine = engine
@@ -173,13 +156,29 @@ class Stream:
     def is_open(self) -> bool:
         return bool(self._running) and self._error is None
 
-    @property
-    def is_finished(self) -> bool:
-        return not self._running
-
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
+    def ended(self) -> Ended:
+        """What is to be counted of it, now that it is over."""
+        outcome: Outcome = "left"
+        if isinstance(self._error, RequestAborted):
+            outcome = "aborted"
+        elif isinstance(self._error, RequestError | ObjectiveError | QueueFull):
+            outcome = "refused"
+        elif self._error is not None:
+            outcome = "error"
+        elif not self._running:
+            outcome = "length" if self._reason == "length" else "stop"
+        return Ended(
+            outcome,
+            self.opened_at,
+            self.prompt_len,
+            self.num_cached,
+            self._first_at,
+            self._last_at,
+            self._counts,
+            self._queue_seconds,
+            self._params.ttft_ms,
+            self._params.tbt_ms,
+        )
 
     @property
     def can_start(self) -> bool:
@@ -190,22 +189,23 @@ class Stream:
         assert self._prompt is not None
         self.engine_id = client.add(self._prompt, self._params, sink, self.request_id)
 
-    def take_event(self, event: Event) -> None:
+    def take_event(self, event: Event, now: float) -> None:
         if isinstance(event, Output):
-            self.push(event)
+            self.push(event, now)
 
-    def push(self, output: Output) -> None:
-        """Take what a step brought."""
+    def push(self, output: Output, now: float) -> None:
+        """Take what a step brought, at this time of the monotonic clock."""
         if output.index not in self._running:  # it ended by a stop string while this was on its way
             return
-        if self._prompt is not None:
-            self._prompt, self.first_at = None, time.monotonic()
-        if output.index == 0 and output.num_cached is not None:
-            self.num_cached = output.num_cached
+        self._prompt = None
+        if output.num_cached is not None and output.index == 0:
+            self.num_cached, self._queue_seconds = output.num_cached, output.queue_seconds
+        self._count(output.index, len(output.token_ids), now)
         if output.num_forgotten:
             self.num_forgotten[output.index] = output.num_forgotten
         delta = self._texts[output.index].push(output.token_ids, output.finish_reason)
         if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
             self._running.discard(output.index)
             if output.finish_reason is None:
                 self._engine.abort_in_engine(self, output.index)
@@ -221,6 +221,16 @@ class Stream:
         if delta.text or pending.logprobs or delta.finish_reason is not None:
             pending.shows = True
             self._news.set()
+
+    def _count(self, index: int, num_tokens: int, now: float) -> None:
+        if self._counts[index]:
+            self._engine.metrics.tbt.observe((now - self._last_at[index]) / max(1, num_tokens), num_tokens)
+        elif num_tokens:
+            self._first_at[index] = now
+            if index == 0:
+                self._engine.metrics.ttft.observe(now - self.opened_at)
+        self._counts[index] += num_tokens
+        self._last_at[index] = now
 
     def fail(self, error: InfercError) -> None:
         self._error = self._error or error
@@ -281,7 +291,7 @@ class Scoring:
     def start(self, client: EngineLike, sink: Sink) -> None:
         self.engine_id = client.score(self._token_ids, sink, self._num_top)
 
-    def take_event(self, event: Event) -> None:
+    def take_event(self, event: Event, now: float) -> None:
         if isinstance(event, Scored) and not self._result.done():
             self._result.set_result(event.score)
 
@@ -319,6 +329,7 @@ class AsyncEngine:
         facts: ModelFacts,
         max_sequences: int = MAX_SEQUENCES,
         wanted: Callable[[], None] = lambda: None,
+        metrics: ModelMetrics | None = None,
     ) -> None:
         self.client: EngineLike | None = None
         if text is not None:
@@ -326,7 +337,7 @@ class AsyncEngine:
         self.facts = facts
         self.state: State = "starting"
         self.reason = ""  # of being dead
-        self.tally = Tally()
+        self.metrics = metrics or ModelMetrics()
         self.wanted = wanted
         self._loop = asyncio.get_running_loop()
         self._max_sequences = max_sequences
@@ -376,10 +387,13 @@ class AsyncEngine:
     def check_open(self, num_sequences: int = 1) -> None:
         """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now."""
         if self.state == "draining":
+            self.metrics.refused("unavailable")
             raise EngineUnavailable("the server is shutting down and takes no new requests", retry_after=1.0)
         if self.state == "dead":
+            self.metrics.refused("unavailable")
             raise EngineUnavailable(self.reason)
         if self._num_sequences + num_sequences > self._max_sequences:
+            self.metrics.refused("queue_full")
             raise QueueFull(
                 f"{self._num_sequences} sequences are running or waiting, and {self._max_sequences} are let in; try"
                 " again later"
@@ -413,7 +427,7 @@ class AsyncEngine:
             self._parked.pop(work.request_id, None)
             self._num_sequences -= work.num_sequences
             if isinstance(work, Stream):
-                self.tally.add(work)
+                self.metrics.ended(work.ended())
         if not self._works:
             self._idle.set()
 
@@ -500,7 +514,7 @@ class AsyncEngine:
 
     def _take(self) -> None:
         self._is_woken = False  # before taking: what comes from here on wakes the loop again
-        incoming = self._incoming
+        incoming, now = self._incoming, time.monotonic()
         while incoming:
             work, start, event = incoming.popleft()
             if start != work.num_starts:
@@ -508,7 +522,7 @@ class AsyncEngine:
             if isinstance(event, Failed):
                 self._fail(work, event)
             else:
-                work.take_event(event)
+                work.take_event(event, now)
 
     def _fail(self, work: Work, event: Failed) -> None:
         error = event.error

@@ -43,6 +43,7 @@ OPTIONS = [
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Run: TypeAlias = Callable[[Any], Any]
+Ended: TypeAlias = Callable[[str, str], None]
 
 
 class GrpcServer:
@@ -66,9 +67,10 @@ class GrpcServer:
             )
         self.address = f"{address}:{bound}"
 
-    async def start(self, models: Models) -> None:
+    async def start(self, models: Models, ended: Ended = lambda method, code: None) -> None:
+        """ended: hears of every call that is over, by method and status code."""
         ours, theirs = InferenceService(models), KServeService(models)
-        self._server.add_generic_rpc_handlers((_handlers(INFERENCE, ours), _handlers(KSERVE, theirs)))
+        self._server.add_generic_rpc_handlers((_handlers(INFERENCE, ours, ended), _handlers(KSERVE, theirs, ended)))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(REPORTED[1:], self._server)
         await self._server.start()
@@ -84,21 +86,24 @@ class GrpcServer:
         await self._server.stop(grace_seconds)
 
 
-def _handlers(service: ServiceDescriptor, methods: object) -> grpc.GenericRpcHandler[Any, Any]:
+def _handlers(service: ServiceDescriptor, methods: object, ended: Ended) -> grpc.GenericRpcHandler[Any, Any]:
     """Every method of a service, by the method of `methods` that has its name in lower case."""
-    handlers = {method.name: _handler(method, getattr(methods, _snake_case(method.name))) for method in service.methods}
+    handlers = {
+        method.name: _handler(method, getattr(methods, _snake_case(method.name)), ended) for method in service.methods
+    }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, run: Run) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(method: MethodDescriptor, run: Run, ended: Ended) -> grpc.RpcMethodHandler[Any, Any]:
     kind: type[Message] = GetMessageClass(method.input_type)
+    edge = _Edge(method.full_name, ended)
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_both_streaming(kind, run), response_serializer=_serialize)
+        return grpc.stream_stream_rpc_method_handler(_both_streaming(kind, run, edge), response_serializer=_serialize)
     if method.server_streaming:
         # Headers go out before the first event, which may be long in coming.
         greets = method.name == "SubscribeKvEvents"
-        return grpc.unary_stream_rpc_method_handler(_streaming(kind, run, greets), response_serializer=_serialize)
-    return grpc.unary_unary_rpc_method_handler(_unary(kind, run), response_serializer=_serialize)
+        return grpc.unary_stream_rpc_method_handler(_streaming(kind, run, edge, greets), response_serializer=_serialize)
+    return grpc.unary_unary_rpc_method_handler(_unary(kind, run, edge), response_serializer=_serialize)
 
 
 def _snake_case(name: str) -> str:
@@ -118,10 +123,10 @@ def _parse(kind: type[Message], data: bytes) -> Any:
 
 
 def _unary(
-    kind: type[Message], run: Callable[[Any], Awaitable[Message]]
+    kind: type[Message], run: Callable[[Any], Awaitable[Message]], edge: _Edge
 ) -> Callable[[bytes, Context], Awaitable[Message]]:
     async def handler(data: bytes, context: Context) -> Message:
-        async with _errors_as_status(context):
+        async with edge.around(context):
             request = _parse(kind, data)
             protocol.check_known(request)
             return await run(request)
@@ -130,10 +135,10 @@ def _unary(
 
 
 def _streaming(
-    kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]], greets: bool
+    kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]], edge: _Edge, greets: bool
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def handler(data: bytes, context: Context) -> None:
-        async with _errors_as_status(context), aclosing(run(_parse(kind, data))) as messages:
+        async with edge.around(context), aclosing(run(_parse(kind, data))) as messages:
             if greets:
                 await context.send_initial_metadata(())
             await _write(messages, context)
@@ -142,14 +147,14 @@ def _streaming(
 
 
 def _both_streaming(
-    kind: type[Message], run: Callable[[AsyncIterator[Any]], AsyncGenerator[Message, None]]
+    kind: type[Message], run: Callable[[AsyncIterator[Any]], AsyncGenerator[Message, None]], edge: _Edge
 ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
             yield _parse(kind, data)
 
     async def handler(requests: AsyncIterator[bytes], context: Context) -> None:
-        async with _errors_as_status(context), aclosing(run(parsed(requests))) as messages:
+        async with edge.around(context), aclosing(run(parsed(requests))) as messages:
             await _write(messages, context)
 
     return handler
@@ -161,13 +166,24 @@ async def _write(messages: AsyncIterator[Message], context: Context) -> None:
         await context.write(message)
 
 
-@asynccontextmanager
-async def _errors_as_status(context: Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
-        found = told(error)
-        metadata: Iterable[tuple[str, str]] = ()
-        if found.retry_after is not None:
-            metadata = (("retry-after", f"{found.retry_after:g}"),)
-        await context.abort(grpc.StatusCode[found.status.grpc], found.message, tuple(metadata))
+class _Edge:
+    """Around every call of a method: errors become a status, and `ended` hears of it."""
+
+    def __init__(self, method: str, ended: Ended) -> None:
+        self._method, self._ended = method, ended
+
+    @asynccontextmanager
+    async def around(self, context: Context) -> AsyncIterator[None]:
+        code = "CANCELLED"  # unless one of the ends below is reached
+        try:
+            yield
+            code = "OK"
+        except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
+            found = told(error)
+            code = found.status.grpc
+            metadata: Iterable[tuple[str, str]] = ()
+            if found.retry_after is not None:
+                metadata = (("retry-after", f"{found.retry_after:g}"),)
+            await context.abort(grpc.StatusCode[code], found.message, tuple(metadata))
+        finally:
+            self._ended(self._method, code)

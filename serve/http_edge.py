@@ -39,8 +39,14 @@ class Edge:
     """ASGI around the application: gives every request an id, which is the answer's `x-request-id` and `scope["request_id"]`,
     refuses bodies that are too large, and lets no exception out."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], max_body_bytes: int) -> None:
-        self._app = app
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        max_body_bytes: int,
+        ended: Callable[[str, str], None] = lambda path, status: None,
+    ) -> None:
+        """ended: hears of every response that began, by the path of its route and its status."""
+        self._app, self._ended = app, ended
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +71,8 @@ class Edge:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
+                route = scope.get("route")
+                self._ended("other" if route is None else route.path, str(message["status"]))
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode("latin-1"))]
             await send(message)
 

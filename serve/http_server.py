@@ -5,24 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
 from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_invalid
+from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import Models
 from inferc.serve.openai_api import openai_routes
 
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
 
 
-def make_app(models: Models, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
+def make_app(models: Models, metrics: MetricsPage, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
     """The ASGI application of a server's models."""
     app = FastAPI(
         title="inferc",
@@ -33,10 +34,23 @@ def make_app(models: Models, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
         redoc_url=None,
     )
     app.include_router(openai_routes(models))
+    app.add_route("/metrics", _metrics_route(metrics), include_in_schema=False)
     app.add_exception_handler(InfercError, on_inferc_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
-    return Edge(app, max_body_bytes)
+
+    def ended(path: str, status: str) -> None:
+        metrics.responses[path, status] += 1
+
+    return Edge(app, max_body_bytes, ended)
+
+
+def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Response]]:
+    async def page(request: Request) -> Response:
+        data, content_type = await metrics.render(request.headers.get("accept", ""))
+        return Response(data, media_type=content_type)
+
+    return page
 
 
 class HttpServer(uvicorn.Server):

@@ -166,7 +166,9 @@ class KServeService:
         return self.models.get(name)
 
     async def _statistics(self, model: ServedModel) -> pb.ModelStatistics:
-        tally, stats = model.engine.tally, await model.engine.stats()
+        metrics, stats = model.engine.metrics, await model.engine.stats()
+        whole, first = metrics.e2e, metrics.ttft
+        of_first = first.sum / first.count * whole.count if first.count else 0.0  # of those that ended
 
         def duration(count: int, seconds: float) -> pb.StatisticDuration:
             return pb.StatisticDuration(count=count, ns=int(seconds * 1e9))
@@ -174,14 +176,14 @@ class KServeService:
         return pb.ModelStatistics(
             name=model.name,
             version=VERSION,
-            last_inference=int(1e3 * tally.last_at),
-            inference_count=tally.num_ended,
+            last_inference=int(1e3 * metrics.last_at),
+            inference_count=whole.count,
             execution_count=stats.num_steps,
             inference_stats=pb.InferStatistics(
-                success=duration(tally.num_ended, tally.ended_seconds),
-                fail=duration(tally.num_failed, tally.failed_seconds),
-                queue=duration(tally.num_ended, tally.first_seconds),
-                compute_infer=duration(tally.num_ended, tally.ended_seconds - tally.first_seconds),
+                success=duration(whole.count, whole.sum),
+                fail=duration(metrics.failed.count, metrics.failed.sum),
+                queue=duration(whole.count, of_first),
+                compute_infer=duration(whole.count, max(0.0, whole.sum - of_first)),
             ),
         )
 

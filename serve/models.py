@@ -21,6 +21,7 @@ from inferc.runtime.load import model_defaults, model_limits
 from inferc.runtime.text import Text
 from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, EngineUnavailable, ModelFacts, State
 from inferc.serve.kv_events import KvEventLog
+from inferc.serve.metrics import ModelMetrics, Objectives
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class ModelOptions:
     max_sequences: int = MAX_SEQUENCES
     hang_seconds: float = HANG_SECONDS
     drain_seconds: float = 30.0  # for running requests to end when a model is unloaded
+    objectives: Objectives = dataclasses.field(default_factory=Objectives)  # of goodput
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class ServedModel:
             config.max_num_seqs,
             int(time.time()),
         )
-        self.engine = AsyncEngine(None, facts, options.max_sequences)
+        self.engine = AsyncEngine(None, facts, options.max_sequences, metrics=ModelMetrics(options.objectives))
         self.kv_events = kv_events
         arguments = {"path": str(source.path), **dataclasses.asdict(config)}
         on_kv_events = None if self.kv_events is None else self.kv_events.add

@@ -8,16 +8,18 @@ import importlib
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from inferc.errors import ConfigError
 from inferc.serve import http_address
 from inferc.serve.grpc_server import GrpcServer
 from inferc.serve.kv_events import KvPublisherConfig
+from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import ModelOptions, Models, ModelSource
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LAG_SECONDS, LAG_EVERY_SECONDS = 1.0, 0.05
 CUT_SECONDS = 1.0  # for streams that were ended to hand their last message over
 
 Signals: TypeAlias = asyncio.Queue[signal.Signals]
@@ -42,6 +45,7 @@ class ServeConfig:
     options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     model_folder: Path | None = None  # of artifacts that can be loaded later, by their names
     kv_publisher: KvPublisherConfig | None = None  # of what the engine collects under `kv_events`
+    metrics_compat: Literal["none", "vllm"] = "none"  # whose names metrics have besides
 
     def __post_init__(self) -> None:
         engine = self.options.engine
@@ -95,6 +99,7 @@ class _Server:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.models = Models(config.models, config.options, config.model_folder, self._on_change)
+        self.metrics = MetricsPage(self.models, config.metrics_compat)
         self.grpc = GrpcServer(config.host, config.grpc_port)
         self._listener = None if config.http_port is None else http_address.bind(config.host, config.http_port)
         self._http: HttpServer | None = None
@@ -102,6 +107,18 @@ class _Server:
         self._publisher = self._open_publisher()
         self._changed = asyncio.Event()
         self._is_draining = False
+
+    def _called(self, method: str, code: str) -> None:
+        self.metrics.calls[method, code] += 1
+
+    async def _measure_lag(self) -> None:
+        """How late the event loop is: what everybody who is served has to wait."""
+        while True:
+            worst, end = 0.0, time.monotonic() + LAG_SECONDS
+            while (now := time.monotonic()) < end:
+                await asyncio.sleep(LAG_EVERY_SECONDS)
+                worst = max(worst, time.monotonic() - now - LAG_EVERY_SECONDS)
+            self.metrics.lag_seconds = worst
 
     def _on_change(self) -> None:
         self._changed.set()
@@ -126,22 +143,23 @@ class _Server:
         if (failed := loading.exception()) is not None:
             stopping.cancel()
             raise failed
-        await self.grpc.start(self.models)
+        await self.grpc.start(self.models, self._called)
         if self._listener is not None:
             self._start_http(self._listener)
-        reporting = asyncio.create_task(self._report_health())
+        tasks = [asyncio.create_task(work) for work in (self._report_health(), self._measure_lag())]
         on_ready(self.addresses)
         first = await stopping
         was_broken = self.models.is_broken
         await self._drain(first, signals)
-        reporting.cancel()
+        for task in tasks:
+            task.cancel()
         # Whoever supervises us must not take a dead engine for an orderly end.
         return 1 if was_broken else _exit_code(first)
 
     def _start_http(self, listener: socket.socket) -> None:
         from inferc.serve.http_server import HttpServer, make_app
 
-        self._http = HttpServer(make_app(self.models), listener)
+        self._http = HttpServer(make_app(self.models, self.metrics), listener)
         self._http_task = asyncio.create_task(self._http.run_until_stopped())
 
     @property

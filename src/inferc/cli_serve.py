@@ -100,6 +100,20 @@ def serve(
             help="An engine whose step lasts longer is killed and started again; 0: never.",
         ),
     ] = 60.0,
+    goodput_ttft_ms: Annotated[
+        float,
+        typer.Option(
+            "--goodput-ttft-ms", metavar="MS", help="A request that names no ttft_ms is good if it keeps this; 0: any."
+        ),
+    ] = 500.0,
+    goodput_tbt_ms: Annotated[
+        float,
+        typer.Option("--goodput-tbt-ms", metavar="MS", help="The same of the mean time between its tokens."),
+    ] = 100.0,
+    metrics_compat: Annotated[
+        str,
+        typer.Option("--metrics-compat", metavar="none|vllm", help="Show metrics under vLLM's names besides."),
+    ] = "none",
     as_json: Json = False,
 ) -> int:
     """Serve artifacts until SIGTERM: over gRPC (inferc.v1.InferenceService, KServe's protocol, health, reflection) and
@@ -112,12 +126,18 @@ def serve(
             raise ConfigError(f"{name} {port}: expected 1 to 65535, or 0 for a free one")
     if tap and tap_out is None:
         raise ConfigError("--tap without --tap-out DIR: say where the values of requests that ask for it shall go")
+    for name, value in (("--goodput-ttft-ms", goodput_ttft_ms), ("--goodput-tbt-ms", goodput_tbt_ms)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} {value:g}: expected a number of milliseconds, 0 or more")
+    if metrics_compat not in ("none", "vllm"):
+        raise ConfigError(f"--metrics-compat {metrics_compat}: expected none or vllm")
     if not 0 <= hang_seconds < math.inf:
         raise ConfigError(f"--hang-seconds {hang_seconds:g}: expected a number of seconds, 0 or more")
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
     from inferc.serve.kv_events import KvPublisherConfig
+    from inferc.serve.metrics import Objectives
     from inferc.serve.models import ModelOptions, ModelSource
     from inferc.serve.server import Addresses, ServeConfig
     from inferc.serve.server import serve as serve_
@@ -145,7 +165,13 @@ def serve(
         host=host,
         grpc_port=grpc_port,
         http_port=http_port if http else None,
-        options=ModelOptions(engine, drain_seconds=drain_seconds, hang_seconds=hang_seconds),
+        options=ModelOptions(
+            engine,
+            drain_seconds=drain_seconds,
+            hang_seconds=hang_seconds,
+            objectives=Objectives(goodput_ttft_ms or None, goodput_tbt_ms or None),
+        ),
+        metrics_compat="vllm" if metrics_compat == "vllm" else "none",
         model_folder=model_folder,
         kv_publisher=publisher,
     )

@@ -1,0 +1,150 @@
+"""What is counted of a model's requests, on the event loop: a few additions a token.
+
+The names under which it is told are in metrics_page.py; what the engine itself counts is in EngineStats.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+# In seconds. TTFT and whole requests: half a millisecond to minutes; between tokens: a tenth of that.
+LATENCY_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0),
+)
+LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
+# How a request ended: by an end token or stop string; at its limit; by a fault; by Abort; because its client left; never
+# begun, for want of room, time or rights.
+Outcome = Literal["stop", "length", "error", "aborted", "left", "refused"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error", "aborted", "left", "refused")
+
+
+class Histogram:
+    """Counts of values by upper bounds, which are inclusive, and their sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """About the value below which this share of all lies, by linear interpolation within its bucket; nan of nothing."""
+        wanted, seen = share * self.count, 0
+        for index, count in enumerate(self.counts):
+            if count and seen + count >= wanted:
+                low = self.bounds[index - 1] if index else 0.0
+                high = self.bounds[min(index, len(self.bounds) - 1)]
+                return low + (high - low) * (wanted - seen) / count
+            seen += count
+        return math.nan
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """What a request is to keep to count as good, where it does not say so itself; None: nothing."""
+
+    ttft_ms: float | None = 500.0
+    tbt_ms: float | None = 100.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that is over. Times are on the monotonic clock; those of tokens are by output."""
+
+    outcome: Outcome
+    opened_at: float
+    prompt_tokens: int
+    cached_tokens: int
+    first_at: Sequence[float]  # nan where none came
+    last_at: Sequence[float]
+    output_tokens: Sequence[int]
+    queue_seconds: float | None = None  # until the engine let it in
+    ttft_ms: float | None = None  # its own objectives
+    tbt_ms: float | None = None
+
+
+@dataclass
+class ModelMetrics:
+    """Of one model, since it was loaded."""
+
+    objectives: Objectives = field(default_factory=Objectives)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)  # by code
+    num_good: int = 0  # of those that ended by themselves or by a fault, or were refused
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    last_at: float = 0.0  # of the last one's end, in seconds since 1970
+    ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    tbt: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
+    e2e: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))  # of those that ended by themselves
+    failed: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    queue: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    decode: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    prompt_lengths: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
+    output_lengths: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
+
+    @property
+    def num_counted(self) -> int:
+        """Requests of which each was good or not: all but those whose client left or somebody ended."""
+        return sum(self.outcomes[each] for each in ("stop", "length", "error", "refused"))
+
+    def refused(self, code: str) -> None:
+        """A request was not taken. code: why, in a word."""
+        self.outcomes["refused"] += 1
+        self.refusals[code] += 1
+
+    def ended(self, request: Ended) -> None:
+        now = time.monotonic()
+        self.last_at = time.time()
+        self.outcomes[request.outcome] += 1
+        self.prompt_tokens += request.prompt_tokens
+        self.cached_tokens += request.cached_tokens
+        self.output_tokens += sum(request.output_tokens)
+        first = request.first_at[0]
+        if not math.isnan(first):
+            queued = request.queue_seconds or 0.0
+            self.queue.observe(queued)
+            self.prefill.observe(max(0.0, first - request.opened_at - queued))
+        if request.outcome == "error":
+            self.failed.observe(now - request.opened_at)
+        if request.outcome not in ("stop", "length"):
+            return
+        self.e2e.observe(now - request.opened_at)
+        self.prompt_lengths.observe(request.prompt_tokens)
+        for index, count in enumerate(request.output_tokens):
+            self.output_lengths.observe(count)
+            if count:
+                self.decode.observe(request.last_at[index] - request.first_at[index])
+        self.num_good += self._is_good(request)
+
+    def _is_good(self, request: Ended) -> bool:
+        ttft_ms = request.ttft_ms if request.ttft_ms is not None else self.objectives.ttft_ms
+        tbt_ms = request.tbt_ms if request.tbt_ms is not None else self.objectives.tbt_ms
+        for first, last, count in zip(request.first_at, request.last_at, request.output_tokens, strict=True):
+            if ttft_ms is not None and not first - request.opened_at <= ttft_ms / 1e3:
+                return False
+            if tbt_ms is not None and count > 1 and (last - first) / (count - 1) > tbt_ms / 1e3:
+                return False
+        return True
