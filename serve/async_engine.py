@@ -26,7 +26,9 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
 from inferc.runtime.text import Text, TextStream
+from inferc.serve.admission import QueueForecast
 from inferc.serve.metrics import Ended, ModelMetrics, Outcome
+from inferc.serve.waiting import RequestTimeout
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +131,14 @@ class Stream:
         params: SamplingParams,
         request_id: str,
         news: asyncio.Event | None = None,
+        owner: str = "",
+        on_over: Callable[[int], None] = lambda output_tokens: None,
     ) -> None:
+        """owner: whose it is, and who may abort it. on_over is called once, when it is over."""
         self.request_id = request_id
+        self.owner = owner
+        self.on_over = on_over
+        self.timer: asyncio.TimerHandle | None = None  # of its time limit
         self.engine_id = ""  # until it is started
         self.num_starts = 0
         self.num_sequences = params.n
@@ -181,6 +189,16 @@ class Stream:
         )
 
     @property
+    def num_waiting(self) -> int:
+        """Outputs of which nothing has come."""
+        return self._counts.count(0)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(self._counts)
+
+    @property
     def can_start(self) -> bool:
         """Whether it can be started (again): its reader has seen nothing of it."""
         return self._prompt is not None
@@ -227,6 +245,7 @@ class Stream:
             self._engine.metrics.tbt.observe((now - self._last_at[index]) / max(1, num_tokens), num_tokens)
         elif num_tokens:
             self._first_at[index] = now
+            self._engine.queue.first_token(now)
             if index == 0:
                 self._engine.metrics.ttft.observe(now - self.opened_at)
         self._counts[index] += num_tokens
@@ -274,8 +293,11 @@ class Scoring:
 
     num_sequences = 1
 
-    def __init__(self, engine: AsyncEngine, token_ids: Sequence[int], num_top: int, request_id: str) -> None:
+    def __init__(
+        self, engine: AsyncEngine, token_ids: Sequence[int], num_top: int, request_id: str, owner: str
+    ) -> None:
         self.request_id = request_id
+        self.owner = owner
         self.engine_id = ""
         self.num_starts = 0
         self._engine = engine
@@ -330,7 +352,9 @@ class AsyncEngine:
         max_sequences: int = MAX_SEQUENCES,
         wanted: Callable[[], None] = lambda: None,
         metrics: ModelMetrics | None = None,
+        max_queue_seconds: float | None = None,
     ) -> None:
+        """max_queue_seconds: until the first token, as far as can be foreseen; who would wait longer is refused."""
         self.client: EngineLike | None = None
         if text is not None:
             self.text = text
@@ -338,6 +362,8 @@ class AsyncEngine:
         self.state: State = "starting"
         self.reason = ""  # of being dead
         self.metrics = metrics or ModelMetrics()
+        self.queue = QueueForecast()
+        self._max_queue_seconds = max_queue_seconds
         self.wanted = wanted
         self._loop = asyncio.get_running_loop()
         self._max_sequences = max_sequences
@@ -366,26 +392,40 @@ class AsyncEngine:
         params: SamplingParams,
         request_id: str = "",
         news: asyncio.Event | None = None,
+        owner: str = "",
+        on_over: Callable[[int], None] = lambda output_tokens: None,
+        max_seconds: float | None = None,
     ) -> Stream:
-        """Start a request; close the stream when done with it. news: as in Stream.
+        """Start a request; close the stream when done with it. news, owner, on_over: as in Stream.
 
+        max_seconds: it fails with RequestTimeout when it has taken so long.
         Raises RequestIdInUse, QueueFull or EngineUnavailable. What else is wrong with the request (a prompt that is
         too long) is raised by the stream.
         """
         self.check_open(params.n)
-        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news)
+        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over)
         self._begin(stream)
+        if max_seconds is not None:
+            stream.timer = self._loop.call_later(max_seconds, self._time_out, stream, max_seconds)
         return stream
 
-    async def score(self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "") -> Score:
+    def _time_out(self, stream: Stream, seconds: float) -> None:
+        if stream.is_open:
+            self.abort_in_engine(stream)
+            stream.fail(RequestTimeout(f"the request was not done within the {seconds:g} s that are allowed here"))
+
+    async def score(self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "") -> Score:
         """Log probabilities of the tokens of a text, and the num_top likeliest of each place. Raises as `open`."""
         self.check_open()
-        scoring = Scoring(self, token_ids, num_top, self._name(request_id))
+        scoring = Scoring(self, token_ids, num_top, self._name(request_id), owner)
         self._begin(scoring)
         return await scoring.result()
 
-    def check_open(self, num_sequences: int = 1) -> None:
-        """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now."""
+    def check_open(self, num_sequences: int = 1, within: float | None = None) -> None:
+        """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now.
+
+        within: seconds after which nobody waits for its first token any more.
+        """
         if self.state == "draining":
             self.metrics.refused("unavailable")
             raise EngineUnavailable("the server is shutting down and takes no new requests", retry_after=1.0)
@@ -398,6 +438,14 @@ class AsyncEngine:
                 f"{self._num_sequences} sequences are running or waiting, and {self._max_sequences} are let in; try"
                 " again later"
             )
+        limits = [limit for limit in (within, self._max_queue_seconds) if limit is not None]
+        if limits and (wait := self.queue.seconds(time.monotonic())) > min(limits):
+            self.metrics.refused("queue_time")
+            raise QueueFull(
+                f"{self.queue.num_waiting} sequences wait, and the next would wait about {wait:.1f} s, longer than the"
+                f" {min(limits):.3g} s that it may; try again later",
+                retry_after=wait - min(limits),
+            )
 
     async def stats(self) -> EngineStats:
         """The engine's counters of now. Raises EngineUnavailable if it does not answer."""
@@ -408,10 +456,10 @@ class AsyncEngine:
         except InfercError as error:
             raise EngineUnavailable(str(error)) from None
 
-    def abort(self, request_id: str) -> bool:
-        """End a request from outside of its stream; whether it was running."""
+    def abort(self, request_id: str, owner: str | None = None) -> bool:
+        """End a request from outside of its stream, if it is this owner's (None: whosoever); whether it was running."""
         work = self._works.get(request_id)
-        if work is None or not work.is_open:
+        if work is None or not work.is_open or owner not in (None, work.owner):
             return False
         self.abort_in_engine(work)
         work.fail(RequestAborted(f"request {request_id!r} was aborted"))
@@ -427,7 +475,11 @@ class AsyncEngine:
             self._parked.pop(work.request_id, None)
             self._num_sequences -= work.num_sequences
             if isinstance(work, Stream):
+                self.queue.left(work.num_waiting)
                 self.metrics.ended(work.ended())
+                work.on_over(work.num_output)
+                if work.timer is not None:
+                    work.timer.cancel()
         if not self._works:
             self._idle.set()
 
@@ -457,6 +509,8 @@ class AsyncEngine:
     def _begin(self, work: Work) -> None:
         self._works[work.request_id] = work
         self._num_sequences += work.num_sequences
+        if isinstance(work, Stream):
+            self.queue.came(work.num_sequences, work.opened_at)
         self._idle.clear()
         try:
             self._start(work)

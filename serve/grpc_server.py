@@ -17,6 +17,8 @@ from grpc_reflection.v1alpha import reflection
 
 from inferc.errors import ConfigError, RequestError
 from inferc.serve import protocol
+from inferc.serve.access import CALLER, Access
+from inferc.serve.admission import WITHIN
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
 from inferc.serve.models import Models
@@ -31,6 +33,15 @@ KSERVE: ServiceDescriptor = kserve_pb.DESCRIPTOR.services_by_name["GRPCInference
 SERVICE = INFERENCE.full_name
 # The services that health speaks of; "" is the whole server.
 REPORTED = ("", SERVICE, KSERVE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+# Methods that need no key: what probes ask. Methods that need a key with admin: those that change what is served, and
+# those that tell what others asked.
+OPEN = frozenset(("ServerLive", "ServerReady"))
+FOR_ADMINS = frozenset(
+    (
+        *("LoadModel", "UnloadModel", "SleepModel", "WakeModel", "SubscribeKvEvents"),
+        *("RepositoryModelLoad", "RepositoryModelUnload"),
+    )
+)
 MAX_MESSAGE_BYTES = 64 << 20  # of a request; a prompt of a million tokens takes a tenth
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -53,12 +64,16 @@ class GrpcServer:
     `start` on. Raises ConfigError if there is no such port to have.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> None:
+        """credentials: of TLS."""
         self._server = grpc.aio.server(options=OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         address = f"[{host}]" if ":" in host else host
         try:
-            bound = self._server.add_insecure_port(f"{address}:{port}")
+            if credentials is None:
+                bound = self._server.add_insecure_port(f"{address}:{port}")
+            else:
+                bound = self._server.add_secure_port(f"{address}:{port}", credentials)
         except RuntimeError:
             bound = 0
         if not bound:
@@ -67,10 +82,10 @@ class GrpcServer:
             )
         self.address = f"{address}:{bound}"
 
-    async def start(self, models: Models, ended: Ended = lambda method, code: None) -> None:
+    async def start(self, models: Models, access: Access, ended: Ended = lambda method, code: None) -> None:
         """ended: hears of every call that is over, by method and status code."""
-        ours, theirs = InferenceService(models), KServeService(models)
-        self._server.add_generic_rpc_handlers((_handlers(INFERENCE, ours, ended), _handlers(KSERVE, theirs, ended)))
+        for service, methods in ((INFERENCE, InferenceService(models)), (KSERVE, KServeService(models))):
+            self._server.add_generic_rpc_handlers((_handlers(service, methods, access, ended),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(REPORTED[1:], self._server)
         await self._server.start()
@@ -86,17 +101,19 @@ class GrpcServer:
         await self._server.stop(grace_seconds)
 
 
-def _handlers(service: ServiceDescriptor, methods: object, ended: Ended) -> grpc.GenericRpcHandler[Any, Any]:
+def _handlers(
+    service: ServiceDescriptor, methods: object, access: Access, ended: Ended
+) -> grpc.GenericRpcHandler[Any, Any]:
     """Every method of a service, by the method of `methods` that has its name in lower case."""
     handlers = {
-        method.name: _handler(method, getattr(methods, _snake_case(method.name)), ended) for method in service.methods
+        method.name: _handler(method, getattr(methods, _snake_case(method.name)), _Edge(method, access, ended))
+        for method in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, run: Run, ended: Ended) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(method: MethodDescriptor, run: Run, edge: _Edge) -> grpc.RpcMethodHandler[Any, Any]:
     kind: type[Message] = GetMessageClass(method.input_type)
-    edge = _Edge(method.full_name, ended)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(_both_streaming(kind, run, edge), response_serializer=_serialize)
     if method.server_streaming:
@@ -167,15 +184,22 @@ async def _write(messages: AsyncIterator[Message], context: Context) -> None:
 
 
 class _Edge:
-    """Around every call of a method: errors become a status, and `ended` hears of it."""
+    """Around every call of a method: who calls is known, errors become a status, and `ended` hears of it."""
 
-    def __init__(self, method: str, ended: Ended) -> None:
-        self._method, self._ended = method, ended
+    def __init__(self, method: MethodDescriptor, access: Access, ended: Ended) -> None:
+        self._method, self._access, self._ended = method.full_name, access, ended
+        self._is_open, self._is_for_admins = method.name in OPEN, method.name in FOR_ADMINS
 
     @asynccontextmanager
     async def around(self, context: Context) -> AsyncIterator[None]:
         code = "CANCELLED"  # unless one of the ends below is reached
         try:
+            if not self._is_open:
+                caller = self._access.caller(_secret(context))
+                if self._is_for_admins:
+                    caller.check_admin()
+                CALLER.set(caller)
+                WITHIN.set(context.time_remaining())
             yield
             code = "OK"
         except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
@@ -187,3 +211,13 @@ class _Edge:
             await context.abort(grpc.StatusCode[code], found.message, tuple(metadata))
         finally:
             self._ended(self._method, code)
+
+
+def _secret(context: Context) -> str | None:
+    """The API key that came with a call."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization" and isinstance(value, str):
+            return value.removeprefix("Bearer ").strip()
+        if name == "x-api-key" and isinstance(value, str):
+            return value
+    return None

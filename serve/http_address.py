@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from inferc.errors import ConfigError
@@ -27,6 +28,16 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
     listener.setblocking(False)
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches what listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name: of whatever address
+        return False
 
 
 def name_of(listener: socket.socket) -> str:

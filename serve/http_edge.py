@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
 from inferc.runtime.openai_answer import field_of
+from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated
 from inferc.serve.statuses import OUR_FAULT, Told, told
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
 MAX_BODY_BYTES = 64 << 20
 REQUEST_ID = re.compile(r"[\w.:+/=@-]{1,128}")
 CLIENT_LEFT = 499  # nobody reads it; logs and counts do
@@ -43,10 +46,11 @@ class Edge:
         self,
         app: Callable[[Scope, Receive, Send], Awaitable[None]],
         max_body_bytes: int,
+        access: Access,
         ended: Callable[[str, str], None] = lambda path, status: None,
     ) -> None:
         """ended: hears of every response that began, by the path of its route and its status."""
-        self._app, self._ended = app, ended
+        self._app, self._access, self._ended = app, access, ended
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +61,7 @@ class Edge:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         scope["request_id"] = given if REQUEST_ID.fullmatch(given) else ""
         name = scope["request_id"] or f"req-{secrets.token_hex(12)}"
-        has_begun, size = False, 0
+        has_begun, size, caller = False, 0, ANYBODY
 
         async def counted() -> MutableMapping[str, Any]:
             nonlocal size
@@ -73,14 +77,20 @@ class Edge:
                 has_begun = True
                 route = scope.get("route")
                 self._ended("other" if route is None else route.path, str(message["status"]))
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode("latin-1"))]
+                more = [(b"x-request-id", name.encode("latin-1")), *caller.headers()]
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         try:
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()
+            if scope["path"] not in OPEN:
+                caller = self._access.caller(_secret(headers))
+                CALLER.set(caller)
             await self._app(scope, counted, named)
+        except Unauthenticated as error:
+            await response_of(told(error))(scope, receive, named)
         except HTTPException as error:
             await error_of_http(error)(scope, receive, named)
         except Exception:
@@ -91,6 +101,13 @@ class Edge:
     def _too_large(self) -> HTTPException:
         limit = self._max_body_bytes
         return HTTPException(413, f"the body has more than {limit} bytes; send fewer prompts at once, or token ids")
+
+
+def _secret(headers: Mapping[bytes, bytes]) -> str | None:
+    """The API key that came with a request."""
+    if b"authorization" in headers:
+        return headers[b"authorization"].decode("latin-1").removeprefix("Bearer ").strip()
+    return headers[b"x-api-key"].decode("latin-1") if b"x-api-key" in headers else None
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -111,8 +128,10 @@ def error_response(
 
 def response_of(found: Told) -> Response:
     status, headers = found.status, {}
+    if status.http == 401:
+        headers["www-authenticate"] = "Bearer"
     if found.retry_after is not None:
-        headers["retry-after"] = str(max(1, round(found.retry_after)))  # whole seconds, by the standard
+        headers["retry-after"] = str(max(1, math.ceil(found.retry_after)))  # whole seconds, by the standard
     return error_response(status.http, found.message, status.kind, field_of(found.message), status.code, headers)
 
 

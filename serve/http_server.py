@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
+from inferc.serve.access import Access
 from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_invalid
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import Models
@@ -23,7 +25,7 @@ from inferc.serve.openai_api import openai_routes
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
 
 
-def make_app(models: Models, metrics: MetricsPage, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
+def make_app(models: Models, metrics: MetricsPage, access: Access, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
     """The ASGI application of a server's models."""
     app = FastAPI(
         title="inferc",
@@ -42,7 +44,7 @@ def make_app(models: Models, metrics: MetricsPage, max_body_bytes: int = MAX_BOD
     def ended(path: str, status: str) -> None:
         metrics.responses[path, status] += 1
 
-    return Edge(app, max_body_bytes, ended)
+    return Edge(app, max_body_bytes, access, ended)
 
 
 def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Response]]:
@@ -56,7 +58,8 @@ def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Respon
 class HttpServer(uvicorn.Server):
     """Serves an application on a socket that is bound already, and leaves signals to whoever runs it."""
 
-    def __init__(self, app: Any, listener: socket.socket) -> None:
+    def __init__(self, app: Any, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
+        """context: of TLS."""
         config = uvicorn.Config(
             app,
             http="httptools",
@@ -68,6 +71,8 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
+        config.load()
+        config.ssl = context
         super().__init__(config)
         self._listener = listener
 

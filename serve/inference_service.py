@@ -11,6 +11,7 @@ from dataclasses import replace
 from inferc.errors import RequestError
 from inferc.runtime.step import Logprobs
 from inferc.serve import protocol
+from inferc.serve.access import CALLER
 from inferc.serve.async_engine import Piece
 from inferc.serve.kv_events import EventsOff
 from inferc.serve.models import Models, ServedModel
@@ -30,15 +31,15 @@ class InferenceService:
         model = self.models.get(request.model)
         engine = model.engine
         params = replace(protocol.sampling_params(request.sampling, engine.facts.defaults), tap=request.tap)
-        engine.check_open(params.n)  # before the work that a prompt is
+        model.check_open(params.n)  # before the work that a prompt is
         prompt = await self._prompt(model, request)
         prompt_logprobs: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
-            prompt_logprobs = (await engine.score(prompt, top)).rows
+            prompt_logprobs = (await model.score(prompt, top)).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
         running = params.n
         # Closed also when the client went away or its deadline passed: the blocks come free at once.
-        with closing(engine.open(prompt, params, protocol.request_id(request))) as stream:
+        with closing(model.open(prompt, params, protocol.request_id(request))) as stream:
             async for piece in stream:
                 usage.output_tokens += len(piece.token_ids)
                 running -= piece.finish_reason is not None
@@ -73,11 +74,14 @@ class InferenceService:
         model = self.models.get(request.model)
         top = protocol.num_top(request, "top_logprobs", 1)
         ids = await self._prompt(model, request)
-        score = await model.engine.score(ids, top, protocol.request_id(request))
+        score = await model.score(ids, top, protocol.request_id(request))
         return pb.ScoreResponse(token_ids=ids, logprobs=protocol.logprobs(score.rows))
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        return pb.AbortResponse(aborted=any(model.engine.abort(request.request_id) for model in self.models.served))
+        caller = CALLER.get()
+        owner = None if caller.key is None or caller.key.admin else caller.name
+        found = [model.engine.abort(request.request_id, owner) for model in self.models.served]
+        return pb.AbortResponse(aborted=any(found))
 
     # ------------------------------------------------------------------------------------------------- text
 

@@ -263,6 +263,7 @@ class KServeService:
         params = from_request(values, model.engine.facts.defaults)
         if params.n != 1:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
+        model.check_open(1)
         return _Work(
             id=request.id,
             model=model,
@@ -299,7 +300,7 @@ async def _next(
 async def _pieces(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answer, None]:
     ids = await work.model.encode(prompt) if isinstance(prompt, str) else prompt
     count, is_first = 0, True
-    with closing(work.model.engine.open(ids, work.params)) as stream:
+    with closing(work.model.open(ids, work.params)) as stream:
         async for piece in stream:
             answer = _Answer(len(ids))
             if is_first and work.echoes:

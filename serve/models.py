@@ -18,11 +18,16 @@ from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine_process import EngineProcess
 from inferc.runtime.load import model_defaults, model_limits
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
-from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, EngineUnavailable, ModelFacts, State
+from inferc.serve.access import CALLER, Caller, RateLimited
+from inferc.serve.admission import WITHIN
+from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, EngineUnavailable, ModelFacts, State, Stream
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import ModelMetrics, Objectives
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
+from inferc.serve.waiting import deadline
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +73,7 @@ class ModelOptions:
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     max_sequences: int = MAX_SEQUENCES
+    max_queue_seconds: float | None = None  # until the first token; who would wait longer is refused
     hang_seconds: float = HANG_SECONDS
     drain_seconds: float = 30.0  # for running requests to end when a model is unloaded
     objectives: Objectives = dataclasses.field(default_factory=Objectives)  # of goodput
@@ -107,7 +113,13 @@ class ServedModel:
             config.max_num_seqs,
             int(time.time()),
         )
-        self.engine = AsyncEngine(None, facts, options.max_sequences, metrics=ModelMetrics(options.objectives))
+        self.engine = AsyncEngine(
+            None,
+            facts,
+            options.max_sequences,
+            metrics=ModelMetrics(options.objectives),
+            max_queue_seconds=options.max_queue_seconds,
+        )
         self.kv_events = kv_events
         arguments = {"path": str(source.path), **dataclasses.asdict(config)}
         on_kv_events = None if self.kv_events is None else self.kv_events.add
@@ -147,6 +159,47 @@ class ServedModel:
         """Token ids of a conversation, by the model's chat template. In a thread: a template may take seconds."""
         limit = self.engine.facts.max_model_len if is_prompt else None
         return await asyncio.to_thread(self.engine.text.encode_chat, messages, limit, **options)
+
+    def check_open(self, num_sequences: int) -> None:
+        """AsyncEngine.check_open within the time that the caller has."""
+        self.engine.check_open(num_sequences, WITHIN.get())
+
+    def open(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str = "",
+        news: asyncio.Event | None = None,
+    ) -> Stream:
+        """Start a request in the name of who calls, within what the caller may. Raises as AsyncEngine.open, and as
+        Caller.begin."""
+        caller = CALLER.get()
+        params = self._begin(caller, len(prompt_token_ids), params)
+        try:
+            return self.engine.open(
+                *(prompt_token_ids, params, request_id, news, caller.name, caller.end),
+                max_seconds=caller.limits.max_request_seconds,
+            )
+        except BaseException:
+            caller.end(0)
+            raise
+
+    async def score(self, token_ids: Sequence[int], num_top: int, request_id: str = "") -> Score:
+        """AsyncEngine.score within what the caller may."""
+        caller = CALLER.get()
+        self._begin(caller, len(token_ids), SamplingParams(max_tokens=1))
+        try:
+            async with deadline(caller.limits.max_request_seconds):
+                return await self.engine.score(token_ids, num_top, request_id, caller.name)
+        finally:
+            caller.end(0)
+
+    def _begin(self, caller: Caller, prompt_len: int, params: SamplingParams) -> SamplingParams:
+        try:
+            return caller.begin(prompt_len, params)
+        except RateLimited:
+            self.engine.metrics.refused("rate_limit")
+            raise
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Their text. Raises RequestError for an id that the model does not have."""

@@ -30,7 +30,7 @@ class Answering:
         self._streams: list[Stream] = []
         self._prompts: list[EchoedPrompt] = []
         if request.generates:
-            model.engine.check_open(self.params.n * len(request.prompts))
+            model.check_open(self.params.n * len(request.prompts))
 
     async def start(self) -> None:
         """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open."""
@@ -41,7 +41,7 @@ class Answering:
         if self.request.generates:
             for number, each in enumerate(ids):
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
-                self._streams.append(self.model.engine.open(each, self.params, name, self._news))
+                self._streams.append(self.model.open(each, self.params, name, self._news))
 
     def close(self) -> None:
         for stream in self._streams:
@@ -112,5 +112,5 @@ class Answering:
             if not ids:
                 raise RequestError("prompt: it is empty; give at least one token")
             return EchoedPrompt(text, ids, [])
-        score = await self.model.engine.score(ids, max(top, 1))
+        score = await self.model.score(ids, max(top, 1))
         return EchoedPrompt(text, ids, score.rows if top else [replace(row, top=()) for row in score.rows])

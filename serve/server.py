@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from inferc.errors import ConfigError
 from inferc.serve import http_address
+from inferc.serve.access import Access, Limits
 from inferc.serve.grpc_server import GrpcServer
 from inferc.serve.kv_events import KvPublisherConfig
 from inferc.serve.metrics_page import MetricsPage
@@ -25,6 +26,7 @@ from inferc.serve.models import ModelOptions, Models, ModelSource
 if TYPE_CHECKING:
     from inferc.serve.http_server import HttpServer
     from inferc.serve.kv_publisher import KvPublisher
+    from inferc.serve.tls import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +48,19 @@ class ServeConfig:
     model_folder: Path | None = None  # of artifacts that can be loaded later, by their names
     kv_publisher: KvPublisherConfig | None = None  # of what the engine collects under `kv_events`
     metrics_compat: Literal["none", "vllm"] = "none"  # whose names metrics have besides
+    api_keys: Path | None = None  # the file of keys; without one anybody may ask
+    limits: Limits = dataclasses.field(default_factory=Limits)  # of every request
+    max_body_bytes: int = 64 << 20  # of an HTTP request
+    tls_cert: Path | None = None  # PEM files
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None  # only clients with a certificate of these authorities are let in
+    insecure: bool = False  # listen beyond the loopback interface though anybody may ask
 
     def __post_init__(self) -> None:
         engine = self.options.engine
         if self.kv_publisher is not None and not engine.kv_events:
             raise ConfigError("kv_publisher has nothing to publish: set kv_events in the engine's config")
+        self._check_access()
         if not self.models and self.model_folder is None:
             raise ConfigError("nothing to serve: give an artifact, or --model-folder DIR to load from")
         if self.model_folder is not None and not self.model_folder.is_dir():
@@ -63,6 +73,27 @@ class ServeConfig:
             ):
                 if value:
                     raise ConfigError(f"{name} is for a server of one model; serve it alone")
+
+    def _check_access(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key go together; give both")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key: clients are asked for theirs within TLS")
+        if self.insecure:
+            return
+        if not http_address.is_loopback(self.host) and self.api_keys is None and self.tls_client_ca is None:
+            raise ConfigError(
+                f"--host {self.host} can be reached from elsewhere, and anybody could ask: give --api-keys FILE or"
+                " --tls-client-ca FILE, or --insecure if something in front of it checks who asks"
+            )
+        if self.kv_publisher is not None:
+            for endpoint in (self.kv_publisher.endpoint, self.kv_publisher.replay or "ipc://none"):
+                host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+                if endpoint.startswith("tcp://") and not http_address.is_loopback(host):
+                    raise ConfigError(
+                        f"{endpoint} can be reached from elsewhere, and ZeroMQ subscribers see everybody's prompts without"
+                        " a key: use the loopback interface, or --insecure in a network where all may see them"
+                    )
 
 
 @dataclass(frozen=True)
@@ -99,8 +130,11 @@ class _Server:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.models = Models(config.models, config.options, config.model_folder, self._on_change)
+        self.access = Access(config.api_keys, config.limits)
         self.metrics = MetricsPage(self.models, config.metrics_compat)
-        self.grpc = GrpcServer(config.host, config.grpc_port)
+        self._certificates = self._open_certificates()
+        credentials = None if self._certificates is None else self._certificates.grpc_credentials()
+        self.grpc = GrpcServer(config.host, config.grpc_port, credentials)
         self._listener = None if config.http_port is None else http_address.bind(config.host, config.http_port)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -123,6 +157,13 @@ class _Server:
     def _on_change(self) -> None:
         self._changed.set()
 
+    def _open_certificates(self) -> Certificates | None:
+        if self.config.tls_cert is None or self.config.tls_key is None:
+            return None
+        from inferc.serve.tls import Certificates, TlsFiles
+
+        return Certificates(TlsFiles(self.config.tls_cert, self.config.tls_key, self.config.tls_client_ca))
+
     def _open_publisher(self) -> KvPublisher | None:
         if self.config.kv_publisher is None:
             return None
@@ -143,10 +184,13 @@ class _Server:
         if (failed := loading.exception()) is not None:
             stopping.cancel()
             raise failed
-        await self.grpc.start(self.models, self._called)
+        await self.grpc.start(self.models, self.access, self._called)
         if self._listener is not None:
             self._start_http(self._listener)
-        tasks = [asyncio.create_task(work) for work in (self._report_health(), self._measure_lag())]
+        works = [self._report_health(), self._measure_lag()]
+        if self._certificates is not None:
+            works.append(self._certificates.follow())
+        tasks = [asyncio.create_task(work) for work in works]
         on_ready(self.addresses)
         first = await stopping
         was_broken = self.models.is_broken
@@ -159,7 +203,10 @@ class _Server:
     def _start_http(self, listener: socket.socket) -> None:
         from inferc.serve.http_server import HttpServer, make_app
 
-        self._http = HttpServer(make_app(self.models, self.metrics), listener)
+        context = None if self._certificates is None else self._certificates.ssl_context
+        self._http = HttpServer(
+            make_app(self.models, self.metrics, self.access, self.config.max_body_bytes), listener, context
+        )
         self._http_task = asyncio.create_task(self._http.run_until_stopped())
 
     @property

@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass
 
 from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
+from inferc.serve.access import Forbidden, RateLimited, Unauthenticated
 from inferc.serve.async_engine import EngineUnavailable, QueueFull, RequestAborted, RequestIdInUse
 from inferc.serve.kv_events import BatchesGone, EventsOff
 from inferc.serve.models import ModelsFixed, NotServed
@@ -33,6 +34,9 @@ class Status:
 NOT_LOADABLE = (ArtifactError, ConfigError, UnsupportedError)
 INTERNAL = Status("INTERNAL", 500, "server_error")
 STATUSES: tuple[tuple[type[Exception], Status], ...] = (
+    (Unauthenticated, Status("UNAUTHENTICATED", 401, "authentication_error", "invalid_api_key")),
+    (Forbidden, Status("PERMISSION_DENIED", 403, "permission_error", "forbidden")),
+    (RateLimited, Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded")),
     (NotServed, Status("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
     (RequestIdInUse, Status("ALREADY_EXISTS", 409, "invalid_request_error", "request_id_in_use")),
     (RequestError, Status("INVALID_ARGUMENT", 400, "invalid_request_error")),

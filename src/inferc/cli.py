@@ -38,9 +38,11 @@ from inferc.cli_common import (
     say,
     writing,
 )
+from inferc.cli_config_file import ENVIRONMENT
 from inferc.cli_diff import diff
 from inferc.cli_explain import explain
 from inferc.cli_generate import chat, generate
+from inferc.cli_keys import keys_app
 from inferc.cli_replay import replay
 from inferc.cli_serve import serve
 from inferc.cli_simulate import simulate
@@ -59,6 +61,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 
 def main() -> None:
@@ -275,7 +278,7 @@ def _ranges(numbers: list[int]) -> str:
 command(app, "generate")(generate)
 command(app, "chat")(chat)
 command(app, "batch")(batch)
-command(app, "serve")(serve)
+command(app, "serve", ENVIRONMENT)(serve)
 command(app, "simulate")(simulate)
 command(app, "replay")(replay)
 command(app, "diff")(diff)

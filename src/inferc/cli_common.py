@@ -134,11 +134,15 @@ class OutputError(InfercError):
     """Standard output takes no more."""
 
 
-def command(group: typer.Typer, name: str) -> Callable[[Command], Command]:
-    """Register a command. It may return an exit code; its errors become one line on standard error and a code."""
+def command(group: typer.Typer, name: str, environment: str | None = None) -> Callable[[Command], Command]:
+    """Register a command. It may return an exit code; its errors become one line on standard error and a code.
+
+    environment: the prefix of the variables that its options may be given by.
+    """
+    settings = {"auto_envvar_prefix": environment}
 
     def register(run: Command) -> Command:
-        @group.command(name)
+        @group.command(name, context_settings=settings if environment else None)
         @functools.wraps(run)
         def guarded(*args: Any, **kwargs: Any) -> None:
             code: int | None = 0

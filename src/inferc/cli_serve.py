@@ -1,4 +1,4 @@
-"""`inferc serve`: an artifact for clients, over gRPC."""
+"""`inferc serve`: artifacts for clients, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -32,27 +32,96 @@ from inferc.cli_common import (
     print_json,
     say,
 )
+from inferc.cli_config_file import read_config, resolved, said
 from inferc.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 STARTED = time.perf_counter()
 
 
 def serve(
-    outs: Annotated[
+    context: typer.Context,
+    models: Annotated[
         list[str],
         typer.Argument(
             metavar="[NAME=]OUT…", help="Artifacts. Clients call each as its folder, or NAME.", show_default=False
         ),
     ] = [],  # noqa: B006 (typer's way to say that none is needed)
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            callback=read_config,
+            is_eager=True,
+            help='TOML with options by their names (max-num-seqs = 64; models = ["OUT"]). Variables INFERC_SERVE_… go'
+            " before it, and flags before those.",
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the configuration, with where each value is from, and stop.")
+    ] = False,
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="0.0.0.0 takes calls from elsewhere.")
+        str, typer.Option("--host", metavar="HOST", help="0.0.0.0 takes calls from elsewhere; that needs keys or mTLS.")
     ] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option("--grpc-port", metavar="PORT", help="0 takes a free one.")] = 50051,
     http_port: Annotated[int, typer.Option("--http-port", metavar="PORT", help="0 takes a free one.")] = 8000,
     http: Annotated[bool, typer.Option("--http/--no-http", help="OpenAI's interface beside gRPC.")] = True,
+    model_folder: Annotated[
+        Path | None,
+        typer.Option("--model-folder", metavar="DIR", help="Artifacts that clients may load by name while it runs."),
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option("--api-keys", metavar="FILE", help="Let in who has a key of this file (`inferc keys create`)."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", metavar="FILE", help="PEM with the certificate and its chain; read again when it changes."
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM with its key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-client-ca", metavar="FILE", help="Let in clients with a certificate of these authorities alone."
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine though anybody may ask.")
+    ] = False,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option("--max-prompt-tokens", metavar="N", help="Of a request; more is refused.")
+    ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option("--max-output-tokens", metavar="N", help="Of an output; more is refused.")
+    ] = None,
+    max_n: Annotated[int | None, typer.Option("--max-n", metavar="N", help="Outputs of a prompt.")] = None,
+    max_request_seconds: Annotated[
+        float | None, typer.Option("--max-request-seconds", metavar="S", help="A request that takes longer is ended.")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="BYTES", help="Of a request.")] = 64 << 20,
+    max_queue_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--max-queue-seconds",
+            metavar="S",
+            help="Refuse a request at once that would wait longer for its first token, as far as can be foreseen.",
+        ),
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", metavar="S", help="For running requests to end after SIGTERM.")
     ] = 30.0,
+    hang_seconds: Annotated[
+        float,
+        typer.Option(
+            "--hang-seconds",
+            metavar="S",
+            help="An engine whose step lasts longer is killed and started again; 0: never.",
+        ),
+    ] = 60.0,
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_seqs: MaxSeqs = 64,
@@ -88,18 +157,6 @@ def serve(
         Path | None,
         typer.Option("--tap-out", metavar="DIR", help="Where --tap's values go: DIR/REQUEST.npz for each that asks."),
     ] = None,
-    model_folder: Annotated[
-        Path | None,
-        typer.Option("--model-folder", metavar="DIR", help="Artifacts that clients may load by name while it runs."),
-    ] = None,
-    hang_seconds: Annotated[
-        float,
-        typer.Option(
-            "--hang-seconds",
-            metavar="S",
-            help="An engine whose step lasts longer is killed and started again; 0: never.",
-        ),
-    ] = 60.0,
     goodput_ttft_ms: Annotated[
         float,
         typer.Option(
@@ -131,11 +188,16 @@ def serve(
             raise ConfigError(f"{name} {value:g}: expected a number of milliseconds, 0 or more")
     if metrics_compat not in ("none", "vllm"):
         raise ConfigError(f"--metrics-compat {metrics_compat}: expected none or vllm")
+    if max_body_bytes < 1:
+        raise ConfigError(f"--max-body-bytes {max_body_bytes}: expected 1 or more")
+    if max_queue_seconds is not None and not 0 <= max_queue_seconds < math.inf:
+        raise ConfigError(f"--max-queue-seconds {max_queue_seconds:g}: expected a number of seconds, 0 or more")
     if not 0 <= hang_seconds < math.inf:
         raise ConfigError(f"--hang-seconds {hang_seconds:g}: expected a number of seconds, 0 or more")
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
+    from inferc.serve.access import Limits
     from inferc.serve.kv_events import KvPublisherConfig
     from inferc.serve.metrics import Objectives
     from inferc.serve.models import ModelOptions, ModelSource
@@ -154,36 +216,48 @@ def serve(
         tap=tap,
         tap_out=tap_out,
     )
+    if print_config:
+        say(resolved(context))
+        return 0
     publisher = None
     if kv_events not in (None, "grpc"):
         publisher = KvPublisherConfig(kv_events, kv_events_replay, kv_events_topic)
     elif kv_events_replay is not None or kv_events_topic:
         raise ConfigError("--kv-events-replay and --kv-events-topic need an endpoint; give --kv-events one")
     engine = from_dict(EngineConfig, {**options, "kv_events": kv_events is not None})
-    config = ServeConfig(
-        models=tuple(map(ModelSource.parse, outs)),
+    settings = ServeConfig(
+        models=tuple(map(ModelSource.parse, models)),
         host=host,
         grpc_port=grpc_port,
         http_port=http_port if http else None,
         options=ModelOptions(
             engine,
+            max_queue_seconds=max_queue_seconds,
             drain_seconds=drain_seconds,
             hang_seconds=hang_seconds,
             objectives=Objectives(goodput_ttft_ms or None, goodput_tbt_ms or None),
         ),
         metrics_compat="vllm" if metrics_compat == "vllm" else "none",
+        api_keys=api_keys,
+        limits=Limits(max_prompt_tokens, max_output_tokens, max_n, max_request_seconds),
+        max_body_bytes=max_body_bytes,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        insecure=insecure,
         model_folder=model_folder,
         kv_publisher=publisher,
     )
 
     def report(addresses: Addresses) -> None:
         seconds = round(_seconds_since_start(), 3)
+        log.info("%s", ", ".join(f"{name}={value}" for name, value in said(context).items()))
         if as_json:
             print_json({"grpc": addresses.grpc, "http": addresses.http, "seconds": seconds})
         else:
             say(f"ready grpc={addresses.grpc} http={addresses.http or 'off'} seconds={seconds}", flush=True)
 
-    return serve_(config, report)
+    return serve_(settings, report)
 
 
 def _seconds_since_start() -> float:

@@ -29,6 +29,7 @@ from inferc.client_messages import (
     Prompt,
     Score,
     ServerError,
+    Tls,
     completions,
     error_of,
     generate_request,
@@ -40,7 +41,7 @@ from inferc.client_messages import (
 from inferc.errors import RequestError
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
-__all__ = ["SERVICE", "AsyncClient", "Client", "Completion", "Piece", "Prompt", "Score", "ServerError"]
+__all__ = ["SERVICE", "AsyncClient", "Client", "Completion", "Piece", "Prompt", "Score", "ServerError", "Tls"]
 
 RETRIES = 2
 Response = TypeVar("Response", bound=Message)
@@ -53,7 +54,7 @@ class Client:
     model: which of the server's models every call is for; the first one if it is empty.
     timeout: seconds until a call must have ended, streams included; None for no limit.
     retries: how often a call is tried again that the server could not take for now, as long as nothing of its answer
-    has come.
+    has come. api_key: as `inferc keys create` printed it.
 
     RequestError is raised for what the server calls the client's fault, ServerError for everything else.
     """
@@ -65,12 +66,18 @@ class Client:
         model: str = "",
         timeout: float | None = None,
         retries: int = RETRIES,
+        api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
         self.model = model
         self.timeout = timeout
         self.retries = retries
-        self._channel = grpc.insecure_channel(address, options=UNLIMITED)
+        self._metadata = _metadata(api_key)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=UNLIMITED)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=UNLIMITED)
 
     def __enter__(self) -> Client:
         return self
@@ -114,7 +121,7 @@ class Client:
     def _pieces(self, request: pb.GenerateRequest) -> Iterator[Piece]:
         for attempt in range(self.retries + 1):
             has_begun = False
-            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout)
+            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout, metadata=self._metadata)
             try:
                 for message in call:
                     has_begun = True
@@ -196,7 +203,9 @@ class Client:
             request = pb.SubscribeKvEventsRequest(model=self.model, start_sequence=start_sequence)
         except (TypeError, ValueError) as error:
             raise RequestError(f"start_sequence: {error}") from None
-        call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(request, timeout=self.timeout)
+        call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(
+            request, timeout=self.timeout, metadata=self._metadata
+        )
         call.initial_metadata()  # waits
         return _batches(call)
 
@@ -214,7 +223,7 @@ class Client:
         attempt = 0
         while True:
             try:
-                answer: Response = call(request, timeout=self.timeout)
+                answer: Response = call(request, timeout=self.timeout, metadata=self._metadata)
                 return answer
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
@@ -228,6 +237,10 @@ class Client:
             return False
         time.sleep(error.pause(attempt))
         return True
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
 def _serialize(message: Message) -> bytes:
@@ -254,12 +267,18 @@ class AsyncClient:
         model: str = "",
         timeout: float | None = None,
         retries: int = RETRIES,
+        api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
         self.model = model
         self.timeout = timeout
         self.retries = retries
-        self._channel = grpc.aio.insecure_channel(address, options=UNLIMITED)
+        self._metadata = _metadata(api_key)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=UNLIMITED)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=UNLIMITED)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -295,7 +314,7 @@ class AsyncClient:
     async def _pieces(self, request: pb.GenerateRequest) -> AsyncIterator[Piece]:
         for attempt in range(self.retries + 1):
             has_begun = False
-            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout)
+            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout, metadata=self._metadata)
             try:
                 async for message in call:
                     has_begun = True
@@ -360,7 +379,9 @@ class AsyncClient:
             request = pb.SubscribeKvEventsRequest(model=self.model, start_sequence=start_sequence)
         except (TypeError, ValueError) as error:
             raise RequestError(f"start_sequence: {error}") from None
-        call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(request, timeout=self.timeout)
+        call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(
+            request, timeout=self.timeout, metadata=self._metadata
+        )
         await call.initial_metadata()
         return _async_batches(call)
 
@@ -376,7 +397,7 @@ class AsyncClient:
         attempt = 0
         while True:
             try:
-                answer: Response = await call(request, timeout=self.timeout)
+                answer: Response = await call(request, timeout=self.timeout, metadata=self._metadata)
                 return answer
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)

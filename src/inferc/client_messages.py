@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 
-from inferc.errors import InfercError, RequestError
+from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 SERVICE = "inferc.v1.InferenceService"
@@ -18,6 +19,24 @@ UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 5.0
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Tls:
+    """How to reach a server over TLS: PEM files with the authorities to trust (None: the system's), and, where the server
+    asks for one, with the client's own certificate and key."""
+
+    ca: str | Path | None = None
+    cert: str | Path | None = None
+    key: str | Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises ConfigError for a file that cannot be read."""
+        try:
+            files = [None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.cert)]
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot read it: {error.strerror}") from None
+        return grpc.ssl_channel_credentials(*files)
 
 
 class ServerError(InfercError):

@@ -1,0 +1,47 @@
+"""How long a request would wait for its first token, by how fast others have got theirs: so that who would wait in vain is
+told at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextvars import ContextVar
+
+WINDOW_SECONDS = 10.0
+# Seconds that the call which runs has left, where its client said so.
+WITHIN: ContextVar[float | None] = ContextVar("WITHIN", default=None)
+
+
+class QueueForecast:
+    """Counts sequences that wait for a first token, and how fast first tokens come while any do. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self._since = 0.0  # somebody waits
+        self._firsts: deque[float] = deque()
+
+    def came(self, count: int, now: float) -> None:
+        if not self.num_waiting:
+            self._since = now
+            self._firsts.clear()
+        self.num_waiting += count
+
+    def first_token(self, now: float) -> None:
+        self.num_waiting -= 1
+        self._firsts.append(now)
+
+    def left(self, count: int) -> None:
+        """Sequences went that had no token."""
+        self.num_waiting -= count
+
+    def seconds(self, now: float) -> float:
+        """Until a sequence that came now would get its first token: at the rate of the last seconds, behind all that wait.
+
+        Where none has come since they began to wait, as long as they have waited: it is that at least.
+        """
+        if not self.num_waiting:
+            return 0.0
+        start = max(self._since, now - WINDOW_SECONDS)
+        while self._firsts and self._firsts[0] < start:
+            self._firsts.popleft()
+        elapsed = now - start
+        return self.num_waiting * elapsed / len(self._firsts) if self._firsts else elapsed
