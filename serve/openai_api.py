@@ -23,6 +23,9 @@ from inferc.serve.openai_answering import Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
 
 OWNER = "inferc"
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}
+}
 
 
 class Json(Response):
@@ -59,12 +62,12 @@ def openai_routes(models: Models) -> APIRouter:
 
     # ------------------------------------------------------------------------------------------ generating
 
-    @routes.post(COMPLETIONS, tags=["openai"], response_model=None)
+    @routes.post(COMPLETIONS, tags=["openai"], response_model=None, responses=STREAMED)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one prompt or several."""
         return await _generate(models, COMPLETIONS, body, request)
 
-    @routes.post(CHAT, tags=["openai"], response_model=None)
+    @routes.post(CHAT, tags=["openai"], response_model=None, responses=STREAMED)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, by the model's chat template."""
         return await _generate(models, CHAT, body, request)
@@ -134,13 +137,13 @@ def openai_routes(models: Models) -> APIRouter:
 
     # -------------------------------------------------------------------------------------------- server
 
-    @routes.get("/health", tags=["server"])
+    @routes.get("/health", tags=["server"], response_class=Response)
     @routes.get("/ready", tags=["server"], include_in_schema=False)
     async def health() -> Response:
         """200 while requests are taken, else 503."""
         return Response(status_code=200 if models.is_serving else 503)
 
-    @routes.get("/live", tags=["server"])
+    @routes.get("/live", tags=["server"], response_class=Response)
     async def live() -> Response:
         """200 as long as the server needs no restart: 503 once an engine was given up."""
         return Response(status_code=503 if models.is_broken else 200)

@@ -19,7 +19,7 @@ from inferc.runtime.abi import detect_isa
 
 COMMANDS = (
     *("compile", "explain", "inspect", "generate", "chat", "batch", "serve", "simulate"),
-    *("replay", "diff", "eval", "bench"),
+    *("replay", "diff", "eval", "bench", "keys"),
 )
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
 NOT_BUILT = ("verify", "top", "doctor")

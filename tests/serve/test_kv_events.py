@@ -267,7 +267,10 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
     ("options", "message"),
     [
         (("--kv-events", "tcp://nowhere"), "--kv-events tcp://nowhere: expected tcp://ADDRESS:PORT"),
-        (("--kv-events", "tcp://203.0.113.7:5557"), "cannot listen for KV event subscribers on tcp://203.0.113.7:5557"),
+        (
+            ("--kv-events", "tcp://203.0.113.7:5557", "--insecure"),
+            "cannot listen for KV event subscribers on tcp://203.0.113.7:5557",
+        ),
         (("--kv-events", "tcp://localhost:65536"), "--kv-events tcp://localhost:65536: expected tcp://ADDRESS:PORT"),
         (("--kv-events", "grpc", "--kv-events-replay", "tcp://127.0.0.1:5558"), "need an endpoint"),
         (("--kv-events-topic", "kv"), "need an endpoint"),
