@@ -154,6 +154,7 @@ class Engine:
         self._submitted_at: deque[float] = deque()  # of the steps in flight
         self._depth = 1 if pipeline else 0
         self._in_flight: deque[StepPlan] = deque()
+        self._num_landed = 0
         self._requests: dict[str, list[Sequence]] = {}
         self._refused: list[tuple[str, str]] = []
         self._scorer = Scorer(self.scheduler)
@@ -406,10 +407,12 @@ class Engine:
         stats.wait_seconds += landed - started
         if result.error is not None:
             raise InfercError(f"the step failed: {result.error}")
-        self._observe(plan)
+        seconds = self._observe(plan)
         if self.taps is not None:
             self.taps.landed(plan, result.tapped)
         outputs = self.scheduler.update(plan, result)
+        self._num_landed += 1
+        outputs.step, outputs.step_seconds = self._num_landed, seconds
         stats.output_tokens += len(outputs)
         if self._recorder is not None:
             self._recorder.landed(outputs.others.values())
@@ -420,8 +423,11 @@ class Engine:
         stats.update_seconds += time.perf_counter() - landed
         return outputs
 
-    def _observe(self, plan: StepPlan) -> None:
-        """Learn what steps cost: this one began when it was submitted, or when the one before it was done."""
+    def _observe(self, plan: StepPlan) -> float:
+        """Learn what steps cost, and return what this one did, in seconds.
+
+        It began when it was submitted, or when the one before it was done.
+        """
         now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
         self._landed_at = now
         self._stats.busy_seconds += now - begun
@@ -429,6 +435,7 @@ class Engine:
         if self.scheduler.foresees and not any(each.raised for each in (plan, *self._in_flight)):
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
             self.scheduler.forecast.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
+        return now - begun
 
     def _open_gate(self) -> None:
         if self._before_first_output is not None:

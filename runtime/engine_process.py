@@ -27,6 +27,7 @@ import numpy as np
 
 from inferc import errors
 from inferc.errors import InfercError
+from inferc.log_format import LogFormat, configure
 from inferc.runtime.engine import Engine, EngineStats
 from inferc.runtime.engine_loop import (
     Abort,
@@ -68,6 +69,7 @@ class EngineProcess(EngineClient):
         factory: str = LOAD_ENGINE,
         on_stop: Callable[[str], None] | None = None,
         on_kv_events: Callable[[KvBatch], None] | None = None,
+        log_format: LogFormat = "text",
     ) -> None:
         super().__init__(on_stop, on_kv_events)
         ours, theirs = socket.socketpair()
@@ -88,7 +90,8 @@ class EngineProcess(EngineClient):
         self._closing = False
         self._killed_for: str | None = None
         self._reader: threading.Thread | None = None
-        self._write({"factory": factory, "options": dict(options), "log_level": logging.getLogger().level})
+        logs = {"log_level": logging.getLogger().level, "log_format": log_format}
+        self._write({"factory": factory, "options": dict(options), **logs})
 
     def wait_until_ready(self) -> EngineProcess:
         """Wait until the engine takes requests. Raises what made it fail to start, or InfercError after `close`."""
@@ -206,7 +209,7 @@ class EventWriter:
             return _dump(encode_batch(events))
         if not isinstance(events, StepOutputs):
             return _dump({"events": [_encode_event(event) for event in events]})
-        message: dict[str, Any] = {"ids": events.token_ids.tolist()}
+        message: dict[str, Any] = {"ids": events.token_ids.tolist(), "step": (events.step, events.step_seconds)}
         if events.seqs is not self._seqs:
             self._seqs = events.seqs
             message["rows"] = [(seq.request_id, seq.index) for seq in events.seqs]
@@ -235,7 +238,7 @@ class EventReader:
             row: None if output is None else _decode_output(self._rows[row], *output)
             for row, output in message.get("others", ())
         }
-        return StepOutputs(self._rows, np.array(message["ids"], np.int32), others)
+        return StepOutputs(self._rows, np.array(message["ids"], np.int32), others, *message["step"])
 
 
 def _dump(message: Mapping[str, Any]) -> bytes:
@@ -295,7 +298,7 @@ def main(fd: int) -> int:
         signal.signal(number, signal.SIG_IGN)  # systemd tells every process; the parent decides
     pipe = Connection(fd)
     request = json.loads(pipe.recv_bytes())
-    logging.basicConfig(level=request["log_level"], format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    configure(request["log_format"], request["log_level"], "engine")
     try:
         module, function = request["factory"].split(":")
         engine: Engine = getattr(importlib.import_module(module), function)(**request["options"])

@@ -73,7 +73,8 @@ class Output:
     finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (its logits are not finite; no
     token comes with it) or None. num_cached comes with the first token: of the prompt, the tokens that were found in the
     prefix cache; so does queue_seconds, from its arrival until it was let in. num_forgotten: tokens of the sequence that its last query did not see, where the cache evicts; it changes with
-    no other outputs than those that are more than a token.
+    no other outputs than those that are more than a token. step: which of the engine's steps brought it, from 1, and how long
+    that took on the device.
     """
 
     request_id: str
@@ -84,6 +85,8 @@ class Output:
     num_cached: int | None = None
     num_forgotten: int = 0
     queue_seconds: float | None = None
+    step: int = 0
+    step_seconds: float = 0.0
 
 
 class Row(Protocol):
@@ -109,6 +112,8 @@ class StepOutputs:
     seqs: SequenceOf[Row]
     token_ids: I32
     others: dict[int, Output | None]
+    step: int = 0  # as in Output
+    step_seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.seqs) - sum(output is None for output in self.others.values())
@@ -117,8 +122,9 @@ class StepOutputs:
         others = self.others
         for row, (seq, token) in enumerate(zip(self.seqs, self.token_ids.tolist(), strict=True)):
             if row not in others:
-                yield Output(seq.request_id, seq.index, [token])
+                yield Output(seq.request_id, seq.index, [token], step=self.step, step_seconds=self.step_seconds)
             elif (output := others[row]) is not None:
+                output.step, output.step_seconds = self.step, self.step_seconds
                 yield output
 
     @property

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from inferc.errors import ConfigError, RequestError
+from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.serve import protocol
 from inferc.serve.access import CALLER, Access
 from inferc.serve.admission import WITHIN
@@ -25,6 +26,7 @@ from inferc.serve.models import Models
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
 from inferc.serve.statuses import told
+from inferc.serve.trace_parent import TRACE_PARENT
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +196,8 @@ class _Edge:
     async def around(self, context: Context) -> AsyncIterator[None]:
         code = "CANCELLED"  # unless one of the ends below is reached
         try:
+            REQUEST_ID.set(_header(context, "x-request-id"))
+            TRACE_PARENT.set(_header(context, "traceparent"))
             if not self._is_open:
                 caller = self._access.caller(_secret(context))
                 if self._is_for_admins:
@@ -211,6 +215,14 @@ class _Edge:
             await context.abort(grpc.StatusCode[code], found.message, tuple(metadata))
         finally:
             self._ended(self._method, code)
+
+
+def _header(context: Context, name: str) -> str:
+    """What a client says of a call in a word, if it is one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, str) and REQUEST_ID_FORM.fullmatch(value):
+            return value
+    return ""
 
 
 def _secret(context: Context) -> str | None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import math
-import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
@@ -17,9 +16,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
+from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.runtime.openai_answer import field_of
 from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated
 from inferc.serve.statuses import OUR_FAULT, Told, told
+from inferc.serve.trace_parent import TRACE_PARENT
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
 MAX_BODY_BYTES = 64 << 20
-REQUEST_ID = re.compile(r"[\w.:+/=@-]{1,128}")
 CLIENT_LEFT = 499  # nobody reads it; logs and counts do
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -59,8 +59,10 @@ class Edge:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        scope["request_id"] = given if REQUEST_ID.fullmatch(given) else ""
+        scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""
         name = scope["request_id"] or f"req-{secrets.token_hex(12)}"
+        REQUEST_ID.set(name)
+        TRACE_PARENT.set(headers.get(b"traceparent", b"").decode("latin-1"))
         has_begun, size, caller = False, 0, ANYBODY
 
         async def counted() -> MutableMapping[str, Any]:

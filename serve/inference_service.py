@@ -12,10 +12,10 @@ from inferc.errors import RequestError
 from inferc.runtime.step import Logprobs
 from inferc.serve import protocol
 from inferc.serve.access import CALLER
-from inferc.serve.async_engine import Piece
 from inferc.serve.kv_events import EventsOff
 from inferc.serve.models import Models, ServedModel
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+from inferc.serve.streams import Piece
 
 
 class InferenceService:

@@ -16,10 +16,10 @@ import numpy as np
 from inferc.errors import InfercError, RequestError
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve import protocol
-from inferc.serve.async_engine import Piece
 from inferc.serve.models import ModelEntry, Models, NotServed, ServedModel
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.statuses import told
+from inferc.serve.streams import Piece
 from inferc.serve.waiting import deadline, gather
 
 VERSION = "1"

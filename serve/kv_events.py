@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from inferc.errors import ConfigError, InfercError
 from inferc.runtime.kv_events import Cleared, KvBatch
-from inferc.serve.async_engine import EngineUnavailable
+from inferc.serve.streams import EngineUnavailable
 
 NUM_KEPT = 10_000  # batches; a step makes one at most
 MAX_KEPT_BYTES = 64 << 20

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.log_format import REQUEST_ID, LogFormat
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine_process import EngineProcess
 from inferc.runtime.load import model_defaults, model_limits
@@ -23,11 +25,15 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
 from inferc.serve.access import CALLER, Caller, RateLimited
 from inferc.serve.admission import WITHIN
-from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, EngineUnavailable, ModelFacts, State, Stream
+from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, State
 from inferc.serve.kv_events import KvEventLog
-from inferc.serve.metrics import ModelMetrics, Objectives
+from inferc.serve.metrics import Ended, ModelMetrics, Objectives
+from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
 from inferc.serve.waiting import deadline
+
+if TYPE_CHECKING:
+    from inferc.serve.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +83,8 @@ class ModelOptions:
     hang_seconds: float = HANG_SECONDS
     drain_seconds: float = 30.0  # for running requests to end when a model is unloaded
     objectives: Objectives = dataclasses.field(default_factory=Objectives)  # of goodput
+    log_format: LogFormat = "text"
+    log_requests: bool = False  # each that is over, at INFO
 
 
 @dataclass(frozen=True)
@@ -100,12 +108,15 @@ class ServedModel:
         options: ModelOptions,
         kv_events: KvEventLog | None,
         on_state: Callable[[], None],
+        tracing: Tracing | None = None,
         launch: Callable[..., EngineProcess] = EngineProcess,
     ) -> None:
         config = options.engine
         limits = model_limits(artifact)
         facts = ModelFacts(limits.vocab_size, limits.max_model_len, limits.eos_token_ids, model_defaults(artifact))
         self.source, self.artifact = source, artifact
+        self._tracing = tracing
+        self._log_level = logging.INFO if options.log_requests else logging.DEBUG
         self.info = ModelInfo(
             source.name,
             str(artifact.model["model_type"]),
@@ -118,6 +129,7 @@ class ServedModel:
             facts,
             options.max_sequences,
             metrics=ModelMetrics(options.objectives),
+            on_over=self._over,
             max_queue_seconds=options.max_queue_seconds,
         )
         self.kv_events = kv_events
@@ -130,13 +142,38 @@ class ServedModel:
                     kv_events.clear()
                 on_stop(reason)
 
-            return launch(arguments, on_stop=stopped, on_kv_events=on_kv_events)
+            return launch(arguments, on_stop=stopped, on_kv_events=on_kv_events, log_format=options.log_format)
 
         self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state())
 
     @property
     def name(self) -> str:
         return self.source.name
+
+    def _over(self, stream: Stream, ended: Ended) -> None:
+        """A request is over: say so to whoever reads traces or the log."""
+        if self._tracing is not None:
+            self._tracing.end(stream, ended, self.name, REQUEST_ID.get() or stream.request_id)
+        if not log.isEnabledFor(self._log_level):
+            return
+        first, now = ended.first_at[0], time.monotonic()
+        log.log(
+            self._log_level,
+            "request over: %s",
+            ended.outcome,
+            extra={
+                "request_id": REQUEST_ID.get() or stream.request_id,
+                "engine_request_id": stream.request_id,
+                "model": self.name,
+                "key": stream.owner,
+                "prompt_tokens": ended.prompt_tokens,
+                "cached_tokens": ended.cached_tokens,
+                "output_tokens": sum(ended.output_tokens),
+                "queue_ms": None if ended.queue_seconds is None else round(1e3 * ended.queue_seconds, 2),
+                "ttft_ms": None if math.isnan(first) else round(1e3 * (first - ended.opened_at), 2),
+                "total_ms": round(1e3 * (now - ended.opened_at), 2),
+            },
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -176,10 +213,13 @@ class ServedModel:
         caller = CALLER.get()
         params = self._begin(caller, len(prompt_token_ids), params)
         try:
-            return self.engine.open(
+            stream = self.engine.open(
                 *(prompt_token_ids, params, request_id, news, caller.name, caller.end),
                 max_seconds=caller.limits.max_request_seconds,
             )
+            if self._tracing is not None:
+                self._tracing.begin(stream, self.name)
+            return stream
         except BaseException:
             caller.end(0)
             raise
@@ -254,6 +294,7 @@ class Models:
         options: ModelOptions,
         folder: Path | None = None,
         on_change: Callable[[], None] = lambda: None,
+        tracing: Tracing | None = None,
     ) -> None:
         names = [source.name for source in sources]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -262,6 +303,7 @@ class Models:
         self.options = options
         self.folder = folder
         self.on_change = on_change
+        self._tracing = tracing
         self._sources = {source.name: source for source in sources}
         self._served: dict[str, ServedModel] = {}
         self._busy: dict[str, ModelState] = {}  # being loaded or unloaded
@@ -367,7 +409,7 @@ class Models:
     async def _load(self, source: ModelSource) -> ServedModel:
         artifact = await asyncio.to_thread(load_artifact, source.path)
         events = self.event_log(source.name) if self.options.engine.kv_events else None
-        model = ServedModel(source, artifact, self._options_of(source.name), events, self.on_change)
+        model = ServedModel(source, artifact, self._options_of(source.name), events, self.on_change, self._tracing)
         await model.start()
         return model
 

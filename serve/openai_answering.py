@@ -12,9 +12,9 @@ from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
 from inferc.runtime.sampling_params import SamplingParams, from_request
-from inferc.serve.async_engine import Piece, Stream
 from inferc.serve.models import ServedModel
 from inferc.serve.openai_chunks import add_piece
+from inferc.serve.streams import Piece, Stream
 from inferc.serve.waiting import gather
 
 

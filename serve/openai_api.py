@@ -15,12 +15,12 @@ from fastapi import APIRouter, Request, Response
 from inferc.errors import RequestError
 from inferc.runtime.openai_answer import response_body
 from inferc.runtime.openai_request import CHAT, COMPLETIONS, EMBEDDINGS, parse_request
-from inferc.serve.async_engine import Piece
 from inferc.serve.http_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
 from inferc.serve.http_edge import ClientLeft, Receive, Scope, Send, body_of, while_client_waits
 from inferc.serve.models import Models, NotServed, ServedModel
 from inferc.serve.openai_answering import Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
+from inferc.serve.streams import Piece
 
 OWNER = "inferc"
 STREAMED: dict[int | str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from inferc.runtime.openai_answer import (
 )
 from inferc.runtime.openai_request import OpenAIRequest
 from inferc.runtime.step import Logprobs
-from inferc.serve.async_engine import Piece
+from inferc.serve.streams import Piece
 
 DONE = b"data: [DONE]\n\n"
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from inferc.serve.http_server import HttpServer
     from inferc.serve.kv_publisher import KvPublisher
     from inferc.serve.tls import Certificates
+    from inferc.serve.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class ServeConfig:
     tls_cert: Path | None = None  # PEM files
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # only clients with a certificate of these authorities are let in
+    otlp_endpoint: str | None = None  # of an OpenTelemetry collector, http://HOST:4318
+    trace_ratio: float = 1.0  # of requests whose clients decided nothing
     insecure: bool = False  # listen beyond the loopback interface though anybody may ask
 
     def __post_init__(self) -> None:
@@ -129,7 +132,10 @@ class _Server:
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.models = Models(config.models, config.options, config.model_folder, self._on_change)
+        self._tracing = self._open_tracing()
+        self.models = Models(
+            *(config.models, config.options, config.model_folder, self._on_change), tracing=self._tracing
+        )
         self.access = Access(config.api_keys, config.limits)
         self.metrics = MetricsPage(self.models, config.metrics_compat)
         self._certificates = self._open_certificates()
@@ -156,6 +162,13 @@ class _Server:
 
     def _on_change(self) -> None:
         self._changed.set()
+
+    def _open_tracing(self) -> Tracing | None:
+        if self.config.otlp_endpoint is None:
+            return None
+        from inferc.serve.tracing import Tracing
+
+        return Tracing(self.config.otlp_endpoint, self.config.trace_ratio)
 
     def _open_certificates(self) -> Certificates | None:
         if self.config.tls_cert is None or self.config.tls_key is None:
@@ -223,6 +236,8 @@ class _Server:
         await self.models.close()
         if self._publisher is not None:
             await asyncio.to_thread(self._publisher.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _load(self) -> None:
         if self._publisher is not None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
 from inferc.serve.access import Forbidden, RateLimited, Unauthenticated
-from inferc.serve.async_engine import EngineUnavailable, QueueFull, RequestAborted, RequestIdInUse
 from inferc.serve.kv_events import BatchesGone, EventsOff
 from inferc.serve.models import ModelsFixed, NotServed
+from inferc.serve.streams import EngineUnavailable, QueueFull, RequestAborted, RequestIdInUse
 from inferc.serve.waiting import RequestTimeout
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from inferc.errors import InfercError
 from inferc.runtime.engine_loop import Event, Stats
-from inferc.serve.async_engine import AsyncEngine, EngineLike, EngineUnavailable, State
+from inferc.serve.async_engine import AsyncEngine, State
+from inferc.serve.streams import EngineLike, EngineUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from inferc.cli_common import (
 )
 from inferc.cli_config_file import read_config, resolved, said
 from inferc.errors import ConfigError
+from inferc.log_format import configure
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,22 @@ def serve(
         str,
         typer.Option("--metrics-compat", metavar="none|vllm", help="Show metrics under vLLM's names besides."),
     ] = "none",
+    log_format: Annotated[
+        str, typer.Option("--log-format", metavar="text|json", help="json: an object a line, with the request's id.")
+    ] = "text",
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests/--no-log-requests", help="A line for each request that is over.")
+    ] = False,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--otlp-endpoint", metavar="URL", help="Send traces to an OpenTelemetry collector, http://127.0.0.1:4318."
+        ),
+    ] = None,
+    trace_ratio: Annotated[
+        float,
+        typer.Option("--trace-ratio", metavar="R", help="Share of requests traced whose clients decided nothing."),
+    ] = 1.0,
     as_json: Json = False,
 ) -> int:
     """Serve artifacts until SIGTERM: over gRPC (inferc.v1.InferenceService, KServe's protocol, health, reflection) and
@@ -186,6 +203,14 @@ def serve(
     for name, value in (("--goodput-ttft-ms", goodput_ttft_ms), ("--goodput-tbt-ms", goodput_tbt_ms)):
         if not 0 <= value < math.inf:
             raise ConfigError(f"{name} {value:g}: expected a number of milliseconds, 0 or more")
+    if not 0 <= trace_ratio <= 1:
+        raise ConfigError(f"--trace-ratio {trace_ratio:g}: expected 0 to 1")
+    if otlp_endpoint is not None and not otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint {otlp_endpoint}: expected http://HOST:PORT, for example http://127.0.0.1:4318"
+        )
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format {log_format}: expected text or json")
     if metrics_compat not in ("none", "vllm"):
         raise ConfigError(f"--metrics-compat {metrics_compat}: expected none or vllm")
     if max_body_bytes < 1:
@@ -204,7 +229,7 @@ def serve(
     from inferc.serve.server import Addresses, ServeConfig
     from inferc.serve.server import serve as serve_
 
-    logging.getLogger().setLevel(logging.INFO)
+    configure("json" if log_format == "json" else "text", logging.INFO)
     options = engine_options(
         *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache),
         policy=policy,
@@ -235,6 +260,8 @@ def serve(
             max_queue_seconds=max_queue_seconds,
             drain_seconds=drain_seconds,
             hang_seconds=hang_seconds,
+            log_format="json" if log_format == "json" else "text",
+            log_requests=log_requests,
             objectives=Objectives(goodput_ttft_ms or None, goodput_tbt_ms or None),
         ),
         metrics_compat="vllm" if metrics_compat == "vllm" else "none",
@@ -245,6 +272,8 @@ def serve(
         tls_key=tls_key,
         tls_client_ca=tls_client_ca,
         insecure=insecure,
+        otlp_endpoint=otlp_endpoint,
+        trace_ratio=trace_ratio,
         model_folder=model_folder,
         kv_publisher=publisher,
     )

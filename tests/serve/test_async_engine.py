@@ -13,17 +13,8 @@ from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.text import Text
-from inferc.serve.async_engine import (
-    MAX_STARTS,
-    AsyncEngine,
-    EngineUnavailable,
-    ModelFacts,
-    Piece,
-    QueueFull,
-    RequestAborted,
-    RequestIdInUse,
-    Stream,
-)
+from inferc.serve.async_engine import MAX_STARTS, AsyncEngine
+from inferc.serve.streams import EngineUnavailable, ModelFacts, Piece, QueueFull, RequestAborted, RequestIdInUse, Stream
 
 Result = TypeVar("Result")
 

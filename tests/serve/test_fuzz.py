@@ -53,8 +53,8 @@ def check_alive(server: Server, engine: int) -> None:
 # -------------------------------------------------------------------------------------------------------- HTTP
 
 
-def schemathesis(server: Server, examples: int, seed: int) -> int:
-    """Runs it; the number of requests that it made."""
+def schemathesis(server: Server, examples: int, seed: int, folder: Path) -> int:
+    """Runs it in a folder for its notes; the number of requests that it made."""
     checks = "not_a_server_error,content_type_conformance,negative_data_rejection,unsupported_method"
     command = [
         *(str(environment("schemathesis") / "schemathesis"), "run", f"{server.url}/openapi.json", "--checks", checks),
@@ -62,24 +62,24 @@ def schemathesis(server: Server, examples: int, seed: int) -> int:
         *("--request-timeout", "30", "--phases", "coverage,fuzzing", "--generation-database", "none"),
         *("--warnings", "off", "--no-color"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     return int(done.stdout.partition("Test cases:")[2].split()[0])
 
 
-def test_what_schemathesis_sends(target: Server) -> None:
+def test_what_schemathesis_sends(target: Server, tmp_path: Path) -> None:
     engine = target.engine.pid
-    assert schemathesis(target, 25, seed=1) > 500
+    assert schemathesis(target, 25, 1, tmp_path) > 500
     check_alive(target, engine)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_thousand_requests_of_schemathesis(target: Server) -> None:
+def test_ten_thousand_requests_of_schemathesis(target: Server, tmp_path: Path) -> None:
     engine = target.engine.pid
     count = 0
     for seed in range(2, 40):
-        count += schemathesis(target, 150, seed)
+        count += schemathesis(target, 150, seed, tmp_path)
         if count >= 10_000:
             break
     assert count >= 10_000

@@ -20,10 +20,10 @@ from serving import ENV, Server, run_inferc, wait_until
 from inferc.client import SERVICE, Client, ServerError
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.kv_events import CacheEvent, Cleared, KvBatch, Removed, Stored
-from inferc.serve.async_engine import EngineUnavailable
 from inferc.serve.kv_events import BatchesGone, KvEventLog, KvPublisherConfig, Numbered
 from inferc.serve.kv_publisher import KvPublisher
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+from inferc.serve.streams import EngineUnavailable
 
 TOPIC = "kv@replica-0@tiny"
 END = b"\xff" * 8

@@ -12,7 +12,8 @@ from inferc.runtime.engine_loop import Scored, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.serve import supervisor
-from inferc.serve.async_engine import AsyncEngine, EngineUnavailable, ModelFacts, State
+from inferc.serve.async_engine import AsyncEngine, State
+from inferc.serve.streams import EngineUnavailable, ModelFacts
 from inferc.serve.supervisor import MAX_DEATHS, Supervisor
 
 Result = TypeVar("Result")
