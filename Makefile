@@ -27,7 +27,7 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo test test-all sanitize lint types unit peers bench bench-ladder wheel protos gpu-test gpu-bench gpu-tune clean
+.PHONY: help install demo test test-all sanitize lint types unit peers bench bench-ladder wheel protos dashboards gpu-test gpu-bench gpu-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ protos:  ## make the _pb2 files and docs/grpc.md again, with the oldest grpcio-t
 	.venv-protos/bin/python -m grpc_tools.protoc -I serve/protos --python_out=serve/protos --pyi_out=serve/protos \
 	    inferc/v1/inference.proto inference/grpc_service.proto
 	.venv-protos/bin/python serve/protos/reference.py > docs/grpc.md.part && mv docs/grpc.md.part docs/grpc.md
+
+dashboards: $(READY)  ## deploy/prometheus/alerts.yml and deploy/grafana/inferc.json, from deploy/observability.py
+	$(PY) deploy/observability.py
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 	@$(PY) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null \

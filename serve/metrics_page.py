@@ -20,7 +20,7 @@ from inferc.runtime.engine import STEP_TOKENS, EngineStats
 from inferc.serve.metrics import OUTCOMES, Histogram
 from inferc.serve.models import Models, ServedModel
 
-SCRAPE_SECONDS = 1.0  # for engines to tell their counters; what did not answer is told as of last time
+SCRAPE_SECONDS = 0.5  # for engines to tell their counters; what did not answer is told as of last time
 STATES = ("serving", "starting", "asleep", "draining", "dead")
 
 Labels: TypeAlias = tuple[str, ...]

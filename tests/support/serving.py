@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -73,6 +74,13 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            children = psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            children = []
         self.process.kill()
+        for child in children:  # one that a test suspended would not see that its server is gone
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         self.process.communicate()
         self._log.close()
