@@ -40,12 +40,14 @@ from inferc.cli_common import (
 )
 from inferc.cli_config_file import ENVIRONMENT
 from inferc.cli_diff import diff
+from inferc.cli_doctor import doctor
 from inferc.cli_explain import explain
 from inferc.cli_generate import chat, generate
 from inferc.cli_keys import keys_app
 from inferc.cli_replay import replay
 from inferc.cli_serve import serve
 from inferc.cli_simulate import simulate
+from inferc.cli_top import top
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -280,6 +282,8 @@ command(app, "chat")(chat)
 command(app, "batch")(batch)
 command(app, "serve", ENVIRONMENT)(serve)
 command(app, "simulate")(simulate)
+command(app, "top")(top)
+command(app, "doctor")(doctor)
 command(app, "replay")(replay)
 command(app, "diff")(diff)
 

@@ -19,10 +19,10 @@ from inferc.runtime.abi import detect_isa
 
 COMMANDS = (
     *("compile", "explain", "inspect", "generate", "chat", "batch", "serve", "simulate"),
-    *("replay", "diff", "eval", "bench", "keys"),
+    *("top", "doctor", "replay", "diff", "eval", "bench", "keys"),
 )
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
-NOT_BUILT = ("verify", "top", "doctor")
+NOT_BUILT = ("verify",)
 
 
 def run_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, Any]:

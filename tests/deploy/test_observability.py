@@ -4,24 +4,21 @@ import contextlib
 import json
 import re
 import shutil
-import signal
 import subprocess
-import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from loads import load, stuttering
 from observability import ALERT_RULES, ALERTS, DASHBOARD, alerts, dashboard
 from serving import Server, wait_until
 
 from inferc.client import Client, ServerError
-from inferc.errors import InfercError
 from inferc.serve.metrics_page import METRICS, SERVER_METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -230,28 +227,6 @@ class Prometheus:
         self._log.close()
 
 
-@contextlib.contextmanager
-def load(server: Server, clients: int, pause: float = 0.0, prompt_len: int = 20, **sampling: Any) -> Iterator[None]:
-    """So many clients, each of which asks again as soon as it has its answer and a pause."""
-    stop = threading.Event()
-
-    def run(number: int) -> None:
-        with Client(server.address, retries=0, timeout=30) as client:
-            while not stop.wait(pause):
-                with contextlib.suppress(InfercError):
-                    client.complete([number + 5] * prompt_len, ignore_eos=True, **sampling)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_alerts_fire_under_planted_load_and_are_silent_otherwise(tiny_artifact: Path, tmp_path: Path) -> None:
@@ -296,14 +271,8 @@ def test_alerts_fire_under_planted_load_and_are_silent_otherwise(tiny_artifact: 
             wait_for("dying", "InfercEngineRestarted", "InfercRequestsFail")
             kill_until_given_up(servers["dying"])
             wait_for("dying", "InfercModelDead")
-        stop = threading.Event()
-        stuttering = threading.Thread(target=stutter, args=(servers["slow"], stop.wait))
-        stuttering.start()
-        try:
+        with stuttering(servers["slow"].process.pid):
             wait_for("slow", "InfercServerSlow")
-        finally:
-            stop.set()
-            stuttering.join()
         assert not prometheus.firing("calm")
         servers["calm"].process.kill()
         wait_for("calm", "InfercDown")
@@ -322,11 +291,3 @@ def kill_until_given_up(server: Server) -> None:
             return False
 
         wait_until(is_given_up, "the engine is given up", seconds=90)
-
-
-def stutter(server: Server, wait: Callable[[float], bool]) -> None:
-    """The server gets no core a third of the time."""
-    while not wait(0.6):
-        server.process.send_signal(signal.SIGSTOP)
-        wait(0.3)
-        server.process.send_signal(signal.SIGCONT)

@@ -1,0 +1,231 @@
+"""A server watched from outside, and one cause of slowness after another planted and found."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from loads import load, stuttering
+from serving import Server, run_inferc
+
+from inferc.client import Client
+from inferc.serve.scrape import Change, Endpoint, Page
+
+
+def doctor(url: str, *options: str) -> Any:
+    done = run_inferc("doctor", url, "--seconds", "3", "--json", *options)
+    found = json.loads(done.stdout)
+    assert done.returncode == int(not found["healthy"]), done.stderr
+    (model,) = found["models"]
+    assert bool(model["symptoms"]) is not found["healthy"]
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------- pages
+
+TEXT = """
+inferc_requests_open{model_name="m"} 1
+inferc_steps_total{model_name="m"} %d
+inferc_model_state{model_name="m",state="serving"} 1
+inferc_time_to_first_token_seconds_bucket{model_name="m",le="0.1"} %d
+inferc_time_to_first_token_seconds_bucket{model_name="m",le="0.5"} %d
+inferc_time_to_first_token_seconds_bucket{model_name="m",le="+Inf"} %d
+inferc_time_to_first_token_seconds_count{model_name="m"} %d
+inferc_time_to_first_token_seconds_sum{model_name="m"} %g
+"""
+
+
+def test_what_happened_between_two_pages() -> None:
+    before = Page.parse(TEXT % (100, 10, 10, 10, 10, 0.5), at=0.0)
+    after = Page.parse(TEXT % (150, 10, 20, 20, 20, 3.5), at=10.0)
+    change = Change(before, after, "m")
+    assert change.rate("inferc_steps_total") == 5.0 and change.state == "serving"
+    assert change.mean("inferc_time_to_first_token_seconds") == pytest.approx(0.3)
+    assert change.quantile("inferc_time_to_first_token_seconds", 0.5) == pytest.approx(0.3)
+    again = Change(after, Page.parse(TEXT % (7, 0, 2, 2, 2, 0.4), at=11.0), "m")
+    assert again.gain("inferc_steps_total") == 7, "the engine began anew"
+
+
+@pytest.mark.parametrize("text", ["ftp://a", "http://a/path", "http://a:x", "", "http://"])
+def test_what_is_no_endpoint(text: str) -> None:
+    done = run_inferc("doctor", text)
+    assert done.returncode == 2 and "expected the HTTP endpoint of a server" in done.stderr
+
+
+def test_endpoints() -> None:
+    assert str(Endpoint.parse("127.0.0.1:81")) == "http://127.0.0.1:81"
+    assert str(Endpoint.parse("https://[::1]")) == "https://[::1]:443"
+
+
+@pytest.mark.parametrize("command", ["top", "doctor"])
+def test_nobody_there_and_somebody_else(
+    command: str, served: str, url: str, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    done = run_inferc(command, "127.0.0.1:9")
+    assert done.returncode == 1 and done.stderr.startswith("inferc: http://127.0.0.1:9: no server answers")
+    done = run_inferc(command, served)  # the gRPC port
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "no server answers" in done.stderr
+    keys = tmp_path / "keys.json"
+    key = run_inferc("keys", "create", keys, "me").stdout.strip()
+    with Server(tiny_artifact, "--api-keys", str(keys)) as server:
+        done = run_inferc(command, server.url)
+        assert done.returncode == 1 and "the server wants an API key; give --api-key" in done.stderr
+        options = ("--count", "1", "--interval", "0.2") if command == "top" else ("--seconds", "0.5")
+        assert run_inferc(command, server.url, "--api-key", key, *options).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------------ top
+
+
+def test_top_shows_what_goes_on(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-num-seqs", "4") as server, load(server, 6, max_tokens=100):
+        time.sleep(0.5)
+        done = run_inferc("top", server.url, "--json", "--count", "2", "--interval", "1")
+        found = json.loads(done.stdout)
+        assert len(found["looks"]) == 2 and found["seconds"] == pytest.approx(1.0, abs=0.7)
+        (model,) = found["models"]
+        assert model["state"] == "serving" and model["output_tokens_per_s"] > 50 and model["requests_per_s"] > 0.5
+        assert model["places"] == 4 and model["open"] >= 4 and 0.5 < model["batch_fill"] <= 1
+        assert 0 < model["device_busy"] <= 1 and model["ttft_ms"]["p50"] <= model["ttft_ms"]["p99"]
+        assert model["tbt_ms"]["p90"] > 0 and model["restarts"] == 0
+        screen = run_inferc("top", server.url, "--count", "3", "--interval", "0.3").stdout
+    for text in (
+        "inferc top",
+        tiny_artifact.name,
+        "serving",
+        "TTFT p90",
+        "KV cache",
+        "device busy",
+        "batch filled",
+        "█",
+    ):
+        assert text in screen, screen
+
+
+def test_top_options(url: str) -> None:
+    done = run_inferc("top", url, "--interval", "0")
+    assert done.returncode == 2 and "--interval 0: expected 0.05 to 3600 seconds" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- doctor
+
+
+def test_a_healthy_server(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact) as server:
+        with load(server, 1, 0.1, max_tokens=5):
+            found = doctor(server.url, "--ttft-ms", "5000", "--tbt-ms", "2000", "--rtt-ms", "1000")
+        assert not found["symptoms"] and found["cause"] is None and found["numbers"]["ttft_p90_ms"] > 0
+        done = run_inferc("doctor", server.url, "--seconds", "0.5", "--rtt-ms", "1000")
+        assert done.returncode == 0 and done.stdout.startswith(f"{tiny_artifact.name}: nothing is wrong (")
+
+
+def test_memory_pressure(tiny_artifact: Path) -> None:
+    options = ("--kv-memory", "144KiB", "--no-prefix-cache")  # one of these prompts has all of it
+    with Server(tiny_artifact, *options) as server, load(server, 6, prompt_len=230, max_tokens=25):
+        time.sleep(1)
+        found = doctor(server.url, "--ttft-ms", "5")
+    assert found["cause"] == "memory" and "--kv-memory" in found["advice"]
+    assert "KV cache" in found["checks"][1]["evidence"][0]
+
+
+def test_a_batch_without_places(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-num-seqs", "2") as server, load(server, 12, max_tokens=100):
+        time.sleep(1)
+        found = doctor(server.url, "--ttft-ms", "50")
+        shown = run_inferc("doctor", server.url, "--seconds", "2", "--ttft-ms", "50")
+    assert found["cause"] == "batch" and "--max-num-seqs" in found["advice"]
+    assert [check["cause"] for check in found["checks"]] == ["engine", "memory", "batch", "cache", "network", "device"]
+    assert not found["checks"][1]["found"]
+    assert shown.returncode == 1
+    lines = [line.strip() for line in shown.stdout.splitlines()]
+    assert lines[0] == f"{tiny_artifact.name}:" and lines[1].startswith("symptom  time to first token: p90 is")
+    assert any(line.startswith("CAUSE    batch configuration") for line in lines)
+
+
+def test_cache_misses(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact) as server:
+        with Client(server.address) as client:
+            for _ in range(40):  # a prompt that all share
+                client.complete([7] * 200, max_tokens=1)
+        with load(server, 1, prompt_len=200, fresh=True, max_tokens=2):
+            found = doctor(server.url, "--ttft-ms", "0.1")
+    assert found["cause"] == "cache" and "cache_priority" in found["advice"]
+    (check,) = [check for check in found["checks"] if check["cause"] == "cache"]
+    assert check["evidence"][0].startswith("0 % of prompt tokens were found in the prefix cache, ")
+
+
+@contextlib.contextmanager
+def far_away(url: str, seconds: float) -> Iterator[str]:
+    """The same server behind a way that takes so long in each direction."""
+    target = urlsplit(url)
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                time.sleep(seconds)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            with near, socket.create_connection((str(target.hostname), int(target.port or 0))) as far:
+                there = threading.Thread(target=pump, args=(near, far))
+                there.start()
+                pump(far, near)
+                there.join()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    threads.append(thread)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def test_a_long_way(tiny_artifact: Path) -> None:
+    with (
+        Server(tiny_artifact) as server,
+        far_away(server.url, 0.1) as url,
+        load(server, 1, 0.1, max_tokens=5),
+    ):
+        found = doctor(url, "--ttft-ms", "5000", "--tbt-ms", "2000")
+    assert found["cause"] == "network" and "the way to it is slow" in found["advice"]
+    assert any("the way to the server and back takes 2" in symptom for symptom in found["symptoms"])
+
+
+def test_a_server_that_gets_no_core(tiny_artifact: Path) -> None:
+    with (
+        Server(tiny_artifact) as server,
+        load(server, 1, 0.1, max_tokens=5),
+        stuttering(server.process.pid, runs=0.3, stands=0.3),
+    ):
+        time.sleep(1)
+        found = doctor(server.url, "--ttft-ms", "5000", "--tbt-ms", "2000", "--rtt-ms", "20")
+    assert found["cause"] == "network" and "The server's own process comes late" in found["advice"]
+
+
+def test_an_engine_that_gets_no_core(tiny_artifact: Path) -> None:
+    """None of the four: steps are long by themselves."""
+    with (
+        Server(tiny_artifact) as server,
+        load(server, 2, max_tokens=100),
+        stuttering(server.engine.pid, runs=0.05, stands=0.2),
+    ):
+        time.sleep(1)
+        found = doctor(server.url, "--ttft-ms", "20", "--tbt-ms", "10", "--rtt-ms", "1000")
+    assert found["cause"] == "device" and "something else uses the cores" in found["advice"]
