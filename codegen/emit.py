@@ -24,6 +24,7 @@ from typing_extensions import Self
 from inferc import program as program_lib
 from inferc import weights as weight_lib
 from inferc.codegen.folder import OutputFolder
+from inferc.codegen.values import outputs
 from inferc.config import ResolvedCompileConfig
 from inferc.errors import ArtifactError, ConfigError
 from inferc.manifest import (
@@ -256,7 +257,7 @@ class ArtifactWriter:
         step = {
             "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
             "outputs": _output_names(program),
-            "hidden": _type_json(program.output().args[0][0].meta["val"]),  # type: ignore[index,union-attr]
+            "hidden": _hidden_json(program),
         }
         graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
         stored = {weight.name: weight for weight in self.weights}
@@ -372,6 +373,12 @@ def _stored_weights(program: Program) -> dict[str, Weight]:
         leaf = weight_lib.source(name, weight.shape, weight.dtype)
         stored[name] = weight_lib.pack(leaf, weight.layout) if weight.op == "pack" else leaf
     return stored
+
+
+def _hidden_json(program: Program) -> dict[str, Any]:
+    """Type of the rows in front of the LM head, and which value of the memory plan they are."""
+    hidden, _ = outputs(program)
+    return {**_type_json(hidden.meta["val"]), "value": hidden.name}
 
 
 def _type_json(value: torch.Tensor) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from inferc.runtime.recorder import Recorder
 from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 from inferc.runtime.scheduler import Scheduler
 from inferc.runtime.scheduler_config import SchedulerConfig
-from inferc.runtime.scoring import Score, Scorer
+from inferc.runtime.scoring import Pooling, Score, Scorer
 from inferc.runtime.sequence import Output, Sequence, StepOutputs, sequence_seed
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
@@ -80,6 +80,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None  # of vectors of texts, where the model and its runner make them
     cache_identity: tuple[str, str] = ("", "")  # the model's hash and the dtype of K and V, see `root_hash`
 
 
@@ -157,7 +158,7 @@ class Engine:
         self._num_landed = 0
         self._requests: dict[str, list[Sequence]] = {}
         self._refused: list[tuple[str, str]] = []
-        self._scorer = Scorer(self.scheduler)
+        self._scorer = Scorer(self.scheduler, model.pooling)
         self._arrival = 0
         self._stats = EngineStats(num_blocks=list(config.num_blocks), block_size=config.block_size)
 
@@ -252,6 +253,17 @@ class Engine:
             raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
         self._scorer.add(request_id, ids, num_top)
 
+    def embed(self, request_id: str, token_ids: Ids[int]) -> None:
+        """Queue a text whose vector is wanted; `take_embedded` has it when it is done.
+
+        Raises RequestError as `add_request`, and for a model that makes none.
+        """
+        if self.model.pooling is None:
+            raise RequestError("this model makes no vectors of texts: it was not made for it")
+        ids = list(token_ids)
+        self._check_prompt(ids, 0)
+        self._scorer.add_to_embed(request_id, ids)
+
     @property
     def request_ids(self) -> list[str]:
         """Of the requests that have not ended."""
@@ -265,6 +277,10 @@ class Engine:
     def take_scores(self) -> list[tuple[str, Score]]:
         """The scores that are done since the last call, with their request ids."""
         return self._scorer.take()
+
+    def take_embedded(self) -> list[tuple[str, F32]]:
+        """The vectors that were made since the last call, with their request ids."""
+        return self._scorer.take_embedded()
 
     def take_refused(self) -> list[tuple[str, str]]:
         """Requests that the scheduler has ended since the last call, none of whose tokens were out, and why."""

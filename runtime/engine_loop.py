@@ -54,6 +54,12 @@ class ScoreText:
 
 
 @dataclass(frozen=True)
+class EmbedText:
+    request_id: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
 class GetStats:
     request_id: str
 
@@ -86,13 +92,19 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    request_id: str
+    vector: list[float]
+
+
+@dataclass(frozen=True)
 class Stats:
     request_id: str
     stats: EngineStats
 
 
-Command: TypeAlias = Add | Abort | ScoreText | GetStats | Shutdown
-Event: TypeAlias = Output | Failed | Scored | Stats
+Command: TypeAlias = Add | Abort | ScoreText | EmbedText | GetStats | Shutdown
+Event: TypeAlias = Output | Failed | Scored | Embedded | Stats
 # What a step brought may come as the engine has it, as a StepOutputs; what it did to the cache is nobody's in particular.
 Events: TypeAlias = Iterable[Event] | KvBatch
 Sink: TypeAlias = Callable[[Event], None]
@@ -128,6 +140,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
             events: list[Event] = [*failed]
             events += [Failed(name, why, kind=ObjectiveError.__name__) for name, why in engine.take_refused()]
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
+            events += [Embedded(request_id, vector.tolist()) for request_id, vector in engine.take_embedded()]
             if events:
                 emit(events)
             if collects:
@@ -172,6 +185,8 @@ def _obey(engine: Engine, command: Command, emit: Emit) -> None:
             engine.abort(command.request_id, command.index)
         elif isinstance(command, ScoreText):
             engine.score(command.request_id, command.token_ids, command.num_top)
+        elif isinstance(command, EmbedText):
+            engine.embed(command.request_id, command.token_ids)
         elif isinstance(command, GetStats):
             emit([Stats(command.request_id, engine.stats())])
     except RequestError as error:
@@ -237,6 +252,12 @@ class EngineClient:
         """Start scoring a text and return the request's id; `sink` gets one `Scored` or `Failed`."""
         request_id = self._begin(sink, 1)
         self._send(ScoreText(request_id, list(token_ids), num_top))
+        return request_id
+
+    def embed(self, token_ids: Sequence[int], sink: Sink) -> str:
+        """Start making a text's vector and return the request's id; `sink` gets one `Embedded` or `Failed`."""
+        request_id = self._begin(sink, 1)
+        self._send(EmbedText(request_id, list(token_ids)))
         return request_id
 
     def ask_stats(self, sink: Sink) -> str:

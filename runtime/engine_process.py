@@ -33,6 +33,8 @@ from inferc.runtime.engine_loop import (
     Abort,
     Add,
     Command,
+    Embedded,
+    EmbedText,
     EngineClient,
     Event,
     Events,
@@ -53,7 +55,7 @@ from inferc.runtime.step import Logprobs
 log = logging.getLogger(__name__)
 
 LOAD_ENGINE = "inferc.runtime.load:load_engine"
-COMMANDS = {kind.__name__: kind for kind in (Add, Abort, ScoreText, GetStats, Shutdown)}
+COMMANDS = {kind.__name__: kind for kind in (Add, Abort, ScoreText, EmbedText, GetStats, Shutdown)}
 KILL_AFTER_SECONDS = 10.0
 
 
@@ -280,6 +282,8 @@ def _decode_event(entry: dict[str, Any]) -> Event:
         score = entry["score"]
         rows = [_decode_logprobs(*row.values()) for row in score.pop("rows")]
         return Scored(entry["request_id"], Score(**score, rows=rows))
+    if kind == "Embedded":
+        return Embedded(**entry)
     if kind == "Stats":
         return Stats(entry["request_id"], EngineStats(**entry["stats"]))
     return Failed(**entry)

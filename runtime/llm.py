@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast, final
 from inferc.errors import InfercError, RequestError
 from inferc.runtime.artifact import load_artifact
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import EngineThread, Event, Failed, Scored
+from inferc.runtime.engine_loop import Embedded, EngineThread, Event, Failed, Scored
 from inferc.runtime.load import load_engine, model_defaults
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.runtime.scoring import Score
@@ -180,6 +180,15 @@ class LLM:
         event = events.get()
         if isinstance(event, Scored):
             return event.score
+        raise _error(event)
+
+    def embed(self, prompt: Prompt) -> list[float]:
+        """The vector of a text, pooled as the model's makers say. Raises RequestError for a model that makes none."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._client.embed(self._encode(prompt), events.put)
+        event = events.get()
+        if isinstance(event, Embedded):
+            return event.vector
         raise _error(event)
 
     def tapped(self) -> list[TappedSequence]:

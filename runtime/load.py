@@ -16,10 +16,12 @@ from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_pools import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.engine import Engine, ModelLimits, Runner
+from inferc.runtime.hidden_rows import has_hidden_rows
 from inferc.runtime.recorder import Recorder
 from inferc.runtime.recording import Header, Identity
 from inferc.runtime.sampling_params import generation_defaults
 from inferc.runtime.scheduler_config import SchedulerConfig
+from inferc.runtime.scoring import Pooling
 from inferc.runtime.tapped import TapCollector
 from inferc.runtime.taps import Node, choose_nodes
 
@@ -162,7 +164,17 @@ def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits
     if kv_evict is not None:  # K and V hold what their tokens had forgotten
         kv_dtype += f" {kv_evict}"
     identity = (str(artifact.manifest["sha256"]), kv_dtype)
-    return ModelLimits(vocab_size, artifact.max_model_len, ends, identity)
+    return ModelLimits(vocab_size, artifact.max_model_len, ends, pooling_of(artifact), identity)
+
+
+def pooling_of(artifact: Artifact) -> Pooling | None:
+    """How vectors of texts are made of an artifact's rows, where its model was made for that and its runner reads them: the
+    `cpu` and `reference` targets in one rank, of rows that are floating-point numbers."""
+    found = artifact.model.get("pooling")
+    is_read = str(artifact.manifest["targets"][0]) in ("cpu", "reference") and len(artifact.ranks) == 1
+    if found is None or not is_read or not has_hidden_rows(artifact.program):
+        return None
+    return Pooling(found["kind"], bool(found["normalize"]))
 
 
 def model_defaults(artifact: Artifact) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from inferc.kv_pools import cache_groups, num_parts, row_size
 from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
 from inferc.runtime.file_map import map_file
+from inferc.runtime.hidden_rows import hidden_rows
 from inferc.runtime.step import F32, I32, I64, Copies, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
 from inferc.runtime.step_limits import StepLimits, outside
@@ -180,6 +181,12 @@ class ModelRunner:
         scored: tuple[F32, I32] = self._call(lambda: self._score(plan, targets, hidden))
         return scored
 
+    def embed(self, plan: StepPlan) -> F32:
+        """The hidden rows in front of the LM head, float32 [S, hidden_size]; runs the step (its K,V are written)."""
+        self.limits.check(plan)
+        rows: F32 = self._call(lambda: self._embed(plan))
+        return rows
+
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
         self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
@@ -222,6 +229,11 @@ class ModelRunner:
         self._step(inputs, self._host)
         self._done(self._library.inferc_score(self._host, args, self._arena.ctypes.data), "score")
         return logprobs, argmax
+
+    def _embed(self, plan: StepPlan) -> F32:
+        inputs = self._inputs(plan, None)
+        self._step(inputs, self._host)
+        return hidden_rows(self._artifact.program, self._arena, self._maxima, len(plan.logits_rows))
 
     def _reset(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None) -> None:
         if prompt_ids is None:

@@ -200,16 +200,21 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return {int(key): bias for key, bias in value.items()}
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def embedding_inputs(value: Any) -> list[str | list[int]]:
+    """The texts of a request for vectors. Raises RequestError."""
+    return _prompts(value, "input")
+
+
+def _prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
     if isinstance(value, str) or _is_ids(value):
         return [value]
     if isinstance(value, list) and value and all(isinstance(each, str) or _is_ids(each) for each in value):
         if len(value) > MAX_PROMPTS:
             raise RequestError(
-                f"prompt: found {len(value)} prompts, at most {MAX_PROMPTS} are allowed; use more requests"
+                f"{name}: found {len(value)} prompts, at most {MAX_PROMPTS} are allowed; use more requests"
             )
         return value
-    raise RequestError(f"prompt: expected a text, a list of token ids, or a list of either, found {value!r:.80}")
+    raise RequestError(f"{name}: expected a text, a list of token ids, or a list of either, found {value!r:.80}")
 
 
 def _is_ids(value: Any) -> bool:

@@ -71,6 +71,10 @@ class ReferenceRunner:
         rows = np.arange(len(target_ids))
         return _log_softmax(logits)[rows, target_ids].astype(np.float32), logits.argmax(1).astype(np.int32)
 
+    def embed(self, plan: StepPlan) -> F32:
+        rows: F32 = self._step(plan)[0].float().numpy()
+        return rows
+
     def close(self) -> None:
         self._weights.clear()
 
@@ -80,6 +84,11 @@ class ReferenceRunner:
 
     def _logits(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> F32:
         """Logits [S, vocab_size]; K and V of the step are in the caches after it. tapped: gets values by name."""
+        result: F32 = self._step(plan, tapped)[1].numpy()
+        return result
+
+    def _step(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """The rows in front of the LM head, and the logits."""
         token_ids = plan.token_ids.copy()
         token_ids[plan.late_rows] = self._last[plan.late_slots]
         arrays: dict[str, NDArray[Any]] = {
@@ -100,9 +109,8 @@ class ReferenceRunner:
             if (name := name_of(node)) in self._taps and tapped is not None and isinstance(value, Tensor):
                 tapped[name] = value.clone()
 
-        _, logits = run_step(self._program, inputs, self._read_weight, observe if self._taps else None)
-        result: F32 = logits.numpy()
-        return result
+        hidden, logits = run_step(self._program, inputs, self._read_weight, observe if self._taps else None)
+        return hidden, logits
 
     def _read_weight(self, name: str) -> Tensor:
         """A weight of the artifact; a reference artifact stores every one in its logical layout."""

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Event, Failed
+from inferc.runtime.engine_loop import Embedded, Event, Failed, Scored, Sink
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
@@ -27,11 +27,11 @@ from inferc.serve.metrics import Ended, ModelMetrics
 from inferc.serve.streams import (
     EngineLike,
     EngineUnavailable,
+    Errand,
     ModelFacts,
     QueueFull,
     RequestAborted,
     RequestIdInUse,
-    Scoring,
     Stream,
     Work,
 )
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
+Result = TypeVar("Result")
 State = Literal["starting", "serving", "asleep", "draining", "dead"]
 
 
@@ -128,10 +129,30 @@ class AsyncEngine:
 
     async def score(self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "") -> Score:
         """Log probabilities of the tokens of a text, and the num_top likeliest of each place. Raises as `open`."""
+
+        def send(client: EngineLike, sink: Sink) -> str:
+            return client.score(token_ids, sink, num_top)
+
+        def found(event: Event) -> Score | None:
+            return event.score if isinstance(event, Scored) else None
+
+        return await self._run(Errand(self, send, found, self._name(request_id), owner))
+
+    async def embed(self, token_ids: Sequence[int], request_id: str = "", owner: str = "") -> list[float]:
+        """The vector of a text. Raises as `open`, and RequestError for a model that makes none."""
+
+        def send(client: EngineLike, sink: Sink) -> str:
+            return client.embed(token_ids, sink)
+
+        def found(event: Event) -> list[float] | None:
+            return event.vector if isinstance(event, Embedded) else None
+
+        return await self._run(Errand(self, send, found, self._name(request_id), owner))
+
+    async def _run(self, errand: Errand[Result]) -> Result:
         self.check_open()
-        scoring = Scoring(self, token_ids, num_top, self._name(request_id), owner)
-        self._begin(scoring)
-        return await scoring.result()
+        self._begin(errand)
+        return await errand.result()
 
     def check_open(self, num_sequences: int = 1, within: float | None = None) -> None:
         """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now.

@@ -12,6 +12,7 @@ from inferc.errors import RequestError
 from inferc.runtime.step import Logprobs
 from inferc.serve import protocol
 from inferc.serve.access import CALLER
+from inferc.serve.embedding import embed
 from inferc.serve.kv_events import EventsOff
 from inferc.serve.models import Models, ServedModel
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -77,6 +78,20 @@ class InferenceService:
         score = await model.score(ids, top, protocol.request_id(request))
         return pb.ScoreResponse(token_ids=ids, logprobs=protocol.logprobs(score.rows))
 
+    async def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
+        model = self.models.get(request.model)
+        inputs: list[str | list[int]] = []
+        for number, each in enumerate(request.inputs):
+            kind = each.WhichOneof("input")
+            if kind is None:
+                raise RequestError(f"inputs[{number}] is empty; set text or token_ids")
+            inputs.append(each.text if kind == "text" else list(each.token_ids.ids))
+        vectors = await embed(model, inputs, request.dimensions if request.HasField("dimensions") else None)
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=row) for row in vectors.values.tolist()],
+            usage=pb.Usage(prompt_tokens=vectors.num_tokens),
+        )
+
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         caller = CALLER.get()
         owner = None if caller.key is None or caller.key.admin else caller.name
@@ -119,6 +134,7 @@ class InferenceService:
             has_chat_template=model.engine.text.has_chat_template,
             defaults=protocol.default_params(facts.defaults),
             max_num_seqs=model.info.max_num_seqs,
+            embeds=model.embeds,
         )
 
     async def get_loads(self, request: pb.GetLoadsRequest) -> pb.GetLoadsResponse:

@@ -116,6 +116,7 @@ class ServedModel:
         facts = ModelFacts(limits.vocab_size, limits.max_model_len, limits.eos_token_ids, model_defaults(artifact))
         self.source, self.artifact = source, artifact
         self._tracing = tracing
+        self.pooling = limits.pooling
         self._log_level = logging.INFO if options.log_requests else logging.DEBUG
         self.info = ModelInfo(
             source.name,
@@ -233,6 +234,21 @@ class ServedModel:
                 return await self.engine.score(token_ids, num_top, request_id, caller.name)
         finally:
             caller.end(0)
+
+    async def embed(self, token_ids: Sequence[int], request_id: str = "") -> list[float]:
+        """AsyncEngine.embed within what the caller may."""
+        caller = CALLER.get()
+        self._begin(caller, len(token_ids), SamplingParams(max_tokens=1))
+        try:
+            async with deadline(caller.limits.max_request_seconds):
+                return await self.engine.embed(token_ids, request_id, caller.name)
+        finally:
+            caller.end(0)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model makes vectors of texts."""
+        return self.pooling is not None
 
     def _begin(self, caller: Caller, prompt_len: int, params: SamplingParams) -> SamplingParams:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.metadata
 import secrets
 import time
@@ -14,7 +15,8 @@ from fastapi import APIRouter, Request, Response
 
 from inferc.errors import RequestError
 from inferc.runtime.openai_answer import response_body
-from inferc.runtime.openai_request import CHAT, COMPLETIONS, EMBEDDINGS, parse_request
+from inferc.runtime.openai_request import CHAT, COMPLETIONS, EMBEDDINGS, embedding_inputs, parse_request
+from inferc.serve.embedding import embed
 from inferc.serve.http_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
 from inferc.serve.http_edge import ClientLeft, Receive, Scope, Send, body_of, while_client_waits
 from inferc.serve.models import Models, NotServed, ServedModel
@@ -75,9 +77,18 @@ def openai_routes(models: Models) -> APIRouter:
     @routes.post(EMBEDDINGS, tags=["openai"], response_model=None)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """Vectors of texts, where the model makes them."""
-        models.get(body.model or "")
-        parse_request(EMBEDDINGS, body.said())
-        raise AssertionError("no model makes embeddings")
+        model = models.get(body.model or "")
+        form = body.encoding_format or "float"
+        if form not in ("float", "base64"):
+            raise RequestError(f"encoding_format is {form!r:.40}; expected float or base64")
+        async with while_client_waits(request.receive):
+            vectors = await embed(model, embedding_inputs(body.input), body.dimensions)
+        rows: list[Any] = vectors.values.tolist()
+        if form == "base64":
+            rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors.values]
+        usage = {"prompt_tokens": vectors.num_tokens, "total_tokens": vectors.num_tokens}
+        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+        return Json({"object": "list", "data": data, "model": model.name, "usage": usage})
 
     # -------------------------------------------------------------------------------------------- models
 

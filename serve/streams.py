@@ -7,13 +7,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Event, Scored, Sink
+from inferc.runtime.engine_loop import Event, Sink
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
 from inferc.runtime.text import TextStream
@@ -83,6 +82,8 @@ class EngineLike(Protocol):
     def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str: ...
 
     def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def embed(self, token_ids: Sequence[int], sink: Sink) -> str: ...
 
     def ask_stats(self, sink: Sink) -> str: ...
 
@@ -290,41 +291,51 @@ class Stream:
             self._news.clear()
 
 
-class Scoring:
-    """A text that is being scored: `result` waits for it."""
+Result = TypeVar("Result")
+
+
+class Errand(Generic[Result]):
+    """A text that is computed and brings one thing: `result` waits for it.
+
+    start: sends it off, as EngineLike's method of the same kind; found: what an event brings, None for an event of another kind.
+    """
 
     num_sequences = 1
+    can_start = True
 
     def __init__(
-        self, engine: AsyncEngine, token_ids: Sequence[int], num_top: int, request_id: str, owner: str
+        self,
+        engine: AsyncEngine,
+        send: Callable[[EngineLike, Sink], str],
+        found: Callable[[Event], Result | None],
+        request_id: str,
+        owner: str,
     ) -> None:
         self.request_id = request_id
         self.owner = owner
         self.engine_id = ""
         self.num_starts = 0
-        self._engine = engine
-        self._token_ids, self._num_top = token_ids, num_top
-        self._result: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-
-    can_start = True
+        self._engine, self._send, self._found = engine, send, found
+        self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
     @property
     def is_open(self) -> bool:
         return not self._result.done()
 
     def start(self, client: EngineLike, sink: Sink) -> None:
-        self.engine_id = client.score(self._token_ids, sink, self._num_top)
+        self.engine_id = self._send(client, sink)
 
     def take_event(self, event: Event, now: float) -> None:
-        if isinstance(event, Scored) and not self._result.done():
-            self._result.set_result(event.score)
+        found = self._found(event)
+        if found is not None and not self._result.done():
+            self._result.set_result(found)
 
     def fail(self, error: InfercError) -> None:
         if not self._result.done():
             self._result.set_exception(error)
 
-    async def result(self) -> Score:
-        """The score; whoever is cancelled while waiting ends the work."""
+    async def result(self) -> Result:
+        """What it brought; whoever is cancelled while waiting ends the work."""
         try:
             return await self._result
         finally:
@@ -333,4 +344,4 @@ class Scoring:
             self._engine.forget(self)
 
 
-Work: TypeAlias = Stream | Scoring
+Work: TypeAlias = Stream | Errand[Any]

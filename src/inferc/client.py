@@ -31,6 +31,7 @@ from inferc.client_messages import (
     ServerError,
     Tls,
     completions,
+    embed_request,
     error_of,
     generate_request,
     piece,
@@ -143,6 +144,11 @@ class Client:
         """The log probability of each token of a text, with the likeliest ones of its place."""
         answer = self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
+
+    def embed(self, inputs: Sequence[str | Sequence[int]], *, dimensions: int | None = None) -> list[list[float]]:
+        """The vector of each text or list of token ids, of a model that makes them (model_info().embeds)."""
+        answer = self._call("Embed", embed_request(inputs, self.model, dimensions), pb.EmbedResponse)
+        return [list(each.values) for each in answer.embeddings]
 
     def abort(self, request_id: str) -> bool:
         """End a request that runs elsewhere; whether it was still running."""
@@ -334,6 +340,10 @@ class AsyncClient:
     async def score(self, prompt: Prompt, *, top_logprobs: int = 1) -> Score:
         answer = await self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
+
+    async def embed(self, inputs: Sequence[str | Sequence[int]], *, dimensions: int | None = None) -> list[list[float]]:
+        answer = await self._call("Embed", embed_request(inputs, self.model, dimensions), pb.EmbedResponse)
+        return [list(each.values) for each in answer.embeddings]
 
     async def abort(self, request_id: str) -> bool:
         return bool((await self._call("Abort", pb.AbortRequest(request_id=request_id), pb.AbortResponse)).aborted)

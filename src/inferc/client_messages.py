@@ -134,6 +134,24 @@ def score_request(prompt: Prompt, model: str, top_logprobs: int) -> pb.ScoreRequ
         raise RequestError(f"the request cannot be sent: {error}") from None
 
 
+def embed_request(inputs: Sequence[str | Sequence[int]], model: str, dimensions: int | None) -> pb.EmbedRequest:
+    """Raises RequestError for what is no request."""
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise RequestError(f"inputs: expected a list of texts or of lists of token ids, found {inputs!r:.80}")
+    made = []
+    for number, each in enumerate(inputs):
+        if isinstance(each, str):
+            made.append(pb.EmbedInput(text=each))
+        elif isinstance(each, Sequence) and not isinstance(each, bytes):
+            made.append(pb.EmbedInput(token_ids=pb.TokenIds(ids=token_ids(each))))
+        else:
+            raise RequestError(f"inputs[{number}] is {each!r:.80}; expected a text or a list of token ids")
+    try:
+        return pb.EmbedRequest(model=model, inputs=made, dimensions=dimensions)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the request cannot be sent: {error}") from None
+
+
 def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str, add_special_tokens: bool) -> Any:
     """Raises RequestError for what is no request."""
     fields = _prompt(prompt)

@@ -38,6 +38,7 @@ from inferc.expert_loads import ExpertLoads
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
+from inferc.frontend.pooling import pooling
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
 from inferc.manifest import CERTIFICATE, COSTS, PROGRAM, json_bytes
 from inferc.passes.expert_placement import Placement, placements
@@ -397,6 +398,7 @@ class _Build:
             "bos_token_id": defaults.get("bos_token_id"),
             "eos_token_ids": eos_token_ids(defaults),
             "generation": defaults,
+            "pooling": pooling(self.checkpoint),
             "hf_config": hf_facts(self.checkpoint),
         }
 

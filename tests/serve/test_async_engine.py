@@ -49,6 +49,9 @@ class Script:
     def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str:
         return self.add(token_ids, SamplingParams(), sink)
 
+    def embed(self, token_ids: Sequence[int], sink: Sink) -> str:
+        return self.add(token_ids, SamplingParams(), sink)
+
     def ask_stats(self, sink: Sink) -> str:
         raise NotImplementedError
 

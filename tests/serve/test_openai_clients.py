@@ -104,7 +104,7 @@ def test_openai_raises_its_own_errors(seen: Any) -> None:
         assert "is not built yet" in errors[name][2]
     assert "this model takes text parts only, found 'image_url'" in errors["image"][2]
     assert (
-        errors["embeddings"][:2] == ["BadRequestError", 400] and "does not allow embeddings" in errors["embeddings"][2]
+        errors["embeddings"][:2] == ["BadRequestError", 400] and "makes no vectors of texts" in errors["embeddings"][2]
     )
     assert errors["retrieve"][:2] == ["NotFoundError", 404]
 

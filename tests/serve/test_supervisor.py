@@ -40,6 +40,9 @@ class Process:
         self.sinks.append(sink)
         return str(len(self.sinks))
 
+    def embed(self, token_ids: Any, sink: Sink) -> str:
+        raise NotImplementedError
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         pass
 

@@ -1,0 +1,45 @@
+"""Vectors of several texts at once, for both interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.errors import RequestError
+from inferc.serve.models import ServedModel
+from inferc.serve.waiting import gather
+
+MAX_INPUTS = 2048
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """[inputs, dimensions], and the tokens that were read for them."""
+
+    values: NDArray[np.float32]
+    num_tokens: int
+
+
+async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimensions: Any = None) -> Vectors:
+    """The vector of each input, cut to `dimensions`. Raises RequestError, and as ServedModel.embed."""
+    if not model.embeds:
+        raise RequestError(
+            f"input: model {model.name} makes no vectors of texts, it generates text; use a model that was made for it"
+        )
+    if not inputs or len(inputs) > MAX_INPUTS:
+        raise RequestError(f"input: found {len(inputs)} texts; expected 1 to {MAX_INPUTS}")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise RequestError(f"dimensions is {dimensions!r:.40}; expected a number of at least 1")
+    ids = [await model.encode(each) if isinstance(each, str) else list(each) for each in inputs]
+    values = np.array(await gather(model.embed(each) for each in ids), np.float32)
+    if dimensions is not None:
+        if dimensions > values.shape[1]:
+            raise RequestError(f"dimensions is {dimensions}; the model's vectors have {values.shape[1]}")
+        values = values[:, :dimensions]
+        if model.pooling is not None and model.pooling.normalize:
+            values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
+    return Vectors(values, sum(map(len, ids)))

@@ -1,0 +1,98 @@
+"""Vectors of texts over both interfaces, of a model that makes them and of one that does not."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from clients import run_client
+from http_calls import request
+from random_models import make_random_model
+from serving import Server, wait_until
+
+from inferc.client import Client
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.errors import RequestError
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("models")
+    model = make_random_model("llama", folder / "m", num_hidden_layers=1)
+    kinds = ("Transformer", "Pooling", "Normalize")
+    modules = [
+        {"idx": n, "path": f"{n}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for n, kind in enumerate(kinds)
+    ]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    compile(model, folder / "embedder", CompileConfig(certify="none"))
+    with Server(folder / "embedder") as server:
+        yield server
+
+
+def test_over_grpc(embedding: Server) -> None:
+    with Client(embedding.address) as client:
+        assert client.model_info().embeds
+        first, second, third = client.embed(["a text", client.tokenize("a text"), "other"])
+        assert first == second != third and np.linalg.norm(first) == pytest.approx(1.0, abs=1e-6)
+        (cut,) = client.embed(["a text"], dimensions=8)
+        np.testing.assert_allclose(cut, np.array(first[:8]) / np.linalg.norm(first[:8]), atol=1e-6)
+        for inputs, options, message in (
+            ([], {}, "input: found 0 texts; expected 1 to 2048"),
+            (["a"], {"dimensions": 0}, "dimensions is 0; expected a number of at least 1"),
+            (["a"], {"dimensions": 9999}, "dimensions is 9999; the model's vectors have 64"),
+            ([[]], {}, "the prompt is empty"),
+            ([[5] * 300], {}, "the prompt has 300 tokens"),
+            (["a", 5], {}, r"inputs\[1\] is 5; expected a text or a list of token ids"),
+            ("a", {}, "expected a list of texts"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                client.embed(inputs, **options)  # type: ignore[arg-type]
+        assert client.complete("a text", max_tokens=2), "it generates as well"
+
+
+def test_openai_and_langchain(embedding: Server) -> None:
+    seen: Any = run_client("openai", "check_embeddings.py", embedding.url, "embedder")
+    with Client(embedding.address) as client:
+        want = client.embed(["a text", "another one"])
+        assert seen["tokens"] == sum(len(client.tokenize(text)) for text in ("a text", "another one"))
+        np.testing.assert_allclose(seen["ids"], client.embed([[8]])[0], atol=1e-7)
+    for name in ("default", "floats", "langchain"):
+        np.testing.assert_allclose(seen[name], want, atol=1e-7)
+    np.testing.assert_allclose(seen["query"], want[0], atol=1e-7)
+    assert len(seen["cut"]) == 8
+
+
+def test_bad_requests(embedding: Server, url: str) -> None:
+    for body, param, message in (
+        ({}, "input", "input is missing; give it"),
+        ({"input": 5}, "input", "input: expected a text, a list of token ids, or a list of either, found 5"),
+        ({"input": []}, "input", "input: expected a text"),
+        (
+            {"input": "a", "encoding_format": "hex"},
+            "encoding_format",
+            "encoding_format is 'hex'; expected float or base64",
+        ),
+        ({"input": "a", "dimensions": 999}, "dimensions", "dimensions is 999; the model's vectors have 64"),
+    ):
+        reply = request(embedding.url, EMBEDDINGS, body)
+        assert reply.status == 400 and reply.error["param"] == param and reply.error["message"].startswith(message)
+    reply = request(url, EMBEDDINGS, {"input": "a"})
+    assert reply.status == 400 and "makes no vectors of texts, it generates text" in reply.error["message"]
+
+
+def test_vectors_that_an_engine_died_over_are_made_by_the_next(embedding: Server) -> None:
+    with Client(embedding.address) as client, ThreadPoolExecutor() as pool:
+        want = client.embed(["a text"])
+        embedding.engine.suspend()
+        waiting = pool.submit(client.embed, ["a text"])
+        wait_until(lambda: not waiting.done(), "it is on its way")
+        embedding.engine.kill()
+        assert waiting.result(30) == want
