@@ -130,6 +130,8 @@ class Recorder:
 
 def _open(path: Path, header: Header) -> tuple[int, int]:
     """The file, to be appended to behind its last whole line, and its size."""
+    if path.exists() and not path.is_file():  # a device may be read for ever
+        raise ConfigError(f"cannot write the recording {path}: it is no file; give another")
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
