@@ -227,5 +227,5 @@ def test_an_engine_that_gets_no_core(tiny_artifact: Path) -> None:
         stuttering(server.engine.pid, runs=0.05, stands=0.2),
     ):
         time.sleep(1)
-        found = doctor(server.url, "--ttft-ms", "20", "--tbt-ms", "10", "--rtt-ms", "1000")
+        found = doctor(server.url, "--ttft-ms", "0.01", "--tbt-ms", "1000", "--rtt-ms", "1000")
     assert found["cause"] == "device" and "something else uses the cores" in found["advice"]
