@@ -30,6 +30,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
 MAX_BODY_BYTES = 64 << 20
+STARTS_AT_ONCE = 8
 CLIENT_LEFT = 499  # nobody reads it; logs and counts do
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -51,6 +52,9 @@ class Edge:
     ) -> None:
         """ended: hears of every response that began, by the path of its route and its status."""
         self._app, self._access, self._ended = app, access, ended
+        # Streams end in waves, and their clients ask again in waves: beyond so many the next ones wait for a turn of the event loop,
+        # or everybody else would wait for all of them.
+        self._gate = asyncio.Semaphore(STARTS_AT_ONCE)
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,13 +68,25 @@ class Edge:
         REQUEST_ID.set(name)
         TRACE_PARENT.set(headers.get(b"traceparent", b"").decode("latin-1"))
         has_begun, size, caller = False, 0, ANYBODY
+        is_starting = False
+
+        def started() -> None:
+            nonlocal is_starting
+            if is_starting:
+                is_starting = False
+                self._gate.release()
+
+        scope["started"] = started
 
         async def counted() -> MutableMapping[str, Any]:
-            nonlocal size
+            nonlocal size, is_starting
             message = await receive()
             size += len(message.get("body", b""))
             if size > self._max_body_bytes:
                 raise self._too_large()
+            if size and not message.get("more_body", False) and message["type"] == "http.request":
+                await self._gate.acquire()  # with all of the body here: no slow client holds a place
+                is_starting = True
             return message
 
         async def named(message: MutableMapping[str, Any]) -> None:
@@ -99,6 +115,8 @@ class Edge:
             log.exception("an HTTP request failed")
             if not has_begun:
                 await error_response(500, OUR_FAULT, "server_error")(scope, receive, named)
+        finally:
+            started()
 
     def _too_large(self) -> HTTPException:
         limit = self._max_body_bytes

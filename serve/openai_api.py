@@ -186,6 +186,7 @@ async def _generate(models: Models, url: str, body: Sampling, http: Request) -> 
     name = secrets.token_hex(12)
     # A client may use its id for several requests; the engine's are one by one.
     answering = Answering(model, request, f"{prefix}-{given}-{name[:8]}" if given else f"{prefix}-{name}")
+    http.scope["started"]()  # what follows waits for others: threads, the engine
     created = int(time.time())
     is_handed_over = False
     try:

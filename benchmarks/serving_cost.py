@@ -1,13 +1,14 @@
 """What serving costs beside the engine, and what a server bears.
 
-    python benchmarks/serving.py ARTIFACT [--large ARTIFACT] [--turns 3] [--seconds 120] [--out FILE]
+    python benchmarks/serving_cost.py ARTIFACT [--large ARTIFACT] [--turns 3] [--seconds 120] [--out FILE]
 
 - **The server's own time a token**: CPU seconds of the server's process (not the engine's) over tokens, with 200 streams, over
   HTTP and over gRPC by turns; medians.
 - **1,000 streams** for --seconds, each of which asks again when it has its answer: errors, tokens a second, the server's
   resident memory after a third of the time and at the end, and what a health check takes meanwhile, of a new connection.
 - **Swap**: seconds to put a model to sleep, to wake it, to unload and to load it; medians of 5.
-- **Served over offline** (--large): output tokens a second of `inferc bench serve` over those of `inferc bench throughput`, by turns.
+- **Served over offline** (--large): output tokens a second over HTTP, 16 requests at a time of 128 tokens in and 128 out, over those of
+  `inferc bench throughput` with the same, by turns.
 
 Clients and the server share this machine's cores.
 """
@@ -39,6 +40,7 @@ INFERC = (sys.executable, "-m", "inferc")
 SMALL_STREAMS, SMALL_TOKENS = 200, 200
 MANY_STREAMS, MANY_TOKENS = 1000, 200
 CHANNELS = 8
+INPUT_LEN, OUTPUT_LEN, CONCURRENCY, REQUESTS = 128, 128, 16, 48
 
 
 @dataclass
@@ -76,11 +78,12 @@ def body(number: int, num_tokens: int) -> dict[str, Any]:
     return {"prompt": [5, 6, 7, number % 1000 + 10], "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
 
 
-async def over_http(address: str, number: int, num_tokens: int) -> int:
+async def over_http(address: str, number: int, num_tokens: int, prompt: list[int] | None = None) -> int:
     """One request as bytes on a socket, so that the client costs little; how many chunks came. Raises what went wrong."""
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
-    data = json.dumps(body(number, num_tokens)).encode()
+    wanted = body(number, num_tokens)
+    data = json.dumps(wanted if prompt is None else {**wanted, "prompt": prompt}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     chunks, tail = 0, b""
@@ -240,17 +243,18 @@ def swap(artifact: Path) -> dict[str, Any]:
 
 
 def served_over_offline(artifact: Path, turns: int) -> dict[str, Any]:
-    options = ("--input-len", "128", "--output-len", "128", "--concurrency", "16", "--requests", "32", "--json")
+    lengths = ("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN))
+    options = (*lengths, "--concurrency", str(CONCURRENCY), "--requests", str(REQUESTS), "--json")
     ratios, speeds = [], []
     for _ in range(turns):
-        pair = []
-        for command in ("serve", "throughput"):
-            done = subprocess.run(
-                [*INFERC, "bench", command, str(artifact), *options], capture_output=True, text=True, check=True
-            )
-            pair.append(float(json.loads(done.stdout)["output_tokens_per_s"]))
-        ratios.append(pair[0] / pair[1])
-        speeds.append(pair)
+        with serving(artifact, "--max-num-seqs", str(CONCURRENCY)) as server:
+            served = asyncio.run(closed_loop(server))
+        done = subprocess.run(
+            [*INFERC, "bench", "throughput", str(artifact), *options], capture_output=True, text=True, check=True
+        )
+        offline = float(json.loads(done.stdout)["output_tokens_per_s"])
+        ratios.append(served / offline)
+        speeds.append((served, offline))
     return {
         "served_over_offline": round(statistics.median(ratios), 3),
         "all": [round(ratio, 3) for ratio in ratios],
@@ -259,13 +263,30 @@ def served_over_offline(artifact: Path, turns: int) -> dict[str, Any]:
     }
 
 
+async def closed_loop(server: Running) -> float:
+    """Output tokens a second of REQUESTS over HTTP, CONCURRENCY at a time, after as many to warm up."""
+    places = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(number: int) -> None:
+        prompt = np.random.default_rng(number).integers(5, 30_000, INPUT_LEN).tolist()
+        async with places:
+            await over_http(server.http, number, OUTPUT_LEN, prompt)
+
+    await asyncio.gather(*(one(10_000 + number) for number in range(CONCURRENCY)))
+    start = time.perf_counter()
+    await asyncio.gather(*(one(number) for number in range(REQUESTS)))
+    return REQUESTS * OUTPUT_LEN / (time.perf_counter() - start)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--large", type=Path, help="an artifact whose steps take long, for the ratio to offline speed")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--out", type=Path, default=None, help=f"for example {ROOT}/benchmarks/results/serving.json")
+    parser.add_argument(
+        "--out", type=Path, default=None, help=f"for example {ROOT}/benchmarks/results/serving-cost.json"
+    )
     arguments = parser.parse_args()
     result: dict[str, Any] = {"own_time": own_time(arguments.artifact, arguments.turns)}
     result["many_streams"] = many_streams(arguments.artifact, arguments.seconds)
