@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 LAG_SECONDS, LAG_EVERY_SECONDS = 1.0, 0.05
 YOUNG_OBJECTS = 10_000  # that are made before the young ones are looked at
-COLLECT_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 600.0
+COLLECT_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 120.0
 CUT_SECONDS = 1.0  # for streams that were ended to hand their last message over
 
 Signals: TypeAlias = asyncio.Queue[signal.Signals]
