@@ -339,3 +339,9 @@ def make_engine(
 def make_slowly(sleep: float) -> Engine:
     time.sleep(sleep)
     return make_engine()
+
+
+def make_breaking() -> Engine:
+    engine = make_engine()
+    engine.runner.fail_at = 3  # type: ignore[attr-defined]
+    return engine
