@@ -16,6 +16,7 @@ import numpy as np
 from inferc.errors import InfercError, RequestError
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve import protocol
+from inferc.serve.inference_service import engine_stats, reason_of
 from inferc.serve.models import ModelEntry, Models, NotServed, ServedModel
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.statuses import told
@@ -176,7 +177,7 @@ class KServeService:
         return self.models.get(name)
 
     async def _statistics(self, model: ServedModel) -> pb.ModelStatistics:
-        metrics, stats = model.engine.metrics, await model.engine.stats()
+        metrics, stats = model.engine.metrics, await engine_stats(model)
         whole, first = metrics.e2e, metrics.ttft
         of_first = first.sum / first.count * whole.count if first.count else 0.0  # of those that ended
 
@@ -497,4 +498,4 @@ def _add_numbers(response: pb.ModelInferResponse, name: str, values: Sequence[in
 
 
 def _reason(entry: ModelEntry) -> str:
-    return entry.reason or ("" if entry.state in STATES else entry.state)
+    return reason_of(entry) or ("" if entry.state in STATES else entry.state)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from http_calls import request
 from serving import ENV, INFERC, Server, wait_until
 
 from inferc.client import SERVICE, Client, ServerError
@@ -252,6 +253,10 @@ def test_a_deadline_ends_the_request(slow: Server) -> None:
             hasty.complete("abc", **ENDLESS)
         assert raised.value.code == "DEADLINE_EXCEEDED"
         wait_until_idle(client)
+    counted = 'inferc_grpc_calls_total{code="DEADLINE_EXCEEDED",method="inferc.v1.InferenceService.Complete"} 1.0'
+    wait_until(
+        lambda: counted in request(slow.url, "/metrics").body.decode(), "the call is counted as what its client saw"
+    )
 
 
 def test_abort_names_a_request(slow: Server) -> None:
