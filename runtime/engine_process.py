@@ -184,10 +184,13 @@ class EngineProcess(EngineClient):
             raise kind(message["error"])
 
     def _read(self) -> None:
-        reader = EventReader()
+        reader, is_ending = EventReader(), False
         try:
             while True:
                 self._dispatch(reader.decode(self._pipe.recv_bytes()))
+                if self._stopped is not None and not is_ending:  # it says so itself; now its process has to end too
+                    is_ending = True
+                    self._kill_late()
         except (EOFError, OSError):
             pass
         is_expected = self._process.wait() == 0 or self._closing
@@ -196,6 +199,12 @@ class EngineProcess(EngineClient):
         if not is_expected:
             log.error("%s", reason)
         self._fail_all(reason)
+
+    def _kill_late(self) -> None:
+        """An engine that stopped on an error may not get to its end, and the next one needs its memory."""
+        timer = threading.Timer(KILL_AFTER_SECONDS, self._process.kill)  # which leaves alone what has been waited for
+        timer.daemon = True
+        timer.start()
 
     def _describe_end(self) -> str:
         code = self._process.wait()

@@ -37,7 +37,7 @@ class InferenceService:
         prompt = await self._prompt(model, request)
         prompt_logprobs: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
-            prompt_logprobs = (await model.score(prompt, top)).rows
+            prompt_logprobs = (await model.score(prompt, top, protocol.request_id(request))).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
         running = params.n
         # Closed also when the client went away or its deadline passed: the blocks come free at once.

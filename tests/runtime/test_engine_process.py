@@ -276,6 +276,15 @@ def test_what_an_engine_stops_for_is_for_its_log(capfd: pytest.CaptureFixture[st
     assert "the fake model broke" in capfd.readouterr().err
 
 
+def test_a_broken_engine_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one needs its memory, and nobody holds on to this one any more."""
+    monkeypatch.setattr(engine_process, "KILL_AFTER_SECONDS", 0.3)
+    client = EngineProcess({"close_seconds": 60}, factory="fake_runner:make_breaking").wait_until_ready()
+    client.add([1], SamplingParams(max_tokens=20), lambda event: None)
+    client.join(20)
+    assert client.stopped == STOPPED and not is_alive(client.pid)
+
+
 def test_a_child_that_reads_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sends may be the thread that has to notice that the child hangs."""
     monkeypatch.setattr(engine_process, "KILL_AFTER_SECONDS", 0.5)
