@@ -222,7 +222,9 @@ def test_a_bad_request_is_told_what_is_wrong(infer: Any, request_: pb.ModelInfer
 )
 def test_there_is_one_repository(served: str, method: str, request_: Any) -> None:
     with grpc.insecure_channel(served) as channel, pytest.raises(grpc.RpcError) as raised:
-        channel.unary_unary(f"/{KSERVE.full_name}/{method}", type(request_).SerializeToString)(request_, timeout=30)
+        channel.unary_unary(f"/{KSERVE.full_name}/{method}", type(request_).SerializeToString, bytes)(
+            request_, timeout=30
+        )
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "repository_name is 'other'" in (raised.value.details() or "")
 

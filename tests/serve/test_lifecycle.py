@@ -127,7 +127,7 @@ def kserve(client: Client, method: str) -> Any:
     """What the Open Inference Protocol answers to an empty request."""
     kind = GetMessageClass(KSERVE.methods_by_name[method].output_type)
     with grpc.insecure_channel(client.address) as channel:
-        return channel.unary_unary(f"/{KSERVE.full_name}/{method}", response_deserializer=kind.FromString)(b"")
+        return channel.unary_unary(f"/{KSERVE.full_name}/{method}", bytes, kind.FromString)(b"")
 
 
 def states(client: Client) -> dict[str, str]:
