@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pty
 import select
@@ -20,6 +21,7 @@ from loads import load, stuttering
 from serving import ENV, INFERC, Server, run_inferc
 
 from inferc.client import Client
+from inferc.serve.diagnosis import Objectives, diagnose
 from inferc.serve.scrape import Change, Endpoint, Page
 
 
@@ -148,6 +150,46 @@ def test_top_options(url: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- doctor
+
+GAUGES = """
+inferc_requests_open{model_name="m"} 8
+inferc_model_state{model_name="m",state="serving"} 1
+inferc_sequences_max{model_name="m"} 4
+inferc_sequences_running{model_name="m"} %d
+inferc_sequences_waiting{model_name="m"} %d
+inferc_kv_usage_ratio{model_name="m"} %g
+inferc_preemptions_total{model_name="m"} %d
+inferc_output_tokens_total{model_name="m"} %d
+"""
+
+
+def looks(running: int, waiting: int, kv_usage: float, preemptions: int = 0) -> list[Page]:
+    """Three of ten seconds, in which no request ends and none gets its first token."""
+    counts = ((0, 1000), (preemptions // 2, 1500), (preemptions, 2000))
+    return [
+        Page.parse(GAUGES % (running, waiting, kv_usage, preempted, tokens), at=5.0 * number)
+        for number, (preempted, tokens) in enumerate(counts)
+    ]
+
+
+def test_who_waits_for_a_first_token_that_does_not_come_is_a_symptom() -> None:
+    """There is no latency to be seen of those who still wait."""
+    found = diagnose(looks(running=4, waiting=4, kv_usage=0.3), "m", [0.001], Objectives())
+    assert found.symptoms == ("time to first token: sequences wait, and none has had one within 10.0 s",)
+    assert found.cause is not None and found.cause.cause == "batch"
+    assert not diagnose(looks(running=4, waiting=0, kv_usage=0.3), "m", [0.001], Objectives()).symptoms
+
+
+def test_preemptions_are_seen_before_a_request_has_ended() -> None:
+    found = diagnose(looks(running=4, waiting=4, kv_usage=0.8, preemptions=12), "m", [0.001], Objectives())
+    assert found.cause is not None and found.cause.cause == "memory"
+    assert "3.00 preemptions a request" in found.cause.evidence
+
+
+def test_a_server_that_no_try_reached() -> None:
+    found = diagnose(looks(running=1, waiting=0, kv_usage=0.1), "m", [math.nan, math.nan], Objectives())
+    assert found.symptoms == ("the way to the server and back takes –, 2 tries failed",)
+    assert found.cause is not None and "the way to it is slow or loses packets" in found.cause.advice
 
 
 def test_a_healthy_server(tiny_artifact: Path) -> None:

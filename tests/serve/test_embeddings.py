@@ -1,8 +1,10 @@
 """Vectors of texts over both interfaces, of a model that makes them and of one that does not."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from inferc.client import Client
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
+from inferc.serve.inference_service import InferenceService
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -56,6 +60,23 @@ def test_over_grpc(embedding: Server) -> None:
             with pytest.raises(RequestError, match=message):
                 client.embed(inputs, **options)  # type: ignore[arg-type]
         assert client.complete("a text", max_tokens=2), "it generates as well"
+
+
+@pytest.mark.parametrize(
+    ("target", "ranks", "message"),
+    [
+        ("cuda-sm90", 1, "compiled for target cuda-sm90 it makes none: that takes the cpu target in one rank"),
+        ("cpu", 2, "compiled for target cpu in 2 ranks it makes none"),
+    ],
+)
+def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, ranks: int, message: str) -> None:
+    """It is not told to be one that was not made for them."""
+    artifact = SimpleNamespace(
+        model={"pooling": {"kind": "last", "normalize": True}}, manifest={"targets": [target]}, ranks=range(ranks)
+    )
+    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(name="m", embeds=False, artifact=artifact))
+    with pytest.raises(RequestError, match=f"model m was made for vectors of texts, but {message}"):
+        asyncio.run(InferenceService(models).embed(pb.EmbedRequest()))
 
 
 def test_openai_and_langchain(embedding: Server) -> None:

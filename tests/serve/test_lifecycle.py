@@ -12,11 +12,13 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import AsyncClient, Client, Piece, ServerError
 from inferc.errors import RequestError
+from inferc.serve.grpc_server import KSERVE
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
@@ -121,6 +123,13 @@ def several(folder: Path, tiny_artifact: Path) -> Iterator[Server]:
         yield server
 
 
+def kserve(client: Client, method: str) -> Any:
+    """What the Open Inference Protocol answers to an empty request."""
+    kind = GetMessageClass(KSERVE.methods_by_name[method].output_type)
+    with grpc.insecure_channel(client.address) as channel:
+        return channel.unary_unary(f"/{KSERVE.full_name}/{method}", bytes, kind.FromString)(b"")
+
+
 def states(client: Client) -> dict[str, str]:
     return {model.model: model.state for model in client.models()}
 
@@ -156,7 +165,10 @@ def test_a_damaged_artifact_is_told_without_its_path(several: Server, folder: Pa
             client.load_model("damaged")
         assert raised.value.code == "FAILED_PRECONDITION" and str(folder) not in str(raised.value)
         assert str(folder) in several.log
-        assert states(client)["damaged"] == "unloaded"
+        (damaged,) = [each for each in client.models() if each.model == "damaged"]
+        assert damaged.state == "unloaded" and damaged.reason == "it cannot be loaded; the server's log has the details"
+        (index,) = [each for each in kserve(client, "RepositoryIndex").models if each.name == "damaged"]
+        assert index.state == "UNAVAILABLE" and index.reason == damaged.reason
 
 
 def test_unloading_lets_running_requests_end(several: Server) -> None:
@@ -180,6 +192,9 @@ def test_a_model_sleeps_and_the_next_request_wakes_it(several: Server) -> None:
         client.sleep_model("one")
         assert states(client)["one"] == "asleep"
         wait_until(lambda: len(psutil.Process(several.process.pid).children()) == count - 1, "its process has ended")
+        assert one.loads().num_running == 0 and one.loads().kv_usage == 0, "nothing is asked that would wake it"
+        (seen,) = [each for each in kserve(client, "ModelStatistics").model_stats if each.name == "one"]
+        assert seen.inference_count > 0 and states(client)["one"] == "asleep"
         assert one.complete("xyz", max_tokens=6, **GREEDY) == [want]
         assert states(client)["one"] == "serving"
         client.sleep_model("one")
