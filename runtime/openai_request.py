@@ -49,8 +49,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
 SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
 )
-# Variables that a template gets from here alone.
-TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
+# Variables that a template gets from here alone, and names that are no variables where they go on.
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "max_tokens", "is_prompt", "self")
 
 Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
 

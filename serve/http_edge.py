@@ -176,6 +176,11 @@ async def on_inferc_error(request: Request, error: Exception) -> Response:
     return response_of(told(error))
 
 
+async def on_our_fault(request: Request, error: Exception) -> Response:
+    """Of what nobody expected; whoever calls the application hears of the error itself."""
+    return error_response(500, OUR_FAULT, "server_error")
+
+
 def error_of_http(error: HTTPException) -> Response:
     kind = KINDS.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     return error_response(error.status_code, str(error.detail), kind, headers=error.headers)

@@ -1,14 +1,17 @@
 """The HTTP endpoint as it goes over the wire."""
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +20,8 @@ from http_calls import request
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client
+from inferc.serve.access import Access
+from inferc.serve.http_server import make_app
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -80,8 +85,9 @@ def test_a_template_gets_variables(url: str, served: str) -> None:
         **GREEDY,
     }
     assert request(url, CHAT, body).json["prompt_token_ids"] == ids
-    error = request(url, CHAT, {**body, "chat_template_kwargs": {"messages": []}}).error
-    assert error["message"] == "chat_template_kwargs: messages is set by the request itself; leave it out"
+    for name in ("messages", "self", "max_tokens", "is_prompt"):
+        error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
+        assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
 
 
 def test_text_and_ids(url: str) -> None:
@@ -131,6 +137,11 @@ BAD: list[tuple[Any, str, str | None]] = [
     ({"prompt": "a", "stream_options": 5}, "stream_options", "stream_options"),
     ({"prompt": "a", "guided_regex": "b+"}, "guided_regex is 'b+', which is not built yet", "guided_regex"),
     ({"prompt": "half a pair \ud83d"}, "the prompt is not text", None),
+    (
+        {"prompt": "a", "cache_salt": "half \ud83d"},
+        "cache_salt: expected text, found half of a surrogate",
+        "cache_salt",
+    ),
     ({"prompt": "a", "model": "half \ud83d"}, "is not served here", None),
 ]
 
@@ -203,6 +214,29 @@ def test_bodies_that_are_too_large(url: str) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     answer = raw(url, head + b"content-length: 99999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413") and b"the body has more than 67108864 bytes" in answer
+
+
+def test_what_nobody_expected_is_an_object_that_tells_nothing() -> None:
+    class Broken:
+        @property
+        def served(self) -> Any:
+            raise ValueError("/etc/secret")
+
+    models: Any = Broken()
+    metrics: Any = SimpleNamespace(responses=Counter())
+    app, sent = make_app(models, metrics, Access()), []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "raw_path": b"/v1/models", "root_path": ""}
+    asyncio.run(app({**scope, "query_string": b"", "headers": [], "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 500 and dict(sent[0]["headers"])[b"content-type"] == b"application/json"
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["type"] == "server_error" and "secret" not in error["message"]
 
 
 def test_what_is_no_http(url: str) -> None:
