@@ -102,7 +102,7 @@ class Answering:
         request = self.request
         text = ""
         if request.echo:
-            text = prompt if isinstance(prompt, str) else self.model.decode(ids, skip_special_tokens=False)
+            text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.model.decode, ids, False)
         top = request.prompt_logprobs
         if request.echo and self.params.logprobs is not None:
             top = max(self.params.logprobs, top or 0)

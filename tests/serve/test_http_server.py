@@ -47,6 +47,15 @@ def test_echo_with_a_stream_is_echo_without(url: str) -> None:
     assert all(set(row) == {"logprob", "rank", "decoded_token"} for row in second.values())
 
 
+def test_a_streamed_chat_tells_of_its_prompt_what_a_whole_one_does(url: str) -> None:
+    body = {"messages": MESSAGES, "n": 2, "prompt_logprobs": 1, "return_token_ids": True, **GREEDY}
+    whole = request(url, CHAT, body).json
+    events = request(url, CHAT, {**body, "stream": True}).events
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert [event[name] for event in events if name in event] == [whole[name]] and whole[name], name
+    assert "prompt_token_ids" in events[0]
+
+
 def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: str) -> None:
     """What evaluation harnesses compare, over a text of which some tokens are greedy and others are not."""
     answer = request(url, COMPLETIONS, {"prompt": [5, 6, 7], "return_token_ids": True, **GREEDY}).json["choices"][0]
@@ -88,6 +97,16 @@ def test_a_template_gets_variables(url: str, served: str) -> None:
     for name in ("messages", "self", "max_tokens", "is_prompt"):
         error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
         assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
+
+
+def test_a_conversation_is_tokenized_as_the_model_gets_it(url: str) -> None:
+    more = {"messages": MESSAGES, "chat_template_kwargs": {"bos_token": "x"}}
+    body = {**more, "return_token_ids": True, **GREEDY}
+    with_variable = request(url, CHAT, body).json["prompt_token_ids"]
+    assert request(url, "/tokenize", more).json["tokens"] == with_variable
+    assert request(url, "/tokenize", {"messages": MESSAGES}).json["tokens"] != with_variable
+    error = request(url, "/tokenize", {"messages": MESSAGES, "tools": [{"type": "function"}]}).error
+    assert error["message"].startswith("tools is [{") and error["param"] == "tools"
 
 
 def test_text_and_ids(url: str) -> None:
@@ -136,6 +155,9 @@ BAD: list[tuple[Any, str, str | None]] = [
     ({"prompt": "a", "suffix": "b"}, "suffix is 'b', which is not built yet", "suffix"),
     ({"prompt": "a", "stream_options": 5}, "stream_options", "stream_options"),
     ({"prompt": "a", "guided_regex": "b+"}, "guided_regex is 'b+', which is not built yet", "guided_regex"),
+    ({"prompt": "a", "num_beams": 4}, "num_beams is 4, which is not built yet", "num_beams"),
+    ({"prompt": "a", "length_penalty": 0.5}, "length_penalty is 0.5, which is not built yet", "length_penalty"),
+    ({"prompt": "a", "detokenize": False}, "detokenize is False, which is not built yet", "detokenize"),
     ({"prompt": "half a pair \ud83d"}, "the prompt is not text", None),
     (
         {"prompt": "a", "cache_salt": "half \ud83d"},
