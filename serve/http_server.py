@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from inferc.errors import InfercError
 from inferc.serve.access import Access
 from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_invalid, on_our_fault
+from inferc.serve.http_protocol import Protocol
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import Models
 from inferc.serve.openai_api import openai_routes
@@ -65,7 +66,7 @@ class HttpServer(uvicorn.Server):
         """context: of TLS."""
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

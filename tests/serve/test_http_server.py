@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,9 @@ from http_calls import request
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client
+from inferc.serve import http_address, http_protocol
 from inferc.serve.access import Access
-from inferc.serve.http_server import make_app
+from inferc.serve.http_server import HttpServer, make_app
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -236,6 +237,79 @@ def test_bodies_that_are_too_large(url: str) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     answer = raw(url, head + b"content-length: 99999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413") and b"the body has more than 67108864 bytes" in answer
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\nx-a: ", b"408"),
+        (HEAD + b"content-length: 1000\r\n\r\n{", b"408"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"408"),
+        (b"GET /health HTTP/1.1\r\n" + b"x-a: b\r\n" * 100_000, b"431"),
+        (b"GET /health HTTP/1.1\r\nx-a: " + b"b" * 1_000_000, b"431"),
+        (b"GET /" + b"b" * 1_000_000, b"431"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx-a: " + b"b" * 1_000_000, b"431"),
+    ],
+)
+def test_who_sends_next_to_nothing_or_heads_without_end_holds_no_place(
+    sent: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        parts = []
+        with suppress(ConnectionError):
+            for start in range(0, len(sent), 10_000):  # as a client that reads nothing meanwhile
+                writer.write(sent[start : start + 10_000])
+                await writer.drain()
+        with suppress(ConnectionError):
+            while part := await asyncio.wait_for(reader.read(65536), 10):
+                parts.append(part)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return b"".join(parts)
+
+    answer = asyncio.run(talk())
+    # What was sent and not read may cost the client the answer.
+    assert answer.startswith(b"HTTP/1.1 " + status) if status == b"408" else status in answer[:20] or not answer
+    assert "Traceback" not in caplog.text
+
+
+def test_a_large_body_that_comes_slowly_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        writer.write(HEAD + b"content-length: 320000\r\n\r\n")
+        for _ in range(10):
+            writer.write(b" " * 32_000)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        answer = await asyncio.wait_for(reader.read(65536), 10)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return answer
+
+    assert b"the body is not JSON" in asyncio.run(talk())
 
 
 def test_what_nobody_expected_is_an_object_that_tells_nothing() -> None:
