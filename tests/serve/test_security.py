@@ -23,6 +23,7 @@ from serving import Server, run_inferc, wait_until
 from inferc.client import AsyncClient, Client, ServerError, Tls
 from inferc.errors import RequestError
 from inferc.serve.access import Key, Limits, digest_of, read_keys, write_keys
+from inferc.serve.tls import Certificates, TlsFiles
 
 COMPLETIONS = "/v1/completions"
 SHORT: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0}
@@ -329,6 +330,38 @@ def test_only_clients_with_a_certificate(tiny_artifact: Path, tmp_path: Path) ->
         clients.write_bytes(others.ca.read_bytes())
         wait_until(lambda: "the certificates were read again" in server.log, "it is noticed")
         assert lets_in(theirs) and not lets_in(mine)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_no_session_outlives_the_authority_of_its_client(version: ssl.TLSVersion, tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    cert, key = ours.issue("server")
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(ours.ca.read_bytes())
+    certificates = Certificates(TlsFiles(cert, key, clients))
+    context = trusting(ours.ca, ours.issue("client"))
+    context.maximum_version = version
+
+    def shake(session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+        pipes = [ssl.MemoryBIO() for _ in range(4)]
+        client = context.wrap_bio(pipes[0], pipes[1], server_hostname="localhost", session=session)
+        server = certificates.ssl_context.wrap_bio(pipes[2], pipes[3], server_side=True)
+        for _ in range(4):
+            for side, out, into in ((client, pipes[1], pipes[2]), (server, pipes[3], pipes[0])):
+                with suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+                into.write(out.read())
+        server.write(b"hello")
+        pipes[0].write(pipes[3].read())
+        assert client.read(5) == b"hello"
+        return client.session
+
+    session = shake()
+    shake(session)
+    clients.write_bytes(others.ca.read_bytes() * 2)
+    certificates.refresh()
+    with pytest.raises(ssl.SSLError):
+        shake(session)
 
 
 def test_an_expired_certificate(tiny_artifact: Path, tmp_path: Path) -> None:
