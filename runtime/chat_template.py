@@ -146,7 +146,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["string"] = self.text
         self.finalize = self._finalize
         del self.globals["lipsum"]
-        self.concat = self._concat
         for name, run in self.filters.items():
             self.filters[name] = self._bounded(name, run)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
@@ -205,9 +204,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.made(super().call_binop(context, operator, left, right))
 
     def concat_checked(self, parts: tuple[Any, ...]) -> str:
-        return self._concat([self.text(part) for part in parts])
+        return self.concat([self.text(part) for part in parts])
 
-    def _concat(self, texts: Iterable[str]) -> str:
+    def concat(self, texts: Iterable[str]) -> str:
         """Also what macros, calls and blocks that are set make."""
         texts = list(texts)
         self.check(sum(map(len, texts)))

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections import Counter
@@ -315,6 +316,11 @@ class Access:
             elif known.key != key:
                 known.become(key, self._limits)
             self._callers[key.sha256] = known
+
+
+def secret_of(authorization: str) -> str:
+    """The key in such a header. The scheme's name may be in any case (RFC 9110), and be left out."""
+    return re.sub(r"^\s*bearer\s+", "", authorization, count=1, flags=re.IGNORECASE).strip()
 
 
 def digest_of(secret: str) -> str:

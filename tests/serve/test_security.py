@@ -70,7 +70,12 @@ def test_nobody_without_a_key(locked: Server) -> None:
     for path in ("/v1/models", "/metrics", "/tokenizer_info", "/openapi.json", "/nothing"):
         assert request(locked.url, path).status == 401, path
     assert ask(locked, "alice-key").status == 200
-    assert request(locked.url, "/v1/models", headers={"x-api-key": "alice-key"}).status == 200
+    for name, value in (
+        ("x-api-key", "alice-key"),
+        ("authorization", "bearer  alice-key"),
+        ("authorization", "alice-key"),
+    ):
+        assert request(locked.url, "/v1/models", headers={name: value}).status == 200
     with Client(locked.address, api_key="alice-key") as client:
         assert client.complete("abc", **SHORT)
 
