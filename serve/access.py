@@ -74,6 +74,15 @@ class Limits:
         known = {name: [value for value in pair if value is not None] for name, pair in pairs.items()}
         return Limits(**{name: min(values) for name, values in known.items() if values})
 
+    def defaults(self, of_model: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The model's sampling defaults within the limits: who says nothing is not refused for what the model says."""
+        if self.max_output_tokens is None:
+            return of_model
+        return {
+            **of_model,
+            "max_tokens": min(self.max_output_tokens, of_model.get("max_tokens", SamplingParams.max_tokens)),
+        }
+
     def apply(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
         """The parameters with what they leave open bounded. Raises RequestError for what is over a limit."""
         if self.max_prompt_tokens is not None and prompt_len > self.max_prompt_tokens:

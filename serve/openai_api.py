@@ -226,9 +226,11 @@ async def _events(answering: Answering, head: dict[str, Any], body: Sampling) ->
     has_begun = False
     try:
         if not answering.request.generates:
-            for number in range(len(answering.request.prompts)):
-                last = Piece(0, "", [], "length", [])
-                yield chunks.of(number, last, answering.echoed(number), answering.usage(counts)[number])
+            last, count = Piece(0, "", [], "length", []), answering.params.n
+            for index in range(len(answering.request.prompts) * count):
+                number = index // count
+                usage = answering.usage(counts)[number] if continuous else None
+                yield chunks.of(index, last, answering.echoed(number), usage)
         async with aclosing(answering.pieces()) as pieces:
             async for number, index, piece in pieces:
                 counts[number] = counts.get(number, 0) + len(piece.token_ids)

@@ -99,6 +99,9 @@ def test_limits_of_a_request() -> None:
     ):
         with pytest.raises(RequestError, match=message):
             limits.apply(prompt, params)
+    assert limits.defaults({"top_k": 5, "max_tokens": 2048}) == {"top_k": 5, "max_tokens": 20}
+    assert limits.defaults({})["max_tokens"] == 16 and Limits(max_output_tokens=5).defaults({})["max_tokens"] == 5
+    assert Limits().defaults({"max_tokens": 2048}) == {"max_tokens": 2048}
     narrower = limits.over(Limits(max_prompt_tokens=5, max_n=9, max_request_seconds=3.0))
     assert narrower == Limits(5, 20, 2, 3.0)
     with pytest.raises(ConfigError, match="max_n is 0; expected a number above 0"):

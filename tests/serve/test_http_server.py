@@ -57,6 +57,15 @@ def test_a_streamed_chat_tells_of_its_prompt_what_a_whole_one_does(url: str) -> 
     assert "prompt_token_ids" in events[0]
 
 
+def test_each_output_of_a_prompt_that_is_only_echoed_is_a_choice(url: str) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "echo": True, "max_tokens": 0}
+    want = [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+    assert [(each["index"], each["text"]) for each in request(url, COMPLETIONS, body).json["choices"]] == want
+    events = [event["choices"][0] for event in request(url, COMPLETIONS, {**body, "stream": True}).events]
+    assert [(each["index"], each["text"]) for each in events if each["text"]] == want
+    assert [each["index"] for each in events if each["finish_reason"] == "length"] == [0, 1, 2, 3]
+
+
 def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: str) -> None:
     """What evaluation harnesses compare, over a text of which some tokens are greedy and others are not."""
     answer = request(url, COMPLETIONS, {"prompt": [5, 6, 7], "return_token_ids": True, **GREEDY}).json["choices"][0]

@@ -142,6 +142,16 @@ def test_a_key_has_its_number_at_once(locked: Server) -> None:
         assert client.complete("abc", **SHORT)
 
 
+def test_who_says_no_length_gets_what_is_allowed(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-output-tokens", "5") as server:
+        body = {"prompt": "abc", "ignore_eos": True}
+        assert request(server.url, COMPLETIONS, body).json["usage"]["completion_tokens"] == 5
+        reply = request(server.url, COMPLETIONS, {**body, "min_tokens": 6})
+        assert reply.status == 400 and reply.error["message"] == "min_tokens is 6; at most 5 is allowed here"
+        with Client(server.address) as client:
+            assert len(client.complete("abc", ignore_eos=True)[0].token_ids) == 5
+
+
 def test_limits_of_the_server_and_of_a_key(locked: Server) -> None:
     for body, message in (
         ({"prompt": [5] * 51, **SHORT}, "the prompt has 51 tokens, and 50 are allowed here; shorten it"),
