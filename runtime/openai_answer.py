@@ -60,7 +60,9 @@ def response_body(
     """
     is_chat = request.kind == "chat"
     choices = [
-        choice_body(request, answer, output, token) for answer in answers for output in answer.outputs or (NOTHING,)
+        choice_body(request, answer, output, token)
+        for answer in answers
+        for output in answer.outputs or (NOTHING,) * request.num_outputs
     ]
     more: dict[str, Any] = {}
     if is_chat and request.prompt_logprobs is not None:

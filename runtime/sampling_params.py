@@ -110,6 +110,8 @@ class SamplingParams:
         for name in ("cache_salt", "client"):
             if not isinstance(value := getattr(self, name), str) or len(value) > MAX_NAME:
                 raise RequestError(f"{name}: expected a string of at most {MAX_NAME} characters")
+            if any("\ud800" <= each <= "\udfff" for each in value):  # JSON can bring it, and nothing can encode it
+                raise RequestError(f"{name}: expected text, found half of a surrogate pair")
         _integer("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
         _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name in ("ttft_ms", "tbt_ms"):

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from inferc.errors import ConfigError, RequestError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.serve import protocol
-from inferc.serve.access import CALLER, Access
+from inferc.serve.access import CALLER, Access, secret_of
 from inferc.serve.admission import WITHIN
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
@@ -236,7 +236,7 @@ def _secret(context: Context) -> str | None:
     """The API key that came with a call."""
     for name, value in context.invocation_metadata() or ():
         if name == "authorization" and isinstance(value, str):
-            return value.removeprefix("Bearer ").strip()
+            return secret_of(value)
         if name == "x-api-key" and isinstance(value, str):
             return value
     return None

@@ -32,7 +32,8 @@ class InferenceService:
         protocol.check_known(request)
         model = self.models.get(request.model)
         engine = model.engine
-        params = replace(protocol.sampling_params(request.sampling, engine.facts.defaults), tap=request.tap)
+        defaults = CALLER.get().limits.defaults(engine.facts.defaults)
+        params = replace(protocol.sampling_params(request.sampling, defaults), tap=request.tap)
         model.check_open(params.n)  # before the work that a prompt is
         prompt = await self._prompt(model, request)
         prompt_logprobs: list[Logprobs] = []

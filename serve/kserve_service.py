@@ -16,6 +16,7 @@ import numpy as np
 from inferc.errors import InfercError, RequestError
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve import protocol
+from inferc.serve.access import CALLER
 from inferc.serve.inference_service import engine_stats, reason_of
 from inferc.serve.models import ModelEntry, Models, NotServed, ServedModel
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
@@ -252,7 +253,7 @@ class KServeService:
         model = self._model(request.model_name, request.model_version)
         inputs = _tensors(request)
         values, timeout = _sampling(request.parameters, inputs.get("sampling_parameters"))
-        params = from_request(values, model.engine.facts.defaults)
+        params = from_request(values, CALLER.get().limits.defaults(model.engine.facts.defaults))
         if params.n != 1:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
         model.check_open(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.metadata
 import secrets
@@ -81,8 +82,10 @@ def openai_routes(models: Models) -> APIRouter:
         form = body.encoding_format or "float"
         if form not in ("float", "base64"):
             raise RequestError(f"encoding_format is {form!r:.40}; expected float or base64")
+        inputs = embedding_inputs(body.input, body.said())
+        request.scope["started"]()  # what follows waits for the engine
         async with while_client_waits(request.receive):
-            vectors = await embed(model, embedding_inputs(body.input), body.dimensions)
+            vectors = await embed(model, inputs, body.dimensions)
         rows: list[Any] = vectors.values.tolist()
         if form == "base64":
             rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors.values]
@@ -106,29 +109,31 @@ def openai_routes(models: Models) -> APIRouter:
     # ---------------------------------------------------------------------------------------------- text
 
     @routes.post("/tokenize", tags=["text"])
-    async def tokenize(body: TokenizeBody) -> Json:
+    async def tokenize(body: TokenizeBody, http: Request) -> Json:
         """Token ids of a prompt or a conversation, as the model would get them."""
         model = models.get(body.model or "")
+        http.scope["started"]()
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: expected one of prompt and messages")
         if body.prompt is not None:
             ids = await model.encode(body.prompt, body.add_special_tokens is not False, is_prompt=False)
         else:
-            request = parse_request(CHAT, {"messages": body.messages}, is_served=True)
-            goes_on: Any = body.add_generation_prompt is not False
+            request = parse_request(CHAT, body.said(), is_served=True)
             messages: Any = request.prompts[0]
-            ids = await model.encode_chat(messages, is_prompt=False, add_generation_prompt=goes_on)
+            ids = await model.encode_chat(messages, is_prompt=False, **request.template)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = [model.engine.text.token_bytes(token).decode(errors="replace") for token in ids]
         return Json(found)
 
     @routes.post("/detokenize", tags=["text"])
-    async def detokenize(body: DetokenizeBody) -> Json:
+    async def detokenize(body: DetokenizeBody, http: Request) -> Json:
         """The text of token ids."""
         model = models.get(body.model or "")
+        http.scope["started"]()
         skip = bool(body.skip_special_tokens)
-        return Json({"prompt": model.decode(body.tokens, skip_special_tokens=skip)})
+        # In a thread, as there may be millions of them.
+        return Json({"prompt": await asyncio.to_thread(model.decode, body.tokens, skip)})
 
     @routes.get("/tokenizer_info", tags=["text"])
     async def tokenizer_info(model: str = "") -> Json:
@@ -221,9 +226,11 @@ async def _events(answering: Answering, head: dict[str, Any], body: Sampling) ->
     has_begun = False
     try:
         if not answering.request.generates:
-            for number in range(len(answering.request.prompts)):
-                last = Piece(0, "", [], "length", [])
-                yield chunks.of(number, last, answering.echoed(number), answering.usage(counts)[number])
+            last, count = Piece(0, "", [], "length", []), answering.params.n
+            for index in range(len(answering.request.prompts) * count):
+                number = index // count
+                usage = answering.usage(counts)[number] if continuous else None
+                yield chunks.of(index, last, answering.echoed(number), usage)
         async with aclosing(answering.pieces()) as pieces:
             async for number, index, piece in pieces:
                 counts[number] = counts.get(number, 0) + len(piece.token_ids)

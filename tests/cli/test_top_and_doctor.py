@@ -12,6 +12,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from loads import load, stuttering
 from serving import ENV, INFERC, Server, run_inferc
 
 from inferc.client import Client
+from inferc.errors import ConfigError, InfercError
 from inferc.serve.diagnosis import Objectives, diagnose
 from inferc.serve.scrape import Change, Endpoint, Page
 
@@ -59,7 +61,7 @@ def test_what_happened_between_two_pages() -> None:
     assert again.gain("inferc_steps_total") == 7, "the engine began anew"
 
 
-@pytest.mark.parametrize("text", ["ftp://a", "http://a/path", "http://a:x", "", "http://"])
+@pytest.mark.parametrize("text", ["ftp://a", "http://a/path", "http://a:x", "", "http://", "http://[::1"])
 def test_what_is_no_endpoint(text: str) -> None:
     done = run_inferc("doctor", text)
     assert done.returncode == 2 and "expected the HTTP endpoint of a server" in done.stderr
@@ -97,6 +99,30 @@ def test_top_ends_at_q(url: str) -> None:
         process.wait()
         os.close(ours)
         os.close(theirs)
+
+
+class _Stranger(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>\nwhat is {this}\n</html>\n")
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_a_page_of_somebody_else_and_a_key_that_is_none() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
+        thread = threading.Thread(target=stranger.serve_forever)
+        thread.start()
+        address = f"127.0.0.1:{stranger.server_port}"
+        try:
+            with pytest.raises(InfercError, match="/metrics is not that of an inferc server"):
+                Page.fetch(Endpoint.parse(address))
+            with pytest.raises(ConfigError, match="the API key cannot be sent"):
+                Page.fetch(Endpoint.parse(address, api_key="two\nlines"))
+        finally:
+            stranger.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize("command", ["top", "doctor"])

@@ -1,14 +1,17 @@
 """The HTTP endpoint as it goes over the wire."""
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +20,9 @@ from http_calls import request
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client
+from inferc.serve import http_address, http_protocol
+from inferc.serve.access import Access
+from inferc.serve.http_server import HttpServer, make_app
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -40,6 +46,24 @@ def test_echo_with_a_stream_is_echo_without(url: str) -> None:
     first, second = whole["prompt_logprobs"][:2]
     assert first is None and str(whole["prompt_token_ids"][1]) in second
     assert all(set(row) == {"logprob", "rank", "decoded_token"} for row in second.values())
+
+
+def test_a_streamed_chat_tells_of_its_prompt_what_a_whole_one_does(url: str) -> None:
+    body = {"messages": MESSAGES, "n": 2, "prompt_logprobs": 1, "return_token_ids": True, **GREEDY}
+    whole = request(url, CHAT, body).json
+    events = request(url, CHAT, {**body, "stream": True}).events
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert [event[name] for event in events if name in event] == [whole[name]] and whole[name], name
+    assert "prompt_token_ids" in events[0]
+
+
+def test_each_output_of_a_prompt_that_is_only_echoed_is_a_choice(url: str) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "echo": True, "max_tokens": 0}
+    want = [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+    assert [(each["index"], each["text"]) for each in request(url, COMPLETIONS, body).json["choices"]] == want
+    events = [event["choices"][0] for event in request(url, COMPLETIONS, {**body, "stream": True}).events]
+    assert [(each["index"], each["text"]) for each in events if each["text"]] == want
+    assert [each["index"] for each in events if each["finish_reason"] == "length"] == [0, 1, 2, 3]
 
 
 def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: str) -> None:
@@ -80,8 +104,19 @@ def test_a_template_gets_variables(url: str, served: str) -> None:
         **GREEDY,
     }
     assert request(url, CHAT, body).json["prompt_token_ids"] == ids
-    error = request(url, CHAT, {**body, "chat_template_kwargs": {"messages": []}}).error
-    assert error["message"] == "chat_template_kwargs: messages is set by the request itself; leave it out"
+    for name in ("messages", "self", "max_tokens", "is_prompt"):
+        error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
+        assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
+
+
+def test_a_conversation_is_tokenized_as_the_model_gets_it(url: str) -> None:
+    more = {"messages": MESSAGES, "chat_template_kwargs": {"bos_token": "x"}}
+    body = {**more, "return_token_ids": True, **GREEDY}
+    with_variable = request(url, CHAT, body).json["prompt_token_ids"]
+    assert request(url, "/tokenize", more).json["tokens"] == with_variable
+    assert request(url, "/tokenize", {"messages": MESSAGES}).json["tokens"] != with_variable
+    error = request(url, "/tokenize", {"messages": MESSAGES, "tools": [{"type": "function"}]}).error
+    assert error["message"].startswith("tools is [{") and error["param"] == "tools"
 
 
 def test_text_and_ids(url: str) -> None:
@@ -130,7 +165,15 @@ BAD: list[tuple[Any, str, str | None]] = [
     ({"prompt": "a", "suffix": "b"}, "suffix is 'b', which is not built yet", "suffix"),
     ({"prompt": "a", "stream_options": 5}, "stream_options", "stream_options"),
     ({"prompt": "a", "guided_regex": "b+"}, "guided_regex is 'b+', which is not built yet", "guided_regex"),
+    ({"prompt": "a", "num_beams": 4}, "num_beams is 4, which is not built yet", "num_beams"),
+    ({"prompt": "a", "length_penalty": 0.5}, "length_penalty is 0.5, which is not built yet", "length_penalty"),
+    ({"prompt": "a", "detokenize": False}, "detokenize is False, which is not built yet", "detokenize"),
     ({"prompt": "half a pair \ud83d"}, "the prompt is not text", None),
+    (
+        {"prompt": "a", "cache_salt": "half \ud83d"},
+        "cache_salt: expected text, found half of a surrogate",
+        "cache_salt",
+    ),
     ({"prompt": "a", "model": "half \ud83d"}, "is not served here", None),
 ]
 
@@ -203,6 +246,102 @@ def test_bodies_that_are_too_large(url: str) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     answer = raw(url, head + b"content-length: 99999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413") and b"the body has more than 67108864 bytes" in answer
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\nx-a: ", b"408"),
+        (HEAD + b"content-length: 1000\r\n\r\n{", b"408"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"408"),
+        (b"GET /health HTTP/1.1\r\n" + b"x-a: b\r\n" * 100_000, b"431"),
+        (b"GET /health HTTP/1.1\r\nx-a: " + b"b" * 1_000_000, b"431"),
+        (b"GET /" + b"b" * 1_000_000, b"431"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx-a: " + b"b" * 1_000_000, b"431"),
+    ],
+)
+def test_who_sends_next_to_nothing_or_heads_without_end_holds_no_place(
+    sent: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        parts = []
+        with suppress(ConnectionError):
+            for start in range(0, len(sent), 10_000):  # as a client that reads nothing meanwhile
+                writer.write(sent[start : start + 10_000])
+                await writer.drain()
+        with suppress(ConnectionError):
+            while part := await asyncio.wait_for(reader.read(65536), 10):
+                parts.append(part)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return b"".join(parts)
+
+    answer = asyncio.run(talk())
+    # What was sent and not read may cost the client the answer.
+    assert answer.startswith(b"HTTP/1.1 " + status) if status == b"408" else status in answer[:20] or not answer
+    assert "Traceback" not in caplog.text
+
+
+def test_a_large_body_that_comes_slowly_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        writer.write(HEAD + b"content-length: 320000\r\n\r\n")
+        for _ in range(10):
+            writer.write(b" " * 32_000)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        answer = await asyncio.wait_for(reader.read(65536), 10)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return answer
+
+    assert b"the body is not JSON" in asyncio.run(talk())
+
+
+def test_what_nobody_expected_is_an_object_that_tells_nothing() -> None:
+    class Broken:
+        @property
+        def served(self) -> Any:
+            raise ValueError("/etc/secret")
+
+    models: Any = Broken()
+    metrics: Any = SimpleNamespace(responses=Counter())
+    app, sent = make_app(models, metrics, Access()), []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "raw_path": b"/v1/models", "root_path": ""}
+    asyncio.run(app({**scope, "query_string": b"", "headers": [], "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 500 and dict(sent[0]["headers"])[b"content-type"] == b"application/json"
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["type"] == "server_error" and "secret" not in error["message"]
 
 
 def test_what_is_no_http(url: str) -> None:
