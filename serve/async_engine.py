@@ -127,11 +127,13 @@ class AsyncEngine:
             self.abort_in_engine(stream)
             stream.fail(RequestTimeout(f"the request was not done within the {seconds:g} s that are allowed here"))
 
-    async def score(self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "") -> Score:
+    async def score(
+        self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "", cache_salt: str = ""
+    ) -> Score:
         """Log probabilities of the tokens of a text, and the num_top likeliest of each place. Raises as `open`."""
 
         def send(client: EngineLike, sink: Sink) -> str:
-            return client.score(token_ids, sink, num_top)
+            return client.score(token_ids, sink, num_top, cache_salt)
 
         def found(event: Event) -> Score | None:
             return event.score if isinstance(event, Scored) else None

@@ -225,13 +225,13 @@ class ServedModel:
             caller.end(0)
             raise
 
-    async def score(self, token_ids: Sequence[int], num_top: int, request_id: str = "") -> Score:
+    async def score(self, token_ids: Sequence[int], num_top: int, request_id: str = "", cache_salt: str = "") -> Score:
         """AsyncEngine.score within what the caller may."""
         caller = CALLER.get()
-        self._begin(caller, len(token_ids), SamplingParams(max_tokens=1))
+        params = self._begin(caller, len(token_ids), SamplingParams(max_tokens=1, cache_salt=cache_salt))
         try:
             async with deadline(caller.limits.max_request_seconds):
-                return await self.engine.score(token_ids, num_top, request_id, caller.name)
+                return await self.engine.score(token_ids, num_top, request_id, caller.name, params.cache_salt)
         finally:
             caller.end(0)
 

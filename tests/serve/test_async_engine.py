@@ -46,7 +46,7 @@ class Script:
         self.prompts.append(list(prompt_token_ids))
         return request_id
 
-    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str:
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
         return self.add(token_ids, SamplingParams(), sink)
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:

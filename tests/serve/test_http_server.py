@@ -17,6 +17,7 @@ from http_calls import request
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client
+from inferc.errors import RequestError
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -56,6 +57,24 @@ def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: 
         for rows in (first, second)
     ]
     assert is_greedy[0] == [True] * 9 and is_greedy[1][-1] and not all(is_greedy[1])
+
+
+def test_a_scored_prompt_is_found_by_what_follows(url: str, served: str) -> None:
+    """By the token that a harness asks for besides, and by others of the same salt."""
+
+    def cached(salt: str, **more: Any) -> int:
+        reply = request(url, COMPLETIONS, {"prompt": [*range(5, 75)], "cache_salt": salt, **GREEDY, **more})
+        return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("harness", echo=True, logprobs=1) == 64
+    assert cached("other") == 0
+    with Client(served) as client:
+        client.score([*range(5, 75)], cache_salt="by score")
+        (*_, last) = client.generate([*range(5, 75)], prompt_logprobs=1, cache_salt="by prompt_logprobs", max_tokens=2)
+        assert last.usage is not None and last.usage.cached_tokens == 64
+        with pytest.raises(RequestError, match="cache_salt: expected a string of at most 256 characters"):
+            client.score([5, 6], cache_salt="x" * 257)
+    assert cached("by score") == 64
 
 
 def test_usage_in_every_chunk(url: str) -> None:

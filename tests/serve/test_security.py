@@ -40,6 +40,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Key("root", digest_of("root-key"), admin=True),
         Key("old", digest_of("old-key"), expires="2020-01-01"),
         Key("slow", digest_of("slow-key"), requests_per_minute=2, tokens_per_minute=1000),
+        Key("salty", digest_of("salty-key"), salted=True),
         Key("one", digest_of("one-key"), max_concurrent=1, limits=Limits(max_output_tokens=100)),
     ]
     write_keys(file, entries)
@@ -110,6 +111,21 @@ def test_requests_are_aborted_by_who_made_them(locked: Server) -> None:
             next(stream)
             assert who.abort("mine") is may
             stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_salted_key_shares_what_it_scored_with_nobody(locked: Server) -> None:
+    def cached(client: Client) -> int:
+        (*_, last) = client.generate([*range(5, 45)], **SHORT)
+        assert last.usage is not None
+        return last.usage.cached_tokens
+
+    with (
+        Client(locked.address, api_key="salty-key") as salty,
+        Client(locked.address, api_key="alice-key") as alice,
+    ):
+        salty.score([*range(5, 45)])
+        assert cached(alice) == 0
+        assert cached(salty) == 32
 
 
 def test_a_key_has_its_rate(locked: Server) -> None:
