@@ -77,6 +77,15 @@ def test_a_scored_prompt_is_found_by_what_follows(url: str, served: str) -> None
     assert cached("by score") == 64
 
 
+def test_a_salt_that_is_no_text_is_the_requests_own_fault(url: str, server: Server) -> None:
+    """Half of a surrogate pair has no bytes to be hashed."""
+    engine = server.engine.pid
+    reply = request(url, COMPLETIONS, b'{"prompt": "abc", "cache_salt": "\\ud800"}')
+    assert reply.status == 400 and reply.error["message"].startswith("cache_salt: it is not text")
+    assert request(url, COMPLETIONS, {"prompt": "abc", **GREEDY}).status == 200
+    assert server.engine.pid == engine
+
+
 def test_usage_in_every_chunk(url: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": MESSAGES, "stream": True, "stream_options": options, **GREEDY}
