@@ -26,6 +26,7 @@ from inferc.serve.access import Key, Limits, digest_of, read_keys, write_keys
 
 COMPLETIONS = "/v1/completions"
 SHORT: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0}
+OF_A_RESPONSE: dict[str, Any] = {"max_output_tokens": 2, "temperature": 0.0}
 ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
 
 
@@ -69,7 +70,11 @@ def test_nobody_without_a_key(locked: Server) -> None:
         assert raised.value.code == "UNAUTHENTICATED"
     for path in ("/v1/models", "/metrics", "/tokenizer_info", "/openapi.json", "/nothing"):
         assert request(locked.url, path).status == 401, path
+    assert request(locked.url, "/v1/responses", {"input": "abc"}).status == 401
     assert ask(locked, "alice-key").status == 200
+    long = {"input": "abc", "max_output_tokens": 101}
+    assert request(locked.url, "/v1/responses", long, {"x-api-key": "one-key"}).status == 400
+    assert request(locked.url, "/v1/responses", {**long, **OF_A_RESPONSE}, {"x-api-key": "one-key"}).status == 200
     assert request(locked.url, "/v1/models", headers={"x-api-key": "alice-key"}).status == 200
     with Client(locked.address, api_key="alice-key") as client:
         assert client.complete("abc", **SHORT)
