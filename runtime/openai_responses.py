@@ -195,7 +195,7 @@ class ResponseHead:
             "metadata": body.get("metadata") or {},
             "model": self.model,
             "output": list(output),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,

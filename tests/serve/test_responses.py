@@ -79,7 +79,7 @@ def test_openai_sees_an_answer_that_ended(seen: Any) -> None:
 def test_openai_streams(seen: Any) -> None:
     stream, text = seen["stream"], seen["response"]["output_text"]
     assert stream["kinds"][:4] == BEGIN and stream["kinds"][-4:] == [*END, "response.incomplete"]
-    assert set(stream["kinds"][4:-4]) == {"response.output_text.delta"} and len(stream["deltas"]) > 2
+    assert set(stream["kinds"][4:-4]) == {"response.output_text.delta"}
     assert stream["numbers"] == list(range(len(stream["kinds"])))
     assert "".join(stream["deltas"]) == text and stream["done"] == [text]
     added, done = stream["items"]
@@ -183,6 +183,7 @@ def test_what_asks_for_no_more_than_there_is_passes(url: str) -> None:
         nobody_knows_this=5,
     ).json
     assert more["output"][0]["content"] == plain["output"][0]["content"] and more["id"] != plain["id"]
+    assert (plain["parallel_tool_calls"], more["parallel_tool_calls"]) == (True, False), "it comes back as it was said"
 
 
 def test_sampling_parameters_of_chats(url: str) -> None:
