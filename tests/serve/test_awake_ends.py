@@ -33,6 +33,7 @@ def test_one_that_dies_before_it_made_room_is_asked_again() -> None:
             await settle()
             a.process.die("killed")
             await until(lambda: len(a.processes) == 2 and bool(a.process.sinks))
+            await settle()
             late = a.ask()
             await settle()
             assert len(a.process.sinks) == 1 and a.num_alive == 1 and not b.processes
