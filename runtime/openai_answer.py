@@ -18,6 +18,8 @@ FIELDS = frozenset(
     (
         *(*SAMPLING, *FIXED, "prompt", "messages", "logprobs", "top_logprobs", "logit_bias", "max_tokens", "best_of"),
         *("stream", "stream_options", "model", "input", "add_special_tokens", "dimensions", "encoding_format"),
+        *("instructions", "max_output_tokens", "include", "text", "reasoning", "truncation", "background"),
+        *("previous_response_id", "conversation", "user", "metadata"),
     )
 )
 

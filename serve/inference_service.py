@@ -38,7 +38,8 @@ class InferenceService:
         prompt = await self._prompt(model, request)
         prompt_logprobs: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
-            prompt_logprobs = (await model.score(prompt, top, protocol.request_id(request))).rows
+            name = protocol.request_id(request)
+            prompt_logprobs = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
         running = params.n
         # Closed also when the client went away or its deadline passed: the blocks come free at once.
@@ -77,7 +78,7 @@ class InferenceService:
         model = self.models.get(request.model)
         top = protocol.num_top(request, "top_logprobs", 1)
         ids = await self._prompt(model, request)
-        score = await model.score(ids, top, protocol.request_id(request))
+        score = await model.score(ids, top, protocol.request_id(request), request.cache_salt)
         return pb.ScoreResponse(token_ids=ids, logprobs=protocol.logprobs(score.rows))
 
     async def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:

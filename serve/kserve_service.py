@@ -101,7 +101,7 @@ class KServeService:
             model = self._model(request.name, request.version)
         except InfercError:
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=model.state in ("serving", "asleep"))
+        return pb.ModelReadyResponse(ready=model.is_ready)
 
     async def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         version = importlib.metadata.version("inferc")

@@ -115,5 +115,5 @@ class Answering:
             if not ids:
                 raise RequestError("prompt: it is empty; give at least one token")
             return EchoedPrompt(text, ids, [])
-        score = await self.model.score(ids, max(top, 1))
+        score = await self.model.score(ids, max(top, 1), cache_salt=self.params.cache_salt)
         return EchoedPrompt(text, ids, score.rows if top else [replace(row, top=()) for row in score.rows])

@@ -146,9 +146,10 @@ class Client:
         request = generate_request(prompt, self.model, **options)
         return completions(self._call("Complete", request, pb.CompleteResponse))
 
-    def score(self, prompt: Prompt, *, top_logprobs: int = 1) -> Score:
+    def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "") -> Score:
         """The log probability of each token of a text, with the likeliest ones of its place."""
-        answer = self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
+        request = score_request(prompt, self.model, top_logprobs, cache_salt)
+        answer = self._call("Score", request, pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
     def embed(self, inputs: Sequence[str | Sequence[int]], *, dimensions: int | None = None) -> list[list[float]]:
@@ -342,8 +343,9 @@ class AsyncClient:
         request = generate_request(prompt, self.model, **options)
         return completions(await self._call("Complete", request, pb.CompleteResponse))
 
-    async def score(self, prompt: Prompt, *, top_logprobs: int = 1) -> Score:
-        answer = await self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
+    async def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "") -> Score:
+        request = score_request(prompt, self.model, top_logprobs, cache_salt)
+        answer = await self._call("Score", request, pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
     async def embed(self, inputs: Sequence[str | Sequence[int]], *, dimensions: int | None = None) -> list[list[float]]:

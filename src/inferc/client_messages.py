@@ -148,10 +148,10 @@ def generate_request(prompt: Prompt, model: str, **options: Any) -> pb.GenerateR
         raise RequestError(f"the request cannot be sent: {error}") from None
 
 
-def score_request(prompt: Prompt, model: str, top_logprobs: int) -> pb.ScoreRequest:
+def score_request(prompt: Prompt, model: str, top_logprobs: int, cache_salt: str) -> pb.ScoreRequest:
     """Raises RequestError for what is no request."""
     try:
-        return pb.ScoreRequest(model=model, top_logprobs=top_logprobs, **_prompt(prompt))
+        return pb.ScoreRequest(model=model, top_logprobs=top_logprobs, cache_salt=cache_salt, **_prompt(prompt))
     except (TypeError, ValueError) as error:
         raise RequestError(f"the request cannot be sent: {error}") from None
 

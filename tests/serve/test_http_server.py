@@ -20,6 +20,7 @@ from http_calls import request
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client
+from inferc.errors import RequestError
 from inferc.serve import http_address, http_protocol
 from inferc.serve.access import Access
 from inferc.serve.http_server import HttpServer, make_app
@@ -80,6 +81,33 @@ def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: 
         for rows in (first, second)
     ]
     assert is_greedy[0] == [True] * 9 and is_greedy[1][-1] and not all(is_greedy[1])
+
+
+def test_a_scored_prompt_is_found_by_what_follows(url: str, served: str) -> None:
+    """By the token that a harness asks for besides, and by others of the same salt."""
+
+    def cached(salt: str, **more: Any) -> int:
+        reply = request(url, COMPLETIONS, {"prompt": [*range(5, 75)], "cache_salt": salt, **GREEDY, **more})
+        return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("harness", echo=True, logprobs=1) == 64
+    assert cached("other") == 0
+    with Client(served) as client:
+        client.score([*range(5, 75)], cache_salt="by score")
+        (*_, last) = client.generate([*range(5, 75)], prompt_logprobs=1, cache_salt="by prompt_logprobs", max_tokens=2)
+        assert last.usage is not None and last.usage.cached_tokens == 64
+        with pytest.raises(RequestError, match="cache_salt: expected a string of at most 256 characters"):
+            client.score([5, 6], cache_salt="x" * 257)
+    assert cached("by score") == 64
+
+
+def test_a_salt_that_is_no_text_is_the_requests_own_fault(url: str, server: Server) -> None:
+    """Half of a surrogate pair has no bytes to be hashed."""
+    engine = server.engine.pid
+    reply = request(url, COMPLETIONS, b'{"prompt": "abc", "cache_salt": "\\ud800"}')
+    assert reply.status == 400 and reply.error["message"].startswith("cache_salt: it is not text")
+    assert request(url, COMPLETIONS, {"prompt": "abc", **GREEDY}).status == 200
+    assert server.engine.pid == engine
 
 
 def test_usage_in_every_chunk(url: str) -> None:

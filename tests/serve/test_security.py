@@ -27,6 +27,7 @@ from inferc.serve.tls import Certificates, TlsFiles
 
 COMPLETIONS = "/v1/completions"
 SHORT: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0}
+OF_A_RESPONSE: dict[str, Any] = {"max_output_tokens": 2, "temperature": 0.0}
 ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
 
 
@@ -41,6 +42,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Key("root", digest_of("root-key"), admin=True),
         Key("old", digest_of("old-key"), expires="2020-01-01"),
         Key("slow", digest_of("slow-key"), requests_per_minute=2, tokens_per_minute=1000),
+        Key("salty", digest_of("salty-key"), salted=True),
         Key("one", digest_of("one-key"), max_concurrent=1, limits=Limits(max_output_tokens=100)),
     ]
     write_keys(file, entries)
@@ -69,6 +71,7 @@ def test_nobody_without_a_key(locked: Server) -> None:
         assert raised.value.code == "UNAUTHENTICATED"
     for path in ("/v1/models", "/metrics", "/tokenizer_info", "/openapi.json", "/nothing"):
         assert request(locked.url, path).status == 401, path
+    assert request(locked.url, "/v1/responses", {"input": "abc"}).status == 401
     assert ask(locked, "alice-key").status == 200
     for name, value in (
         ("x-api-key", "alice-key"),
@@ -76,6 +79,10 @@ def test_nobody_without_a_key(locked: Server) -> None:
         ("authorization", "alice-key"),
     ):
         assert request(locked.url, "/v1/models", headers={name: value}).status == 200
+    long = {"input": "abc", "max_output_tokens": 101}
+    assert request(locked.url, "/v1/responses", long, {"x-api-key": "one-key"}).status == 400
+    assert request(locked.url, "/v1/responses", {**long, **OF_A_RESPONSE}, {"x-api-key": "one-key"}).status == 200
+    assert request(locked.url, "/v1/models", headers={"x-api-key": "alice-key"}).status == 200
     with Client(locked.address, api_key="alice-key") as client:
         assert client.complete("abc", **SHORT)
 
@@ -116,6 +123,21 @@ def test_requests_are_aborted_by_who_made_them(locked: Server) -> None:
             next(stream)
             assert who.abort("mine") is may
             stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_salted_key_shares_what_it_scored_with_nobody(locked: Server) -> None:
+    def cached(client: Client) -> int:
+        (*_, last) = client.generate([*range(5, 45)], **SHORT)
+        assert last.usage is not None
+        return last.usage.cached_tokens
+
+    with (
+        Client(locked.address, api_key="salty-key") as salty,
+        Client(locked.address, api_key="alice-key") as alice,
+    ):
+        salty.score([*range(5, 45)])
+        assert cached(alice) == 0
+        assert cached(salty) == 32
 
 
 def test_a_key_has_its_rate(locked: Server) -> None:
