@@ -6,7 +6,7 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 
 from inferc.client import AsyncClient, ServerError, Tls
@@ -29,6 +29,8 @@ class Target:
     ca: Path | None = None
     vocab_size: int | None = None  # where the server does not tell
     ignore_eos: bool = True
+    temperature: float = 0.0
+    logprobs: bool = False  # ask for them: tokens are then sent that are no text
     timeout: float = 600.0
 
     @staticmethod
@@ -88,9 +90,12 @@ async def connect(target: Target, probe: Prompt | None = None) -> Endpoint:
 class GrpcEndpoint:
     """inferc over gRPC. Nothing is tried again: a refusal is a result."""
 
-    def __init__(self, client: AsyncClient, facts: ServerFacts, ignore_eos: bool) -> None:
+    def __init__(self, client: AsyncClient, facts: ServerFacts, target: Target) -> None:
         self.facts = facts
-        self._client, self._ignore_eos = client, ignore_eos
+        self._client = client
+        self._sampling: dict[str, Any] = {"temperature": target.temperature, "ignore_eos": target.ignore_eos}
+        if target.logprobs:
+            self._sampling["logprobs"] = 1
 
     @staticmethod
     async def connect(target: Target) -> GrpcEndpoint:
@@ -108,7 +113,7 @@ class GrpcEndpoint:
         except InfercError as error:
             await client.close()
             raise type(error)(*_told(error, f"{target.address} does not answer")) from None
-        return GrpcEndpoint(client, ServerFacts(info.model, info.vocab_size, info.max_model_len), target.ignore_eos)
+        return GrpcEndpoint(client, ServerFacts(info.model, info.vocab_size, info.max_model_len), target)
 
     def prepare(self, prompt: Prompt, output_len: int) -> object:
         return prompt, output_len
@@ -117,7 +122,7 @@ class GrpcEndpoint:
         assert isinstance(prepared, tuple)
         prompt, output_len = prepared
         start = time.perf_counter()
-        pieces = self._client.generate(prompt, temperature=0.0, max_tokens=output_len, ignore_eos=self._ignore_eos)
+        pieces = self._client.generate(prompt, max_tokens=output_len, **self._sampling)
         try:
             async for piece in pieces:
                 if piece.token_ids:

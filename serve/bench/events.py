@@ -86,6 +86,7 @@ class TokenCounter:
         self._decode = msgspec.json.Decoder(Chunk).decode
         self._reads: list[tuple[float, int, int]] = []  # when, chunks with text, tokens so far
         self._total: int | None = None
+        self._ended_at = 0.0
         self._is_told: bool | None = None  # whether each chunk says how many tokens there are
 
     def feed(self, part: bytes, now: float) -> None:
@@ -94,6 +95,7 @@ class TokenCounter:
 
     def close(self, now: float) -> None:
         self._take(self._events.close(), now)
+        self._ended_at = now
 
     def _take(self, events: list[bytes], now: float) -> None:
         chunks = 0
@@ -115,14 +117,13 @@ class TokenCounter:
             raise StreamError(f"not a chunk: {data[:120].decode(errors='replace')}") from None
         if chunk.error is not None and bytes(chunk.error) != b"null":
             raise StreamError(bytes(chunk.error)[:300].decode(errors="replace"))
-        count = 0
-        for choice in chunk.choices:
-            if choice.has_text:
-                count += 1
-                if self._is_told is None:
-                    self._is_told = chunk.usage is not None and chunk.usage.completion_tokens is not None
-            if choice.finish_reason is not None:
-                self.is_done = True
+        count = sum(choice.has_text for choice in chunk.choices)
+        is_last = any(choice.finish_reason is not None for choice in chunk.choices)
+        tokens = None if chunk.usage is None else chunk.usage.completion_tokens
+        # The first chunk that is more than the role shows whether all tell. Its token may be no text: half of a character.
+        if self._is_told is None and (count or is_last or (chunk.choices and tokens)):
+            self._is_told = tokens is not None
+        self.is_done = self.is_done or is_last
         if chunk.usage is not None:
             self._note(chunk.usage)
         return count
@@ -143,7 +144,7 @@ class TokenCounter:
                     found.append((when, total - before))
                     before = total
             return found, "told"
-        whens = [when for when, chunks, _ in self._reads for _ in range(chunks)]
+        whens = [when for when, chunks, _ in self._reads for _ in range(chunks)] or self._at_the_end()
         if not whens:
             return [], "chunks"
         counted: CountedBy = "chunks" if not self._total else "told" if self._total == len(whens) else "shared"
@@ -151,3 +152,7 @@ class TokenCounter:
         for when, count in zip(whens, shared_out(self._total or len(whens), len(whens)), strict=True):
             merged[when] = merged.get(when, 0) + count
         return [(when, count) for when, count in merged.items() if count], counted
+
+    def _at_the_end(self) -> list[float]:
+        """When the tokens of an answer came that shows none of them."""
+        return [self._ended_at] if self._total else []

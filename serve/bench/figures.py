@@ -14,6 +14,7 @@ from inferc.serve.bench.load import Load
 
 LATE_MS = 5.0  # that never matter
 LATE_SHARE = 0.1  # of the median time between tokens, beyond which noting them so late is a part of it
+WHOLE_SHARE = 0.1  # of the answers, that may come in one message
 LATE_SHARE_OF_GAP = (
     0.5  # of the mean time between two requests, beyond which they come in another pattern than was asked for
 )
@@ -178,6 +179,12 @@ def _warnings(load: Load, ok: Sequence[Answer], failed: dict[str, int]) -> list[
     if failed:
         message = next(each.detail for each in load.answers if each.status == next(iter(failed)))
         found.append(f"{sum(failed.values())} requests failed, the first with {next(iter(failed))}: {message}")
+    whole = sum(len(each.messages) == 1 and each.num_tokens > 1 for each in ok)
+    if whole > WHOLE_SHARE * len(ok):
+        found.append(
+            f"{whole} of {len(ok)} answers came whole, in one message: their TTFT is that of all tokens, and nothing is known of the"
+            " time between these; if they are no text, --logprobs has them sent"
+        )
     guessed = Counter(each.counted_by for each in ok)
     if guessed["chunks"]:
         found.append("the server does not tell how many tokens there are: a chunk counts as one")

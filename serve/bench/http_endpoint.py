@@ -245,11 +245,13 @@ class HttpEndpoint:
 
     def prepare(self, prompt: Prompt, output_len: int) -> object:
         dialect = self._dialect
-        body: dict[str, Any] = {"max_tokens": output_len, "temperature": 0, "stream": True}
+        body: dict[str, Any] = {"max_tokens": output_len, "temperature": self._target.temperature, "stream": True}
         if self.facts.model is not None:
             body["model"] = self.facts.model
         if dialect.extras and self._target.ignore_eos:
             body["ignore_eos"] = True
+        if self._target.logprobs:
+            body["logprobs"] = True if self._target.kind == "chat" else 1
         if dialect.usage:
             body["stream_options"] = {"include_usage": True}
             if dialect.extras:

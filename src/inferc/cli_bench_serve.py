@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,6 +132,22 @@ def bench_serve(
             "--ignore-eos/--no-ignore-eos", help="Answers are as long as asked for, where the server can do that."
         ),
     ] = True,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            help="0: greedy.",
+        ),
+    ] = 0.0,
+    logprobs: Annotated[
+        bool,
+        typer.Option(
+            "--logprobs",
+            help="Ask for log probabilities: they cost some time, but a token that is no text, as of a model of random weights,"
+            " is then sent when it is there, and not with the next text.",
+        ),
+    ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="S", help="A request that takes longer has failed.")
     ] = 600.0,
@@ -169,13 +186,15 @@ def bench_serve(
     Let a load last several times as long as an answer takes, or a queue has no time to grow.
 
     Requests that fail or are refused (429, 503, RESOURCE_EXHAUSTED) are counted by status, and none of them is good.
-    Prompts are made-up token ids where the server takes them, else words; answers are asked for greedily. TTFT is from the
+    Prompts are made-up token ids where the server takes them, else words; TTFT is from the
     sending of a request. The generator says how late it was itself, and warns when that spoils the figures. ^C ends the
     load and shows what is there.
     """
     check_counts(requests=requests, seconds=seconds, concurrency=concurrency, timeout=timeout, vocab_size=vocab_size)
     if warmup is not None and warmup < 0:
         raise ConfigError(f"--warmup {warmup}: expected 0 or more")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"--temperature {temperature:g}: expected a number, 0 or more")
     if seed < 0:
         raise ConfigError(f"--seed {seed}: expected 0 or more")
     rates, speeds = positive_numbers("--rate", rate), positive_numbers("--speed", speed)
@@ -222,11 +241,10 @@ def bench_serve(
         "--policy": policy,
         "--tbt-ms": tbt_ms,
     }
-    rest = {"model": model, "api_key": api_key, "ca": ca and Path(ca), "vocab_size": vocab_size}
+    rest: dict[str, Any] = {"model": model, "api_key": api_key, "ca": ca and Path(ca), "vocab_size": vocab_size}
+    rest |= {"ignore_eos": ignore_eos, "temperature": temperature, "logprobs": logprobs, "timeout": timeout}
     with (
-        target_of(
-            where, endpoint, flags, settings.concurrency, ignore_eos=ignore_eos, timeout=timeout, **rest
-        ) as target,
+        target_of(where, endpoint, flags, settings.concurrency, **rest) as target,
         progress("bench serve") as report,
     ):
         measured = measure(target, settings, report)

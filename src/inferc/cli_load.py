@@ -79,7 +79,14 @@ Tbt = Annotated[
 Share = Annotated[
     float, typer.Option("--share", metavar="F", help="Of the requests that shall be good, for the largest good rate.")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of arrivals, lengths and prompts.")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        help="Of arrivals, lengths and prompts; a server that saw the same ones has them in its prefix cache.",
+    ),
+]
 
 
 def workload(

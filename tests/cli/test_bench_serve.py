@@ -48,6 +48,8 @@ def test_a_running_server(endpoint: str, served: str, url: str) -> None:
     assert found["e2e_ms"]["p50"] >= found["ttft_ms"]["p50"]
     assert found["prompts"] == ("text" if endpoint == "chat" else "token ids")
     assert found["tokens_counted"] == {"told": 5} and found["short_answers"] == 0 and not found["notes"]
+    again = bench_json(where, *SMALL, "--endpoint", endpoint, "--requests", "2", "--logprobs", "--temperature", "1")
+    assert again["completed"] == 2 and again["output_tokens_per_s"] * again["seconds"] == pytest.approx(2 * 24)
     if endpoint != "chat":
         assert found["prompt_tokens"] == 5 * 12
     assert len(found["loads"]) == 1 and found["loads"][0]["requests"] == 5
@@ -179,6 +181,7 @@ def test_flags_of_the_own_server() -> None:
         (("--warmup", "-1"), "--warmup -1: expected 0 or more"),
         (("--arrivals", "often"), "--arrivals often: expected one of poisson, gamma, constant, burst"),
         (("--burstiness", "0"), "--burstiness 0: expected a number above 0"),
+        (("--temperature", "-1"), "--temperature -1: expected a number, 0 or more"),
         (("--burst-size", "0"), "--burst-size 0: expected at least 1"),
         (("--input-len", "0"), "expected at least 1 of each"),
         (("--input-len", "300"), "together at most 256"),

@@ -65,6 +65,13 @@ def test_chunks_that_tell_their_tokens() -> None:
     assert (found.prompt_tokens, found.cached_tokens, found.is_done) == (9, 4, True)
 
 
+def test_tokens_that_show_nothing_count() -> None:
+    first = event(text("", 2)), event(text("é", 3)), event(text("", 4, "length"))
+    assert counted(*first).messages() == ([(0, 2), (1, 1), (2, 1)], "told")
+    assert counted(event(text("", 5, "length"))).messages() == ([(0, 5)], "told")
+    assert counted(event(text("", None, "length")), event(usage(5))).messages() == ([(2, 5)], "shared")
+
+
 def test_tokens_that_are_told_in_the_end_are_shared_out() -> None:
     parts = [event(text("a")), event(text("b")) + event(text("c")), event(text("d")), event(usage(7))]
     assert counted(*parts).messages() == ([(0, 2), (1, 4), (2, 1)], "shared")

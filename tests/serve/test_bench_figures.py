@@ -115,6 +115,14 @@ def test_the_generator_says_how_late_it_was() -> None:
     assert found.lag_ms is not None and found.lag_ms.p50 == pytest.approx(30)
 
 
+def test_answers_that_come_whole_are_told_of() -> None:
+    def warned(answers: list[Answer]) -> list[str]:
+        return figures(Load(answers, 1.0), LoadOf(16, 4), Goals(), FACTS).warnings
+
+    assert "1 of 2 answers came whole" in warned([answered((0.1, 8)), answered((0.1, 1), (0.2, 1))])[0]
+    assert not warned([answered((0.1, 1)), answered((0.1, 1), (0.2, 1))])
+
+
 def test_the_largest_good_rate_is_one_that_was_measured() -> None:
     points = [Point(4, 0.95), Point(1, 1.0), Point(2, 0.9), Point(8, 0.2)]
     assert largest_good_rate(points, 0.9) == 4
