@@ -32,6 +32,10 @@ class Target:
     temperature: float = 0.0
     logprobs: bool = False  # ask for them: tokens are then sent that are no text
     timeout: float = 600.0
+    objectives: tuple[float | None, float | None] = (
+        None,
+        None,
+    )  # TTFT and TBT in ms that requests name, to inferc alone
 
     @staticmethod
     def address_of(text: str, kind: Kind | None) -> tuple[Kind, str] | None:
@@ -96,6 +100,7 @@ class GrpcEndpoint:
         self._sampling: dict[str, Any] = {"temperature": target.temperature, "ignore_eos": target.ignore_eos}
         if target.logprobs:
             self._sampling["logprobs"] = 1
+        self._sampling["ttft_ms"], self._sampling["tbt_ms"] = target.objectives
 
     @staticmethod
     async def connect(target: Target) -> GrpcEndpoint:

@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from inferc.errors import ConfigError, InfercError
 
 STOP_SECONDS = 60.0
+DEFAULT_MAX_SEQS, DEFAULT_BUDGET = 64, 512  # of `inferc serve`
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,20 @@ def _error(code: int, said: str) -> InfercError:
     last = lines[-1].removeprefix("inferc: ") if lines else "it said nothing"
     message = f"inferc serve ended with exit code {code} before it was ready: {last}"
     return ConfigError(message) if code == 2 else InfercError(message)
+
+
+def server_options(flags: Mapping[str, Any], concurrency: int | None = None) -> list[str]:
+    """Of `inferc serve`; with room for so many requests at once, unless a flag or a file says how many."""
+    flags = dict(flags)
+    if concurrency is not None and flags.get("--config") is None and flags.get("--max-num-seqs") is None:
+        if concurrency > DEFAULT_MAX_SEQS:
+            flags["--max-num-seqs"] = concurrency
+        if concurrency > DEFAULT_BUDGET and flags.get("--max-num-batched-tokens") is None:
+            flags["--max-num-batched-tokens"] = concurrency
+    found = []
+    for name, value in flags.items():
+        if value is False:
+            found.append(name.replace("--", "--no-", 1))
+        elif value is not None:
+            found += [name] if value is True else [name, str(value)]
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,49 @@ from inferc.serve.bench.report import within
 from inferc.serve.bench.session import Measured, Settings
 from inferc.whole_file import whole_file
 
-__all__ = ["check_plot", "draw"]
+__all__ = ["check_plot", "draw", "saved_figure"]
 
 BLUE, ORANGE, GREEN, RED, GREY = "#3465a4", "#e07b00", "#3a8a3a", "#c03030", "#888888"
 BANDS = ((5, 95, 0.18), (25, 75, 0.30))
 MOST_INSTANTS = 400
 
 
-def draw(path: Path, title: str, measured: Measured, settings: Settings) -> None:
-    """PNG, SVG or PDF; written whole or not at all. `check_plot` raises beforehand what this would."""
+@contextmanager
+def saved_figure(path: Path, title: str, rows: int, columns: int, size: tuple[float, float]) -> Iterator[list[Any]]:
+    """Axes to draw on, which become PNG, SVG or PDF, whole or not at all. `check_plot` raises beforehand what this would."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
-    last = measured.results[-1]
-    lengths = f"{last.input_len} tokens in, " if last.input_len else ""
-    figure.suptitle(f"{title}: {lengths}{last.output_len} out", fontsize=12)
-    by_rate = [(load, result) for load, result in zip(measured.loads, measured.results, strict=True) if result.rate]
-    if len(by_rate) > 1:
-        by_rate.sort(key=lambda pair: pair[1].rate or 0.0)
-        _draw_sweep(
-            list(axes.flat), [load for load, _ in by_rate], [result for _, result in by_rate], measured, settings
-        )
-    else:
-        _draw_one(list(axes.flat), measured.loads[0], measured.results[0], settings.goals)
-    for ax in axes.flat:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.25)
+    figure, found = plt.subplots(rows, columns, figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    axes = list(found.flat)
     try:
+        yield axes
+        for ax in axes:
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.grid(alpha=0.25)
+            ax.set_axisbelow(True)
+            if ax.get_legend_handles_labels()[1]:
+                ax.legend(fontsize=8, framealpha=0.8, edgecolor="none")
         with whole_file(path) as partial:
             figure.savefig(partial, dpi=140)
     finally:
         plt.close(figure)
+
+
+def draw(path: Path, title: str, measured: Measured, settings: Settings) -> None:
+    """Of one load or several."""
+    last = measured.results[-1]
+    lengths = f"{last.input_len} tokens in, " if last.input_len else ""
+    by_rate = [(load, result) for load, result in zip(measured.loads, measured.results, strict=True) if result.rate]
+    with saved_figure(path, f"{title}: {lengths}{last.output_len} out", 2, 2, (11, 7.5)) as axes:
+        if len(by_rate) > 1:
+            by_rate.sort(key=lambda pair: pair[1].rate or 0.0)
+            _draw_sweep(axes, [load for load, _ in by_rate], [result for _, result in by_rate], measured, settings)
+        else:
+            _draw_one(axes, measured.loads[0], measured.results[0], settings.goals)
 
 
 def _draw_sweep(
@@ -80,8 +90,6 @@ def _draw_sweep(
     if largest is not None and best:
         for ax in (third, fourth):
             ax.axvline(best[0], color=ORANGE, linewidth=1.2, label=f"largest good rate measured, {best[0]:.3g}")
-    for ax in axes:
-        ax.legend(fontsize=8, frameon=False)
 
 
 def _bands(ax: Any, rates: Sequence[float], values: Sequence[Sequence[float]], title: str, goal: float | None) -> None:
@@ -101,6 +109,7 @@ def _bands(ax: Any, rates: Sequence[float], values: Sequence[Sequence[float]], t
     if goal is not None:
         ax.axhline(goal, color=RED, linestyle="--", linewidth=1, label=f"objective, {goal:g} ms")
     ax.set(title=title, xlabel="requests / s sent", ylabel="ms", yscale="log")
+    _plain_numbers(ax.yaxis)
 
 
 def _draw_one(axes: Any, load: Load, result: ServeResult, goals: Goals) -> None:
@@ -126,8 +135,6 @@ def _draw_one(axes: Any, load: Load, result: ServeResult, goals: Goals) -> None:
     instants = np.linspace(0, max(result.seconds, 1e-3), min(MOST_INSTANTS, 20 + 4 * len(load.answers)))
     fourth.step(instants, [num_under_way(load.answers, when) for when in instants.tolist()], color=BLUE, where="post")
     fourth.set(title="Requests under way", xlabel="s", ylabel="requests", ylim=(0, None))
-    for ax in (first, second, third):
-        ax.legend(fontsize=8, frameon=False)
 
 
 def _shares(
@@ -140,3 +147,13 @@ def _shares(
     if goal is not None:
         ax.axvline(goal, color=RED, linestyle="--", linewidth=1, label=f"objective, {goal:g} ms")
     ax.set(title=title, xlabel="ms, at most", ylabel="%", ylim=(0, 103), xscale="log")
+    _plain_numbers(ax.xaxis)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """20, 50, 100 on a logarithmic axis, in place of powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())

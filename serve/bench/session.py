@@ -41,13 +41,14 @@ class Settings:
     seed: int = 0
     goals: Goals = field(default_factory=Goals)
     find: bool = False
+    first_turn: int = 1  # prompts of loads with other turns are others
 
     def __post_init__(self) -> None:
         if self.find and self.concurrency is not None:
             raise ConfigError("--find looks for a request rate; give --rate or --trace to begin with, no --concurrency")
 
-    def times(self, level: float | None, turn: int) -> F64:
-        """Arrivals of a load. level: its rate, or its speed."""
+    def times(self, level: float | None) -> F64:
+        """Arrivals of a load. level: its rate, or its speed. At another rate they come in the same pattern."""
         workload, count = self.workload, self.requests
         if isinstance(workload, Replayed):
             count = min(count or len(workload.trace.requests), len(workload.trace.requests))
@@ -59,7 +60,7 @@ class Settings:
             return np.zeros(count or (4 * self.concurrency if self.seconds is None else MOST_KEPT))
         if count is None and self.seconds is None:
             count = DEFAULT_REQUESTS
-        return self.arrivals.times(level, count, self.seconds, np.random.default_rng((self.seed, turn, 3)))
+        return self.arrivals.times(level, count, self.seconds, np.random.default_rng((self.seed, 3)))
 
     def load_of(self, level: float | None, times: F64, plan: Plan) -> LoadOf:
         inputs, outputs = (
@@ -122,23 +123,23 @@ async def _loads(
     endpoint: Endpoint, settings: Settings, interrupt: Interrupt, measured: Measured, progress: Progress
 ) -> None:
     levels: list[float | None] = [*settings.rates, *settings.speeds] or [None]
-    turn = 0
+    turn = settings.first_turn - 1
     while levels and not interrupt.is_set:
         level = levels.pop(0)
         turn += 1
-        times = settings.times(level, turn)
+        times = settings.times(level)
         plan = settings.workload.plan(times, endpoint.facts.vocab_size, settings.seed, turn)
         if not plan.requests:
             raise ConfigError("no request comes in this time; raise --seconds or --rate")
         check_lengths(endpoint.facts, plan.longest.input_len, plan.longest.output_len)
-        if turn == 1:
+        if turn == settings.first_turn:
             progress("warming up", 0, 1)
             count = settings.warmup if settings.warmup is not None else settings.concurrency or 4
             await warm_up(endpoint, plan, count, settings.seed, interrupt)
             if interrupt.is_set:
                 return
         await _one(endpoint, settings, interrupt, measured, progress, level, times, plan)
-        if settings.find and not levels and turn < MOST_SEARCHED:
+        if settings.find and not levels and len(measured.results) < MOST_SEARCHED:
             levels += _following(measured, settings)
 
 

@@ -110,30 +110,37 @@ class Lengths:
             )
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of a prompt and an answer, at most."""
+        return _range(self.input_len, self.input_spread)[1], _range(self.output_len, self.output_spread)[1]
+
+    @property
     def shortest_input(self) -> int:
-        return max(1, math.ceil(self.input_len * (1 - self.input_spread)))
+        return _range(self.input_len, self.input_spread)[0]
 
     def plan(self, times: F64, vocab_size: int, seed: int, turn: int) -> Plan:
-        """turn: of the load among several, whose prompts differ but for what they share."""
-        random = np.random.default_rng((seed, turn, 0))
-        inputs = _spread(self.input_len, self.input_spread, len(times), random)
-        outputs = _spread(self.output_len, self.output_spread, len(times), random)
+        """turn: of the load among several, which are alike, but whose prompts share no more than those of one."""
+        random = [
+            np.random.default_rng((seed, 0, which)) for which in range(2)
+        ]  # as many as there are, the first are the same
+        inputs = _spread(self.input_len, self.input_spread, len(times), random[0])
+        outputs = _spread(self.output_len, self.output_spread, len(times), random[1])
         requests = tuple(map(Planned, range(len(times)), times.tolist(), inputs, outputs))
-        prefix = np.random.default_rng((seed, 0, 1)).integers(FIRST_ID, vocab_size, self.shared_prefix).tolist()
+        prefix = np.random.default_rng((seed, 1)).integers(FIRST_ID, vocab_size, self.shared_prefix).tolist()
 
         def prompt(request: Planned) -> Prompt:
-            own = np.random.default_rng((seed, turn, 2, request.number))
+            own = np.random.default_rng((seed, 2, turn, request.number))
             rest: list[int] = own.integers(FIRST_ID, vocab_size, request.input_len - self.shared_prefix).tolist()
             return [*prefix, *rest]
 
         return Plan(requests, prompt)
 
-    def as_trace(self, times: F64, seed: int, turn: int) -> Trace:
+    def as_trace(self, times: F64, seed: int) -> Trace:
         """The same requests for a simulation; of the shared prefix its whole blocks."""
         size = SIMULATED_BLOCK_TOKENS
         shared = range(self.shared_prefix // size)
         rows = []
-        for each in self.plan(times, FIRST_ID + 1, seed, turn).requests:
+        for each in self.plan(times, FIRST_ID + 1, seed, 0).requests:
             own = TURN_BLOCKS + each.number * 2**20
             blocks = (*shared, *range(own, own + -(-each.input_len // size) - len(shared)))
             rows.append(TraceRequest(each.arrival, each.input_len, each.output_len, blocks))
@@ -157,6 +164,23 @@ class Replayed:
         # Each prompt is made anew: the blocks of a long trace would not fit into memory together.
         return Plan(requests, lambda request: Prompts(self.trace, vocab_size).of(rows[request.number]))
 
+    @property
+    def rate(self) -> float:
+        """Requests a second at its own speed; 0 of a trace that comes at once."""
+        return self.rate_of(len(self.trace.requests))
+
+    def rate_of(self, count: int) -> float:
+        """The same of its first requests, of all where these come at once."""
+        rows = self.trace.requests[:count]
+        seconds = rows[-1].arrival - rows[0].arrival
+        if seconds > 0:
+            return (len(rows) - 1) / seconds
+        return self.rate if len(rows) < len(self.trace.requests) else 0.0
+
+    def as_trace(self, times: F64) -> Trace:
+        rows = zip(self.trace.requests, times.tolist(), strict=False)
+        return replace(self.trace, requests=tuple(replace(row, arrival=when) for row, when in rows))
+
     def times(self, speed: float, count: int | None, seconds: float | None) -> F64:
         times = np.array([row.arrival / speed for row in self.trace.requests[:count]])
         return times if seconds is None else times[times < seconds]
@@ -176,7 +200,8 @@ class Texts:
 
     def plan(self, times: F64, vocab_size: int, seed: int, turn: int) -> Plan:
         del vocab_size
-        order = np.random.default_rng((seed, turn)).permutation(len(self.prompts)).tolist()
+        del turn
+        order = np.random.default_rng((seed, 0)).permutation(len(self.prompts)).tolist()
 
         def place(number: int) -> int:
             return int(order[number % len(order)])
@@ -186,6 +211,17 @@ class Texts:
             for number, when in enumerate(times.tolist())
         )
         return Plan(requests, lambda request: self.prompts[place(request.number)])
+
+    def as_trace(self, times: F64, seed: int, input_lens: Sequence[int]) -> Trace:
+        """input_lens: tokens of each of `prompts`. Equal texts are equal blocks."""
+        size = SIMULATED_BLOCK_TOKENS
+        known = dict(zip(map(str, self.prompts), enumerate(input_lens), strict=True))
+        plan, rows = self.plan(times, 0, seed, 0), []
+        for each in plan.requests:
+            index, length = known[str(plan.prompt(each))]
+            blocks = tuple(index * 2**20 + block for block in range(-(-length // size)))
+            rows.append(TraceRequest(each.arrival, length, each.output_len, blocks))
+        return Trace(tuple(rows), size)
 
 
 Workload: TypeAlias = Lengths | Replayed | Texts
@@ -236,8 +272,12 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
+def _range(length: int, spread: float) -> tuple[int, int]:
+    return max(1, math.ceil(length * (1 - spread))), max(1, math.floor(length * (1 + spread)))
+
+
 def _spread(length: int, spread: float, count: int, random: np.random.Generator) -> list[int]:
-    low, high = max(1, math.ceil(length * (1 - spread))), max(1, math.floor(length * (1 + spread)))
+    low, high = _range(length, spread)
     return random.integers(low, high + 1, count).tolist()  # type: ignore[no-any-return]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from inferc.cli_bench_serve import bench_serve
+from inferc.cli_bench_tune import bench_tune
 from inferc.cli_common import (
     Isa,
     Json,
@@ -161,6 +162,7 @@ def bench_throughput(
 
 
 command(bench_app, "serve")(bench_serve)
+command(bench_app, "tune")(bench_tune)
 
 
 def _num_requests(concurrency: int, requests: int | None) -> int:

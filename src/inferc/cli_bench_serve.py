@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from inferc.serve.bench.endpoints import Target
 
 DEFAULT_CONCURRENCY = 8
-DEFAULT_MAX_SEQS, DEFAULT_BUDGET = 64, 512  # of `inferc serve`
 
 
 def bench_serve(
@@ -268,7 +267,7 @@ def target_of(
     """The server that `where` says, started if that is an artifact. rest: fields of Target. Raises ConfigError."""
     from inferc.runtime.artifact import load_artifact
     from inferc.serve.bench.endpoints import KINDS, Target
-    from inferc.serve.bench.own_server import serving
+    from inferc.serve.bench.own_server import server_options, serving
 
     kind = next((each for each in KINDS if each == endpoint), None)
     if kind is None and endpoint is not None:
@@ -288,20 +287,3 @@ def target_of(
     rest["api_key"] = None
     with serving(Path(where), server_options(flags, concurrency)) as addresses:
         yield Target(kind, addresses.grpc if kind == "grpc" else f"http://{addresses.http}/v1", **rest)
-
-
-def server_options(flags: dict[str, Any], concurrency: int | None = None) -> list[str]:
-    """Of `inferc serve`; with room for so many requests at once, unless a flag or a file says how many."""
-    flags = dict(flags)
-    if concurrency is not None and flags.get("--config") is None and flags.get("--max-num-seqs") is None:
-        if concurrency > DEFAULT_MAX_SEQS:
-            flags["--max-num-seqs"] = concurrency
-        if concurrency > DEFAULT_BUDGET and flags.get("--max-num-batched-tokens") is None:
-            flags["--max-num-batched-tokens"] = concurrency
-    found = []
-    for name, value in flags.items():
-        if value is False:
-            found.append(name.replace("--", "--no-", 1))
-        elif value is not None:
-            found += [name] if value is True else [name, str(value)]
-    return found

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from inferc.cli import app
 from inferc.cli_bench import _shown
-from inferc.cli_bench_serve import server_options
+from inferc.serve.bench.own_server import server_options
 
 SMALL = ("--input-len", "12", "--output-len", "24", "--warmup", "1")
 KEPT = {  # that were there before others came

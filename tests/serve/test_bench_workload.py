@@ -111,7 +111,7 @@ def test_a_trace_is_replayed(trace: Path) -> None:
 def test_made_up_requests_as_a_trace_share_what_they_share() -> None:
     lengths = Lengths(100, 8, shared_prefix=40)
     times = np.array([0.0, 0.5])
-    trace = lengths.as_trace(times, seed=0, turn=1)
+    trace = lengths.as_trace(times, seed=0)
     one, two = trace.requests
     assert (one.prompt_len, one.output_len, two.arrival, trace.block_tokens) == (100, 8, 0.5, 16)
     assert len(one.blocks) == len(two.blocks) == 7
