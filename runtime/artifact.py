@@ -57,6 +57,10 @@ class MemoryFormula:
         rows = self.per_token * align(num_tokens) + self.per_row * align(num_rows) + self.per_seq * align(num_seqs)
         return self.const + rows + self.per_thread * num_threads
 
+    def reserved_bytes(self, num_tokens: int, num_seqs: int, num_threads: int) -> int:
+        """What a runner reserves: scoring asks for a row for each token. Pages that no step touches take no memory."""
+        return self.arena_bytes(num_tokens, num_tokens, num_seqs, num_threads)
+
 
 @dataclass(frozen=True)
 class Artifact:
@@ -152,6 +156,10 @@ class Artifact:
             have = ", ".join(libraries) or "none"
             raise ArtifactError(f"{self.path} has no library for isa {isa}; it has: {have}")
         return self.path / str(libraries[isa])
+
+    def read(self, name: str) -> bytes:
+        """A file of it, small enough to be checked by its SHA-256. Raises ArtifactError."""
+        return _read_checked(self.path, name, self.manifest["files"][name])
 
     def weight(self, name: str) -> NDArray[Any]:
         """The stored tensor `name`, in its physical shape: a read-only view of the mapped file (bfloat16 as uint16)."""
@@ -302,7 +310,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
     certificate = artifact.path / CERTIFICATE
 
     def arena_bytes(rank: Artifact) -> int:
-        return rank.memory.arena_bytes(tokens, seqs, seqs, num_threads)
+        return rank.memory.reserved_bytes(tokens, seqs, num_threads)
 
     return {
         "format_version": manifest["format_version"],
@@ -310,7 +318,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
         "targets": manifest["targets"],
         "weights_bytes": sum(len(data) for data in artifact.maps.values()),
         "arena_bytes": sum(map(arena_bytes, artifact.ranks)),
-        "arena_for": {"num_tokens": tokens, "num_rows": seqs, "num_seqs": seqs, "num_threads": num_threads},
+        "arena_for": {"num_tokens": tokens, "num_rows": tokens, "num_seqs": seqs, "num_threads": num_threads},
         "kv_bytes_per_token": sum(rank.kv_bytes_per_token for rank in artifact.ranks),
         "kv_groups": artifact.whole_kv_groups,
         "libraries": artifact.entry["libraries"],

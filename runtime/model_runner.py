@@ -99,14 +99,13 @@ class ModelRunner:
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._groups = artifact.kv_groups
         self._artifact = artifact  # its weights stay mapped
-        # Scoring asks for a row per token; pages of the arena that no step touches take no memory.
         self._maxima = [_align(self.max_num_tokens), _align(self.max_num_seqs), _align(self.max_num_tokens)]
         tokens, seqs, rows = self._maxima
         self.limits = StepLimits(
             *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size),
             num_lower=tuple(count for _, count in files),
         )
-        self.arena_bytes: int = artifact.memory.arena_bytes(tokens, rows, seqs, config.num_threads)
+        self.arena_bytes: int = artifact.memory.reserved_bytes(tokens, seqs, config.num_threads)
         self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
         sizes = [self.block_size * int(group["bytes_per_token"]) for group in self._groups]
         self._pools = [

@@ -21,6 +21,7 @@ from inferc.runtime.openai_answer import field_of
 from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated
 from inferc.serve.statuses import OUR_FAULT, Told, told
 from inferc.serve.trace_parent import TRACE_PARENT
+from inferc.serve.web_page import is_page
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Edge:
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()
-            if scope["path"] not in OPEN:
+            if scope["path"] not in OPEN and not is_page(scope["path"]):
                 caller = self._access.caller(_secret(headers))
                 CALLER.set(caller)
             await self._app(scope, counted, named)

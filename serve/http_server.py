@@ -21,6 +21,7 @@ from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_infer
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import Models
 from inferc.serve.openai_api import openai_routes
+from inferc.serve.web_page import page_routes
 
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
 
@@ -36,6 +37,7 @@ def make_app(models: Models, metrics: MetricsPage, access: Access, max_body_byte
         redoc_url=None,
     )
     app.include_router(openai_routes(models))
+    app.include_router(page_routes(models))
     app.add_route("/metrics", _metrics_route(metrics), include_in_schema=False)
     app.add_exception_handler(InfercError, on_inferc_error)
     app.add_exception_handler(HTTPException, on_http_error)

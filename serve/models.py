@@ -114,7 +114,7 @@ class ServedModel:
         config = options.engine
         limits = model_limits(artifact)
         facts = ModelFacts(limits.vocab_size, limits.max_model_len, limits.eos_token_ids, model_defaults(artifact))
-        self.source, self.artifact = source, artifact
+        self.source, self.artifact, self.config = source, artifact, config
         self._tracing = tracing
         self.pooling = limits.pooling
         self._log_level = logging.INFO if options.log_requests else logging.DEBUG

@@ -32,10 +32,8 @@ class Target:
     temperature: float = 0.0
     logprobs: bool = False  # ask for them: tokens are then sent that are no text
     timeout: float = 600.0
-    objectives: tuple[float | None, float | None] = (
-        None,
-        None,
-    )  # TTFT and TBT in ms that requests name, to inferc alone
+    # TTFT and TBT in milliseconds that requests name; to inferc's gRPC alone.
+    objectives: tuple[float | None, float | None] = (None, None)
 
     @staticmethod
     def address_of(text: str, kind: Kind | None) -> tuple[Kind, str] | None:

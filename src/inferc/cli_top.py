@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import select
+import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +40,9 @@ HISTORY = 60
 def top(
     endpoint: EndpointArgument,
     interval: Annotated[float, typer.Option("--interval", metavar="S", help="Seconds between two looks.")] = 1.0,
-    count: Annotated[int, typer.Option("--count", metavar="N", help="Stop after N looks; 0 goes on until ^C.")] = 0,
+    count: Annotated[
+        int, typer.Option("--count", metavar="N", help="Stop after N looks; 0 goes on until q or ^C.")
+    ] = 0,
     api_key: ApiKey = None,
     ca: Ca = None,
     as_json: Json = False,
@@ -67,9 +74,13 @@ def top(
     history: dict[tuple[str, str], deque[float]] = {}
     console = Console()
     done, look, problem = 0, None, ""
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal and not count) as live:
+    with (
+        Live(console=console, auto_refresh=False, screen=console.is_terminal and not count) as live,
+        _keys() as is_left,
+    ):
         while not count or done < count:
-            time.sleep(interval)
+            if is_left(interval):
+                return
             try:
                 after = Page.fetch(where)
             except InfercError as error:  # it may come back
@@ -79,6 +90,36 @@ def top(
             if look is not None:
                 live.update(_screen(str(where), look, history, problem), refresh=True)
             done += 1
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Waits for so many seconds, and says whether q was pressed, then at once. Without a terminal to read from it only waits."""
+    if not sys.stdin.isatty():
+
+        def wait(seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+        yield wait
+        return
+    import termios
+    import tty
+
+    def pressed(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while select.select([sys.stdin], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            keys = os.read(sys.stdin.fileno(), 64)
+            if not keys or b"q" in keys.lower():
+                return True
+        return False
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _look(before: Any, after: Any) -> dict[str, Any]:

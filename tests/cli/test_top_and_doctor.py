@@ -2,7 +2,12 @@
 
 import contextlib
 import json
+import os
+import pty
+import select
 import socket
+import subprocess
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from loads import load, stuttering
-from serving import Server, run_inferc
+from serving import ENV, INFERC, Server, run_inferc
 
 from inferc.client import Client
 from inferc.serve.scrape import Change, Endpoint, Page
@@ -61,6 +66,35 @@ def test_what_is_no_endpoint(text: str) -> None:
 def test_endpoints() -> None:
     assert str(Endpoint.parse("127.0.0.1:81")) == "http://127.0.0.1:81"
     assert str(Endpoint.parse("https://[::1]")) == "https://[::1]:443"
+
+
+def test_top_ends_at_q(url: str) -> None:
+    """On a terminal, which is then as it was."""
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [*INFERC, "top", url, "--interval", "0.3"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**ENV, "TERM": "xterm"},
+    )
+    seen = b""
+    try:
+        while b"tokens out" not in seen:
+            seen += os.read(ours, 4096)
+        os.write(ours, b"xq")
+        deadline = time.monotonic() + 20
+        while process.poll() is None and time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                os.read(ours, 4096)
+        assert process.poll() == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 @pytest.mark.parametrize("command", ["top", "doctor"])

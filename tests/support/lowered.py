@@ -22,6 +22,7 @@ from inferc.codegen.kernels import needs_kernel, select
 from inferc.codegen.target import Target
 from inferc.passes.rewrite import infer_type
 from inferc.program import KVGroup, Program, new_program
+from inferc.runtime.artifact import MemoryFormula
 from inferc.runtime.step import SampleRows, StepPlan
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
@@ -259,21 +260,6 @@ def places(program: Program) -> tuple[dict[str, Place], dict[str, int]]:
     return made, pools
 
 
-@dataclass(frozen=True)
-class Formula:
-    """The artifact's MemoryFormula."""
-
-    const: int
-    per_token: int
-    per_row: int
-    per_seq: int
-    per_thread: int
-
-    def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int, num_threads: int) -> int:
-        rows = self.per_token * num_tokens + self.per_row * num_rows + self.per_seq * num_seqs
-        return self.const + rows + self.per_thread * num_threads
-
-
 class Compiled:
     """A toy program compiled in memory, with the face of a loaded artifact."""
 
@@ -289,7 +275,7 @@ class Compiled:
     def finish(self, block_size: int, max_model_len: int, vocab_size: int) -> None:
         """What a loaded artifact says of the compiled program."""
         self.stored = {name: self.store(name) for name in self.weights}
-        self.memory = Formula(**self.unit.arena)
+        self.memory = MemoryFormula(**self.unit.arena)
         self.kv_bytes_per_token = sum(group.bytes_per_token for group in self.lowered.kv_groups)
         self.kv_groups = [
             {

@@ -1,0 +1,217 @@
+// The artifact's own story: what it is, what each pass did, how far it moved the numbers, and where memory goes.
+
+import { getJson, getText } from "./api.js";
+import { bar, bytes, el, number, scaled } from "./dom.js";
+import { diff, excerpt } from "./text_diff.js";
+
+export class ArtifactStory {
+  constructor(node) {
+    this.node = node;
+    this.model = null;
+    this.texts = new Map(); // by graph
+    this.showsAll = false;
+  }
+
+  async show(model) {
+    if (!model || model === this.model) return;
+    this.model = model;
+    this.texts.clear();
+    this.node.replaceChildren(el("p", { class: "empty" }, "Reading the artifact…"));
+    let story;
+    try {
+      story = await getJson(`/artifact?model=${encodeURIComponent(model)}`);
+    } catch (error) {
+      this.model = null;
+      this.node.replaceChildren(el("p", { class: "error", role: "alert" }, error.message));
+      return;
+    }
+    if (model !== this.model) return;
+    this.story = story;
+    this.node.replaceChildren(this.#head(), this.#passes(), this.#certificate(), this.#memory(), this.#kernels(), this.#config());
+  }
+
+  // ----------------------------------------------------------------------------------------------- head
+
+  #head() {
+    const { story } = this;
+    const { model, config } = story;
+    const scheme = config.quantize || "not quantized";
+    const rows = [
+      ["Model", `${model.architecture}, ${scaled(model.num_parameters)} parameters in ${model.num_attention_layers} layers`],
+      ["Numbers", `${config.dtype}, ${scheme}; K and V in ${config.kv_dtype}`],
+      ["Longest sequence", `${number(config.max_model_len)} tokens`],
+      ["Compiled for", `${story.targets.join(", ")}${story.host ? ` on ${story.host}` : ""}, by ${story.producer}`],
+      ["Same bits", story.determinism ? `${story.determinism.contract} (${story.determinism.scope})` : "not promised"],
+      ["Fingerprint", story.fingerprint],
+      ["Files", `${story.files.number}, ${bytes(story.files.bytes)}, each with its digest`],
+    ];
+    return card("What it is", "", facts(rows));
+  }
+
+  // --------------------------------------------------------------------------------------------- passes
+
+  #passes() {
+    const { passes, workload } = this.story;
+    const changed = passes.filter((row, index) => index === 0 || row.rewrites);
+    const about = workload
+      ? `Bytes and FLOPs are those of two steps: decode, one new token at a context of ${number(workload.context)}; prefill, a prompt of ${number(workload.input_len)}.`
+      : "";
+    const body = el("tbody");
+    const fill = () => {
+      const rows = this.showsAll ? passes : changed;
+      const most = Math.max(...passes.map((row) => row.nodes_after));
+      body.replaceChildren(...rows.flatMap((row) => this.#passRow(row, most)));
+    };
+    fill();
+    const idle = passes.length - changed.length;
+    const toggle = el("button", { type: "button", class: "quiet", "aria-pressed": "false", click: (event) => {
+      this.showsAll = !this.showsAll;
+      event.target.setAttribute("aria-pressed", String(this.showsAll));
+      event.target.textContent = this.showsAll ? "Only those that changed something" : `Also the ${idle} that found nothing to do`;
+      fill();
+    } }, `Also the ${idle} that found nothing to do`);
+    const head = headings(["Pass", "Rewrites", "Nodes", "", "Kernels", "Decode: bytes", "FLOPs", "Prefill: bytes", "FLOPs"], "lrrrrrrrr");
+    const table = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Passes" }, el("table", { class: "wide" }, el("caption", { class: "hidden" }, "The program after each pass"), head, body));
+    return card("Passes", `${changed.length - 1} of ${passes.length - 1} passes changed the program. ${about} Choose one to see what it changed.`, table, idle ? toggle : "");
+  }
+
+  #passRow(row, most) {
+    const { passes } = this.story;
+    const before = passes[passes.indexOf(row) - 1];
+    const panel = el("tr", { class: "panel", hidden: true }, el("td", { colspan: 9 }));
+    const open = async (event) => {
+      const isOpen = panel.hidden;
+      panel.hidden = !isOpen;
+      event.currentTarget.setAttribute("aria-expanded", String(isOpen));
+      if (isOpen) await this.#fillChange(panel.firstElementChild, before, row);
+    };
+    const name = row.graph ? el("button", { type: "button", class: "link", "aria-expanded": "false", click: open }, row.name) : row.name;
+    const work = (step) => (row[step] ? [bytes(row[step].bytes), scaled(row[step].flops, "FLOP")] : ["", ""]);
+    return [
+      el(
+        "tr",
+        row.rewrites || !before ? {} : { class: "idle" },
+        el("th", { scope: "row" }, name),
+        num(before ? number(row.rewrites) : ""),
+        num(before ? `${number(row.nodes_before)} → ${number(row.nodes_after)}` : number(row.nodes_after)),
+        el("td", {}, bar(row.nodes_after / most)),
+        num(row.decode ? number(row.decode.kernels) : ""),
+        ...[...work("decode"), ...work("prefill")].map(num),
+      ),
+      panel,
+    ];
+  }
+
+  async #text(graph) {
+    if (!this.texts.has(graph)) this.texts.set(graph, await getText(`/artifact/graphs/${encodeURIComponent(graph)}?model=${encodeURIComponent(this.model)}`));
+    return this.texts.get(graph);
+  }
+
+  async #fillChange(cell, before, row) {
+    cell.replaceChildren(el("p", { class: "empty" }, "Reading…"));
+    try {
+      const after = await this.#text(row.graph);
+      const lines = before && before.graph ? diff(await this.#text(before.graph), after) : null;
+      const isSame = lines && lines.every((line) => line.sign === " ");
+      if (lines && !isSame) cell.replaceChildren(program(excerpt(lines), `What ${row.name} changed`));
+      else {
+        const why = isSame ? "It changed nothing. The program:" : before ? "It changed nearly everything. The program behind it:" : "The program as it was captured:";
+        cell.replaceChildren(el("p", {}, why), program(after.split("\n").map((text) => ({ sign: " ", text })), `The program after ${row.name}`));
+      }
+    } catch (error) {
+      cell.replaceChildren(el("p", { class: "error", role: "alert" }, error.message));
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------- certificate
+
+  #certificate() {
+    const found = this.story.certificate;
+    if (!found) return card("Certificate", "It has none: it was compiled with --certify none.");
+    const rows = found.rows;
+    const worst = (name) => Math.max(...rows.map((row) => row[name] || 0));
+    const body = el("tbody", {}, ...rows.map((row) => el(
+      "tr",
+      row.ok ? {} : { class: "failed" },
+      el("th", { scope: "row" }, row.name.replaceAll("_", " ")),
+      el("td", {}, row.ran_by),
+      num(small(row.relative_error)),
+      el("td", {}, logMeter(row.relative_error, worst("relative_error"))),
+      num(small(row.kl)),
+      el("td", {}, logMeter(row.kl, worst("kl"))),
+      num(row.top1_agreement === null ? "" : `${(100 * row.top1_agreement).toFixed(1)} %`),
+      el("td", {}, row.ok ? "kept" : row.reason || "over its budget"),
+    )));
+    const head = headings(["Program", "Run by", "Relative error", "", "KL, nats", "", "Same top token", "Budget"], "llrlrlrl");
+    const verdict = el("p", {}, el("span", { class: `badge ${found.ok ? "good" : "bad"}` }, found.ok ? "within all budgets" : "over a budget"), ` Measured on ${found.scope}, at ${number(found.num_positions)} positions of ${number(found.num_prompts)} prompts.`);
+    const { float32_relative_error: error, kl_factor: factor, ...schemes } = found.budgets;
+    const lossy = Object.entries(schemes).map(([name, { max_kl: kl, min_top1: top }]) => ` ${name}: KL up to ${small(kl)}, the same top token at ${(100 * top).toFixed(0)} %.`);
+    const budgets = `Each row is a program's distance from the Hugging Face model in float32. In float32 a rewrite may move it by ${small(error)}; in 16 bits by no more than ${factor} times what Hugging Face's own run does, its row here; a quantizing pass has its scheme's budget.${lossy.join("")}`;
+    return card("Certificate", budgets, verdict, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Certificate" }, el("table", { class: "wide" }, el("caption", { class: "hidden" }, "How far each program is from the reference"), head, body)));
+  }
+
+  // --------------------------------------------------------------------------------------------- memory
+
+  #memory() {
+    const { memory } = this.story;
+    const parts = [["Weights", memory.weights_bytes], ["KV cache", memory.kv_bytes], ["Arena", memory.arena_bytes]];
+    const total = parts.reduce((sum, part) => sum + (part[1] || 0), 0);
+    const stack = el("div", { class: "stack", role: "img", "aria-label": parts.map(([name, size]) => `${name} ${bytes(size)}`).join(", ") });
+    parts.forEach(([, size], index) => {
+      const piece = el("span", { class: `part${index}` });
+      piece.style.flexGrow = String((size || 0) / total);
+      stack.append(piece);
+    });
+    const legend = el("ul", { class: "legend" }, ...parts.map(([name, size], index) => el("li", {}, el("span", { class: `swatch part${index}` }), `${name} `, el("b", {}, size === null ? "no engine runs" : bytes(size)))));
+    const { num_tokens: tokens, num_seqs: seqs } = memory.arena_for;
+    const rows = [
+      ["KV cache", memory.kv_tokens === null ? "no engine runs" : `room for ${number(memory.kv_tokens)} tokens in blocks of ${memory.block_size}: ${scaled(memory.kv_tokens / memory.max_model_len)} sequences of the greatest length`],
+      ["A token", `${bytes(memory.kv_bytes_per_token)} of K and V`],
+      ["Arena", `for steps of ${number(tokens)} tokens and ${number(seqs)} sequences`],
+      ...memory.kv_groups.map((group) => [`Layers with ${group.kind} attention`, `${group.layers.length}, ${group.num_kv_heads} KV heads of ${group.head_dim}, ${group.dtype}${group.window ? `, window ${number(group.window)}` : ""}: ${bytes(group.bytes_per_token)} a token`]),
+    ];
+    return card("Memory", "As this server runs it.", stack, legend, facts(rows));
+  }
+
+  // ------------------------------------------------------------------------------------ kernels, config
+
+  #kernels() {
+    const rows = this.story.kernels;
+    const body = el("tbody", {}, ...rows.map((row) => el("tr", {}, el("th", { scope: "row", class: "mono" }, row.name), el("td", { class: "mono" }, row.op || ""), num(row.nodes === undefined ? "" : number(row.nodes)), el("td", {}, row.target))));
+    return card("Kernels", "What runs, and for how many nodes.", el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Kernels" }, el("table", {}, el("caption", { class: "hidden" }, "Kernels"), headings(["Kernel", "Op", "Nodes", "Target"], "llrl"), body)));
+  }
+
+  #config() {
+    const rows = Object.entries(this.story.config).map(([name, value]) => [name.replaceAll("_", " "), value === null ? "none" : Array.isArray(value) ? value.join(", ") || "none" : String(value)]);
+    return card("Compiled with", "", facts(rows));
+  }
+}
+
+// --------------------------------------------------------------------------------------------------- pieces
+
+function card(title, text, ...children) {
+  return el("section", { class: "card" }, el("h2", {}, title), text ? el("p", { class: "about" }, text) : "", ...children);
+}
+
+function facts(rows) {
+  return el("dl", { class: "facts-list wide-facts" }, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+/** alignment: r for numbers, l for the rest. */
+function headings(names, alignment) {
+  return el("thead", {}, el("tr", {}, ...names.map((name, index) => (name ? el("th", { scope: "col", class: alignment[index] === "r" ? "num" : "" }, name) : el("td", {})))));
+}
+
+const num = (text) => el("td", { class: "num" }, text);
+const small = (value) => (value === null || value === undefined ? "" : value === 0 ? "0" : value < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3))));
+
+/** A bar by the logarithm of a value, of six decades up to the largest one. */
+function logMeter(value, most) {
+  const share = value > 0 && most > 0 ? 1 + Math.log10(value / most) / 6 : 0;
+  return bar(share);
+}
+
+function program(lines, label) {
+  const kinds = { "+": "added", "-": "removed", "…": "skipped" };
+  return el("pre", { class: "program", tabindex: 0, "aria-label": label }, ...lines.map(({ sign, text }) => el("span", { class: kinds[sign] || "kept" }, `${sign} ${text}\n`)));
+}

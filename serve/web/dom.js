@@ -1,0 +1,62 @@
+// Elements and numbers.
+
+/** An element with attributes (functions listen) and children (texts are texts, never markup). */
+export function el(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(key, value);
+    else if (value === true) node.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(key, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** The same in SVG. */
+export function svg(name, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+export const $ = (id) => document.getElementById(id);
+
+/** Three digits: 0.0123, 4.56, 78.9, 1,234. */
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 999.5) return Math.round(value).toLocaleString("en");
+  if (size === 0) return "0";
+  if (size < 0.001) return value.toExponential(1);
+  return String(Number(value.toPrecision(3)));
+}
+
+const UNITS = ["", "k", "M", "G", "T", "P"];
+
+/** With a unit of thousands: 11.5 MB, 2.1 G. */
+export function scaled(value, unit = "") {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  let power = 0;
+  while (Math.abs(value) >= 999.5 && power < UNITS.length - 1) {
+    value /= 1000;
+    power += 1;
+  }
+  return `${number(value)} ${UNITS[power]}${unit}`.trim();
+}
+
+export const bytes = (value) => scaled(value, "B");
+/** A bar that is filled to a share; what it says is said in numbers beside it. */
+export function bar(share) {
+  const fill = el("span", { class: "fill" });
+  fill.style.width = `${100 * Math.max(0, Math.min(1, share))}%`;
+  return el("span", { class: "track", "aria-hidden": "true" }, fill);
+}
+
+export const percent = (share) => (Number.isNaN(share) || share === null ? "–" : `${Math.round(100 * share)} %`);
+
+/** Seconds as the unit that fits. */
+export function duration(seconds) {
+  if (Number.isNaN(seconds) || seconds === null) return "–";
+  return seconds < 1 ? `${number(1000 * seconds)} ms` : `${number(seconds)} s`;
+}

@@ -1,0 +1,256 @@
+// Chat and completion: the request, its answer as it comes, and what it cost.
+
+import { ApiError, apiKey, postStream } from "./api.js";
+import { $, duration, el, number } from "./dom.js";
+import { Parameters, fieldsOf } from "./parameters.js";
+import { asCurl, asPython } from "./snippets.js";
+import { TokenText, hideTip, tokensOf } from "./tokens.js";
+
+const PATHS = { chat: "/v1/chat/completions", completion: "/v1/completions" };
+const ENDS = { stop: "ended by itself", length: "at its limit", content_filter: "filtered", error: "failed" };
+
+export class Playground {
+  constructor() {
+    this.model = null;
+    this.mode = "chat";
+    this.conversation = []; // {role, content, failed}, one for each article of the log
+    this.running = null; // AbortController of the request under way
+    this.parameters = new Parameters($("parameters"));
+    for (const mode of ["chat", "completion"]) $(`mode-${mode}`).addEventListener("click", () => this.setMode(mode));
+    $("clear").addEventListener("click", () => this.clear());
+    $("reset").addEventListener("click", () => this.parameters.reset());
+    $("chat-form").addEventListener("submit", (event) => this.#send(event));
+    $("completion-form").addEventListener("submit", (event) => this.#complete(event));
+    $("take").addEventListener("click", () => this.#take());
+    for (const stop of document.querySelectorAll(".stop")) stop.addEventListener("click", () => this.running && this.running.abort());
+    $("chat-input").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      $("chat-form").requestSubmit();
+    });
+    $("completion-input").addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("completion-form").requestSubmit();
+    });
+    for (const [id, make] of [["copy-curl", asCurl], ["copy-python", asPython]]) {
+      $(id).addEventListener("click", (event) => this.#copy(event.target, make));
+    }
+  }
+
+  /** model: its name; hasTemplate: whether it can chat. */
+  setModel(model, hasTemplate) {
+    if (this.running) this.running.abort();
+    if (this.model !== model) this.clear();
+    this.model = model;
+    $("mode-chat").disabled = !hasTemplate;
+    $("mode-note").textContent = hasTemplate ? "" : "This model has no chat template: it completes texts.";
+    this.setMode(hasTemplate ? this.mode : "completion");
+  }
+
+  setMode(mode) {
+    this.mode = mode;
+    for (const each of ["chat", "completion"]) {
+      $(`mode-${each}`).setAttribute("aria-pressed", String(each === mode));
+      $(each).hidden = each !== mode;
+    }
+  }
+
+  clear() {
+    if (this.running) this.running.abort();
+    hideTip();
+    this.conversation = [];
+    $("messages").replaceChildren(el("p", { class: "empty" }, "Say something to the model."));
+    $("completion-output").replaceChildren();
+    $("take").hidden = true;
+  }
+
+  // ------------------------------------------------------------------------------------------- requests
+
+  /** The body of the request that the form stands for. */
+  body(kind, messages) {
+    const more = kind === "chat" ? { messages } : { prompt: $("completion-input").value };
+    return {
+      model: this.model,
+      ...more,
+      ...fieldsOf(this.parameters.values, kind),
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+  }
+
+  get #messages() {
+    const system = $("system").value.trim();
+    const isLost = (index) => [index, index + 1].some((at) => this.conversation[at] && this.conversation[at].failed);
+    const kept = this.conversation.filter((_, index) => !isLost(index)).map(({ role, content }) => ({ role, content }));
+    return system ? [{ role: "system", content: system }, ...kept] : kept;
+  }
+
+  /** Have a request answered into a node; resolves to its text and whether it failed, or to null if nothing was asked. */
+  async #answer(kind, body, node) {
+    const invalid = this.parameters.invalid;
+    if (invalid) {
+      invalid.reportValidity();
+      return null;
+    }
+    const words = el("div", { class: "words" });
+    const facts = el("p", { class: "facts" }, "…");
+    node.append(words, facts);
+    const text = new TokenText(words);
+    const timing = { start: performance.now(), first: NaN, last: NaN };
+    const ended = { reason: null, usage: null };
+    this.#setRunning(new AbortController());
+    node.classList.add("streaming");
+    try {
+      for await (const chunk of postStream(PATHS[kind], body, this.running.signal)) {
+        if (chunk.usage) ended.usage = chunk.usage;
+        for (const choice of chunk.choices) {
+          const piece = kind === "chat" ? choice.delta.content || "" : choice.text;
+          const tokens = tokensOf(choice.logprobs);
+          if (piece || tokens.length) {
+            timing.last = performance.now();
+            if (Number.isNaN(timing.first)) timing.first = timing.last;
+          }
+          const isAtEnd = this.#isAtEnd();
+          text.add(piece, tokens);
+          if (isAtEnd) this.#scroll();
+          if (choice.finish_reason) ended.reason = choice.finish_reason;
+        }
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") {
+        if (!(error instanceof ApiError)) throw error;
+        const wait = error.retryAfter ? ` (try again in ${error.retryAfter} s)` : "";
+        node.append(el("p", { class: "error", role: "alert" }, error.message + wait));
+      }
+      ended.reason = error.name === "AbortError" ? "stopped" : "error";
+    } finally {
+      node.classList.remove("streaming");
+      this.#setRunning(null);
+    }
+    facts.textContent = this.#facts(timing, ended);
+    $("spoken").textContent = ended.reason === "error" ? "" : `Answer: ${text.text}`;
+    return { content: text.text, failed: ended.reason === "error" && !text.text };
+  }
+
+  #facts(timing, { reason, usage }) {
+    const parts = [];
+    if (!Number.isNaN(timing.first)) parts.push(`first token after ${duration((timing.first - timing.start) / 1000)}`);
+    if (usage) {
+      const seconds = (timing.last - timing.first) / 1000;
+      if (usage.completion_tokens > 1 && seconds > 0) parts.push(`${number((usage.completion_tokens - 1) / seconds)} tokens/s`);
+      const cached = (usage.prompt_tokens_details || {}).cached_tokens || 0;
+      parts.push(`${usage.prompt_tokens} tokens in${cached ? ` (${cached} from the cache)` : ""}, ${usage.completion_tokens} out`);
+    }
+    parts.push(ENDS[reason] || reason || "");
+    return parts.filter((part) => part).join(" · ");
+  }
+
+  #setRunning(controller) {
+    this.running = controller;
+    for (const stop of document.querySelectorAll(".stop")) stop.hidden = !controller;
+    for (const submit of document.querySelectorAll("#playground button[type=submit]")) submit.hidden = Boolean(controller);
+    for (const redo of document.querySelectorAll("#messages .redo")) redo.disabled = Boolean(controller);
+  }
+
+  #isAtEnd() {
+    const node = $("messages");
+    return node.scrollHeight - node.scrollTop - node.clientHeight < 40;
+  }
+
+  #scroll() {
+    $("messages").scrollTop = $("messages").scrollHeight;
+  }
+
+  // ----------------------------------------------------------------------------------------------- chat
+
+  async #send(event) {
+    event.preventDefault();
+    const content = $("chat-input").value;
+    if (!content.trim() || this.running || !this.model) return;
+    $("chat-input").value = "";
+    this.conversation.push({ role: "user", content });
+    this.#paint();
+    await this.#reply();
+  }
+
+  /** All messages anew but the answers' tokens, which stay as they came. */
+  #paint() {
+    const log = $("messages");
+    log.querySelectorAll(".empty").forEach((node) => node.remove());
+    while (log.children.length > this.conversation.length) log.lastElementChild.remove();
+    for (let index = log.children.length; index < this.conversation.length; index += 1) {
+      const { role, content } = this.conversation[index];
+      const edit = el("button", { type: "button", class: "quiet redo", click: () => this.#edit(index) }, "Edit");
+      log.append(el("article", { class: `message ${role}` }, el("h2", {}, role === "user" ? "You" : "Model"), el("div", { class: "words" }, content), edit));
+    }
+    this.#scroll();
+  }
+
+  async #reply() {
+    const model = this.model;
+    const redo = el("button", { type: "button", class: "quiet redo", click: () => this.#again(node) }, "Answer again");
+    const node = el("article", { class: "message assistant" }, el("h2", {}, "Model"));
+    $("messages").append(node);
+    this.#scroll();
+    const answer = await this.#answer("chat", this.body("chat", this.#messages), node);
+    if (model !== this.model || !node.isConnected) return;
+    if (!answer) {
+      node.remove();
+      return;
+    }
+    this.conversation.push({ role: "assistant", ...answer });
+    node.append(redo);
+    this.#scroll();
+    $("chat-input").focus();
+  }
+
+  /** The conversation again from before an answer. */
+  async #again(node) {
+    if (this.running) return;
+    const index = [...$("messages").children].indexOf(node);
+    this.conversation.length = index;
+    this.#paint();
+    await this.#reply();
+  }
+
+  #edit(index) {
+    if (this.running) return;
+    $("chat-input").value = this.conversation[index].content;
+    this.conversation.length = index;
+    this.#paint();
+    $("chat-input").focus();
+  }
+
+  // ----------------------------------------------------------------------------------------- completion
+
+  async #complete(event) {
+    event.preventDefault();
+    if (!$("completion-input").value || this.running || !this.model) return;
+    const output = $("completion-output");
+    output.replaceChildren();
+    $("take").hidden = true;
+    const answer = await this.#answer("completion", this.body("completion"), output);
+    $("take").hidden = !answer || !answer.content;
+  }
+
+  #take() {
+    $("completion-input").value += $("completion-output").querySelector(".words").textContent;
+    $("completion-output").replaceChildren();
+    $("take").hidden = true;
+    $("completion-input").focus();
+  }
+
+  // ----------------------------------------------------------------------------------------- elsewhere
+
+  async #copy(button, make) {
+    const asked = this.conversation.length ? this.#messages : [...this.#messages, { role: "user", content: $("chat-input").value || "Hello" }];
+    const text = make(location.origin, PATHS[this.mode], this.body(this.mode, asked), Boolean(apiKey()));
+    const label = button.textContent;
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "The browser does not allow it";
+    }
+    setTimeout(() => { button.textContent = label; }, 1500);
+  }
+}
