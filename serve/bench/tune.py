@@ -115,6 +115,11 @@ def tune(wish: Wish, progress: Progress) -> Tuned:
         for row in chosen
         if not row.is_measured
     ]
+    notes += [
+        f"{row.candidate.said(default)}: the search for its rate ended early; it may bear a higher one"
+        for row in chosen
+        if row.is_cut
+    ]
     winner = _winner(chosen, verifier, notes, default)
     prices = simulator.prices[None]
     rest = sorted((row for row in rows if row not in chosen), key=lambda row: row.key, reverse=True)
@@ -232,7 +237,7 @@ def _winner(chosen: Sequence[Row], verifier: Verifier, notes: list[str], default
     if not good:
         return None
     best = max(good, key=lambda row: row.measured or 0.0)
-    if own.measured is None or best is own:
+    if own.measured is None or best is own or best.measured_rung is None:
         return best
     if (best.measured or 0.0) < STEP * own.measured:
         notes.append(
@@ -240,14 +245,14 @@ def _winner(chosen: Sequence[Row], verifier: Verifier, notes: list[str], default
         )
         return own
     for row in (best, own):
-        verifier.measure_again(row)
+        verifier.measure_again(row, best.measured_rung)
     if best.again is None or own.again is None:
         notes.append("there was no time to measure the winner and the default once more: the difference may be chance")
         return best
-    if best.again.is_borne(verifier.goals.share) and best.again.good >= STEP * own.again.good:
+    if best.again.is_borne(verifier.goals.share) and best.again.good >= STEP * max(own.measured, own.again.good):
         return best
     notes.append(
         f"{best.candidate.said(default)} was better than the default once, and not again ({best.again.good:.3g} good requests/s of"
-        f" {best.again.rate:.3g}, the default {own.again.good:.3g} of {own.again.rate:.3g}): the difference is chance"
+        f" {best.again.rate:.3g} sent, the default {own.again.good:.3g}, and {own.measured:.3g} before): the difference is chance"
     )
     return own

@@ -43,10 +43,16 @@ def as_text(tuned: Tuned, goals: Goals) -> Iterator[str]:
 def _warnings(tuned: Tuned) -> Iterator[str]:
     """One line for each kind; --json has them load by load."""
     loads = [load for row in tuned.rows for load in row.loads.values()]
-    found = Counter(" ".join(text.split()[:3]) for load in loads for text in load.warnings)
+    texts = [text for load in loads for text in load.warnings]
+    found = Counter(map(_kind, texts))
     for kind, count in found.items():
-        example = next(text for load in loads for text in load.warnings if text.startswith(kind))
+        example = next(text for text in texts if _kind(text) == kind)
         yield f"warning: in {count} of {len(loads)} loads, for example: {example}"
+
+
+def _kind(warning: str) -> str:
+    """Its first words, whatever the numbers."""
+    return " ".join([word for word in warning.split() if not word.isdigit()][:3])
 
 
 def _measured(row: Row) -> str:
@@ -92,7 +98,11 @@ def _verdict(tuned: Tuned) -> str:
         return "no configuration that was measured keeps the objectives at any rate that was tried; nothing is written"
     if winner is own:
         return f"the default is the best: {_rate(own.measured)} good requests/s"
-    again = f"; once more {_rate(winner.again.good)} and {_rate(own.again.good)}" if winner.again and own.again else ""
+    again = (
+        f"; once more, both at that rate, {_rate(winner.again.good)} and {_rate(own.again.good)}"
+        if winner.again and own.again
+        else ""
+    )
     return (
         f"the best: {winner.candidate.said(tuned.default)}, {_rate(winner.measured)} good requests/s, and by default"
         f" {_rate(own.measured)}{again}"

@@ -15,7 +15,10 @@ from inferc.serve.bench.own_server import server_options, serving
 from inferc.serve.bench.session import Progress, measure
 from inferc.serve.bench.simulated import Simulator
 
-MOST_LOADS = 6  # of a candidate
+MOST_LOADS, MOST_FIRST_LOADS = (
+    6,
+    12,
+)  # of a candidate; of the first, for which nobody knows how far off the simulation is
 LEAST_TIMEOUT = 5.0
 START_SECONDS = 3.0  # of a server
 GONE = "UNAVAILABLE"  # what a server that is there answers to no load, however large
@@ -33,7 +36,8 @@ class Row:
     loads: dict[int, ServeResult] = field(default_factory=dict)
     measured_rung: int | None = None
     measured: float | None = None
-    again: Outcome | None = None  # at measured_rung, once more
+    again: Outcome | None = None  # once more, at the rate of the winner
+    is_cut: bool = False  # the search for its rate ended early
     fault: str | None = None  # why it could not be measured
 
     @property
@@ -71,7 +75,7 @@ class Verifier:
         self._artifact, self._isa, self._logprobs = artifact, isa, logprobs
         self._simulator, self._default = simulator, default
         self._has_left, self._progress = has_left, progress
-        self._off = 0
+        self._off: int | None = None
         self._longest_output = simulator.longest_output
 
     def measure(self, row: Row) -> None:
@@ -80,7 +84,7 @@ class Verifier:
         What no simulation knows costs all of them about the same: the search begins as far below the simulated rung as the one
         before it ended.
         """
-        first = (row.simulated_rung or 0) + self._off
+        first = (row.simulated_rung or 0) + (self._off or 0)
         if not self._has_time(first):
             return
         try:
@@ -92,9 +96,13 @@ class Verifier:
     def _measure(self, row: Row, first: int) -> None:
         known: dict[int, Outcome] = {}
         share = self.goals.share
+        most = MOST_FIRST_LOADS if self._off is None else MOST_LOADS
         with self._server(row.candidate) as target:
-            while (rung := next_rung(borne(known, share), first)) is not None and len(known) < MOST_LOADS:
-                if not self._has_time(rung) or self._simulator.is_below_the_ladder(rung):
+            while (rung := next_rung(borne(known, share), first)) is not None:
+                if self._simulator.is_below_the_ladder(rung):
+                    break
+                if len(known) >= most or not self._has_time(rung):
+                    row.is_cut = True
                     break
                 row.loads[rung] = self._load(row.candidate, target, rung, len(known))
                 known[rung] = self._outcome(rung, row.loads[rung])
@@ -103,13 +111,12 @@ class Verifier:
             row.measured = known[row.measured_rung].good
             self._off = highest - (row.simulated_rung or 0)
 
-    def measure_again(self, row: Row) -> None:
-        """At its best rung, if there is one and the time."""
-        rung = row.measured_rung
-        if rung is None or not self._has_time(rung):
+    def measure_again(self, row: Row, rung: int) -> None:
+        """If there is time."""
+        if not self._has_time(rung):
             return
         with suppress(InfercError), self._server(row.candidate) as target:
-            row.again = self._outcome(rung, self._load(row.candidate, target, rung, MOST_LOADS))
+            row.again = self._outcome(rung, self._load(row.candidate, target, rung, MOST_FIRST_LOADS))
 
     def _outcome(self, rung: int, result: ServeResult) -> Outcome:
         answered = (result.requests - result.unfinished) / max(result.seconds, 1e-9)

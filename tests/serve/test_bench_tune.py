@@ -249,11 +249,11 @@ class Again:
     goals = Goals(share=0.9)
 
     def __init__(self, good: dict[int, float], share: float = 1.0) -> None:
-        self.good, self.share, self.asked = good, share, list[int]()
+        self.good, self.share, self.asked = good, share, list[tuple[int, int]]()
 
-    def measure_again(self, row: Row) -> None:
+    def measure_again(self, row: Row, rung: int) -> None:
         seqs = row.candidate.max_num_seqs
-        self.asked.append(seqs)
+        self.asked.append((seqs, rung))
         if seqs in self.good:
             row.again = Outcome(self.good[seqs], self.good[seqs], self.good[seqs], self.share)
 
@@ -266,7 +266,7 @@ def winner(rows: list[Row], again: Again) -> tuple[Row | None, list[str]]:
 def test_the_winner_is_better_by_a_step_twice() -> None:
     rows = [row(4, 10.0), row(8, 12.0), row(2, 11.5)]
     again = Again({4: 10.0, 8: 11.5})
-    assert winner(rows, again) == (rows[1], []) and again.asked == [8, 4]
+    assert winner(rows, again) == (rows[1], []) and again.asked == [(8, 8), (4, 8)]  # both at the rate of the winner
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,7 @@ def test_the_winner_is_better_by_a_step_twice() -> None:
     [
         (10.9, Again({}), "max-num-seqs 8 was better than the default by less than 10%"),
         (12.0, Again({4: 11.0, 8: 11.5}), "the difference is chance"),
+        (12.0, Again({4: 5.0, 8: 10.5}), "the difference is chance"),
         (12.0, Again({4: 10.0, 8: 12.0}, share=0.5), "the difference is chance"),
         (9.0, Again({}), None),
     ],
@@ -310,6 +311,15 @@ def test_a_server_that_does_not_start_or_goes_away_is_a_fault(
     found = Row(DEFAULT, 0, 1.0)
     Verifier(*given).measure(found)
     assert not found.is_measured and found.fault == "its server went away: 3 failed"
+    tries = [result(good, goodput=float(good > 1), requests=10**6) for good in (1.0, 1.0, 10.0, *[10.0] * 20)]
+    monkeypatch.setattr(verify, "measure", lambda *_: Measured(gone.facts, results=[tries.pop(0)]))
+    found, verifier = Row(DEFAULT, 30, 1.0), Verifier(*given)
+    verifier.measure(found)  # bad at 30 and 29, good from 27 on
+    assert (sorted(found.loads), found.is_cut) == ([27, 28, 29, 30], False)
+    verifier.measure(
+        found := Row(DEFAULT, 40, 1.0)
+    )  # begins as far below what was simulated, and finds all of them good
+    assert next(iter(found.loads)) == 38 and found.is_cut and len(found.loads) == verify.MOST_LOADS
     found = Row(DEFAULT, 0, 1.0)
     Verifier(*given[:-2], lambda seconds: False, given[-1]).measure(found)
     assert not found.is_measured and found.fault is None
@@ -324,9 +334,15 @@ def test_the_report(tmp_path: Path) -> None:
     tuned = Tuned(Candidate(4, 32), rows, rows[1], 3.5, "planted", 0.2, ["a note"])
     goals = Goals(500.0, 50.0, 0.9)
     text = "\n".join(as_text(tuned, goals))
-    assert "the best: max-num-seqs 8, 12 good requests/s, and by default 10; once more 11.8 and 9.75" in text
+    assert (
+        "the best: max-num-seqs 8, 12 good requests/s, and by default 10; once more, both at that rate, 11.8 and 9.75"
+        in text
+    )
     assert "38% off the simulated ones on average (-50% to -25%)" in text and "note: a note" in text
     assert "3 candidates were simulated, of which 0 do as the default does" in text
+    failed = [result(warnings=[f"{count} requests failed, the first with 503"]) for count in (3, 20)]
+    rows[0].loads |= dict(enumerate(failed))
+    assert "warning: in 2 of 4 loads, for example: 3 requests failed" in "\n".join(as_text(tuned, goals))
     found = as_json(tuned, goals)
     assert found["winner"]["changes"] == {"max_num_seqs": 8} and not found["is_default_best"]
     assert [each["measured"] for each in found["candidates"]] == [10.0, 12.0, None]
