@@ -362,6 +362,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel("Engines started again", (("increase(inferc_engine_restarts_total{SELECT}[R])", "{{model_name}}"),)),
             Panel(
+                "Put to sleep for another model", (("increase(inferc_model_swaps_total{SELECT}[R])", "{{model_name}}"),)
+            ),
+            Panel(
                 "Error of predicted steps",
                 (("inferc_prediction_error_ratio{SELECT}", "{{model_name}}"),),
                 "percentunit",

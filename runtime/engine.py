@@ -240,8 +240,10 @@ class Engine:
                 self._forget(seq, "abort", cause)
         self._scorer.abort(request_id)
 
-    def score(self, request_id: str, token_ids: Ids[int], num_top: int = 0) -> None:
+    def score(self, request_id: str, token_ids: Ids[int], num_top: int = 0, cache_salt: str = "") -> None:
         """Queue the scoring of a text; `take_scores` has it when it is done, with the num_top most likely tokens of each place.
+
+        Sequences of the same salt find its blocks then.
 
         Raises RequestError as `add_request`.
         """
@@ -251,7 +253,8 @@ class Engine:
             raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
         if not 0 <= num_top <= MAX_LOGPROBS:
             raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
-        self._scorer.add(request_id, ids, num_top)
+        root = root_hash(*self.model.cache_identity, salt=cache_salt)
+        self._scorer.add(request_id, ids, num_top, root, cache_salt)
 
     def embed(self, request_id: str, token_ids: Ids[int]) -> None:
         """Queue a text whose vector is wanted; `take_embedded` has it when it is done.

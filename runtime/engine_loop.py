@@ -51,6 +51,7 @@ class ScoreText:
     request_id: str
     token_ids: list[int]
     num_top: int = 0  # most likely tokens to tell of each place
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _obey(engine: Engine, command: Command, emit: Emit) -> None:
         elif isinstance(command, Abort):
             engine.abort(command.request_id, command.index)
         elif isinstance(command, ScoreText):
-            engine.score(command.request_id, command.token_ids, command.num_top)
+            engine.score(command.request_id, command.token_ids, command.num_top, command.cache_salt)
         elif isinstance(command, EmbedText):
             engine.embed(command.request_id, command.token_ids)
         elif isinstance(command, GetStats):
@@ -248,10 +249,10 @@ class EngineClient:
         if self._stopped is None:
             self._send(Abort(request_id, index))
 
-    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str:
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
         """Start scoring a text and return the request's id; `sink` gets one `Scored` or `Failed`."""
         request_id = self._begin(sink, 1)
-        self._send(ScoreText(request_id, list(token_ids), num_top))
+        self._send(ScoreText(request_id, list(token_ids), num_top, cache_salt))
         return request_id
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:

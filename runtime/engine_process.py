@@ -14,11 +14,13 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -57,12 +59,17 @@ log = logging.getLogger(__name__)
 LOAD_ENGINE = "inferc.runtime.load:load_engine"
 COMMANDS = {kind.__name__: kind for kind in (Add, Abort, ScoreText, EmbedText, GetStats, Shutdown)}
 KILL_AFTER_SECONDS = 10.0
+# What clients are told, who may be anybody: why it has names of files in it.
+STOPPED = "the engine has stopped on an error; its log says which"
+SMALL_BYTES = 1 << 14  # of a message: a socket that is ready for writing takes so much at once
 
 
 class EngineProcess(EngineClient):
     """An engine in a child process: starts it, and `wait_until_ready` waits for it.
 
-    factory "module:function" makes the Engine in the child from `options` (JSON-able).
+    factory "module:function" makes the Engine in the child from `options` (JSON-able). Raises InfercError if the system
+    gives no process. Nothing that sends a command waits for the child to read it: one that hangs must not stop the thread
+    that has to notice.
     """
 
     def __init__(
@@ -74,21 +81,14 @@ class EngineProcess(EngineClient):
         log_format: LogFormat = "text",
     ) -> None:
         super().__init__(on_stop, on_kv_events)
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "inferc.runtime.engine_process", str(theirs.fileno())]
-        # The child imports from where this process does, and from nowhere else (not the current folder).
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # ^C in a terminal reaches every process of its session
-            )
-        self._pipe = Connection(ours.detach())
-        self._write_lock = threading.Lock()
+        self._process, self._pipe = _spawn()
+        self._can_write = select.poll()
+        self._can_write.register(self._pipe.fileno(), select.POLLOUT)
+        self._unsent: deque[bytes] = deque()  # in their order, the first of which is being sent
+        self._writing = threading.Condition()  # around it, and around what is sent at once
+        self._is_over = False  # nothing is sent any more
+        self._writer = threading.Thread(target=self._send_late, name="inferc-engine-writer", daemon=True)
+        self._writer.start()
         self._closing = False
         self._killed_for: str | None = None
         self._reader: threading.Thread | None = None
@@ -135,37 +135,76 @@ class EngineProcess(EngineClient):
         self._write(encode_command(command))
 
     def _write(self, message: Mapping[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        with self._writing:
+            if not self._unsent and len(data) <= SMALL_BYTES and self._can_write.poll(0):
+                self._send_now(data)
+            else:
+                self._unsent.append(data)
+                self._writing.notify()
+
+    def _send_late(self) -> None:
+        """Send what there was no room for, as the child takes it."""
+        while True:
+            with self._writing:
+                self._writing.wait_for(lambda: self._unsent or self._is_over)
+                if self._is_over:
+                    return
+                data = self._unsent[0]
+            self._send_now(data)
+            with self._writing:
+                self._unsent.popleft()
+
+    def _send_now(self, data: bytes) -> None:
         try:
-            with self._write_lock:
-                self._pipe.send_bytes(json.dumps(message).encode())
+            self._pipe.send_bytes(data)
         except OSError:  # the child is gone: its reader says why
             log.debug("the engine process does not read any more")
+
+    def _hang_up(self) -> None:
+        """The child has ended: nothing can be sent to it, and nothing comes."""
+        with self._writing:
+            self._is_over = True
+            self._writing.notify()
+        self._writer.join()  # a write to nobody ends at once
+        with self._writing:
+            self._pipe.close()
 
     def _wait_until_ready(self) -> None:
         try:
             message = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            self._pipe.close()
-            raise InfercError(f"the engine process ended before it was ready: {self._describe_end()}") from None
+            reason = self._describe_end()
+            self._hang_up()
+            raise InfercError(f"the engine process ended before it was ready: {reason}") from None
         if "error" in message:
             self._process.wait()
-            self._pipe.close()
+            self._hang_up()
             kind = getattr(errors, message["kind"], InfercError)
             raise kind(message["error"])
 
     def _read(self) -> None:
-        reader = EventReader()
+        reader, is_ending = EventReader(), False
         try:
             while True:
                 self._dispatch(reader.decode(self._pipe.recv_bytes()))
+                if self._stopped is not None and not is_ending:  # it says so itself; now its process has to end too
+                    is_ending = True
+                    self._kill_late()
         except (EOFError, OSError):
             pass
         is_expected = self._process.wait() == 0 or self._closing
         reason = "the engine was closed" if is_expected else self._killed_for or self._describe_end()
-        self._pipe.close()
+        self._hang_up()
         if not is_expected:
             log.error("%s", reason)
         self._fail_all(reason)
+
+    def _kill_late(self) -> None:
+        """An engine that stopped on an error may not get to its end, and the next one needs its memory."""
+        timer = threading.Timer(KILL_AFTER_SECONDS, self._process.kill)  # which leaves alone what has been waited for
+        timer.daemon = True
+        timer.start()
 
     def _describe_end(self) -> str:
         code = self._process.wait()
@@ -174,6 +213,27 @@ class EngineProcess(EngineClient):
         name = signal.Signals(-code).name
         hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
         return f"the engine process was killed by {name}{hint}"
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
+    """A child, and our end of its pipe. Raises InfercError if there are no processes or files left."""
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            command = [sys.executable, "-m", "inferc.runtime.engine_process", str(theirs.fileno())]
+            # The child imports from where this process does, and from nowhere else (not the current folder).
+            path = os.pathsep.join(entry for entry in sys.path if entry)
+            environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+            process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # ^C in a terminal reaches every process of its session
+            )
+            return process, Connection(ours.detach())
+    except OSError as error:
+        raise InfercError(f"the engine's process cannot be started: {error.strerror or error}") from None
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -321,7 +381,12 @@ def main(fd: int) -> int:
 
     def emit(events: Events) -> None:
         if not isinstance(events, StepOutputs | KvBatch):
-            failures.extend(event for event in events if event.request_id is None)
+            events = list(events)
+            for index, event in enumerate(events):
+                if isinstance(event, Failed) and event.request_id is None:
+                    failures.append(event)
+                    log.error("%s", event.reason)
+                    events[index] = dataclasses.replace(event, reason=STOPPED)
         pipe.send_bytes(writer.encode(events))
 
     threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()

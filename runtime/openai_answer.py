@@ -18,6 +18,8 @@ FIELDS = frozenset(
     (
         *(*SAMPLING, *FIXED, "prompt", "messages", "logprobs", "top_logprobs", "logit_bias", "max_tokens", "best_of"),
         *("stream", "stream_options", "model", "input", "add_special_tokens", "dimensions", "encoding_format"),
+        *("instructions", "max_output_tokens", "include", "text", "reasoning", "truncation", "background"),
+        *("previous_response_id", "conversation", "user", "metadata"),
     )
 )
 
@@ -60,7 +62,9 @@ def response_body(
     """
     is_chat = request.kind == "chat"
     choices = [
-        choice_body(request, answer, output, token) for answer in answers for output in answer.outputs or (NOTHING,)
+        choice_body(request, answer, output, token)
+        for answer in answers
+        for output in answer.outputs or (NOTHING,) * request.num_outputs
     ]
     more: dict[str, Any] = {}
     if is_chat and request.prompt_logprobs is not None:

@@ -31,7 +31,7 @@ NOT_BUILT = (
     *("json_schema", "regex", "ebnf", "grammar", "structural_tag", "audio", "prediction", "web_search_options"),
     *("chat_template", "chat_template_kwargs", "documents", "continue_final_message", "prompt_embeds", "lora_path"),
     *("bad_words", "logits_processors", "use_beam_search", "echo", "suffix", "priority", "return_token_ids"),
-    "return_tokens_as_token_ids",
+    *("return_tokens_as_token_ids", "stop_regex", "no_repeat_ngram_size"),
 )
 # The same with values that ask for no more than there is.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -41,16 +41,26 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {}, {"type": "text"}),
     "modalities": (None, [], ["text"]),
     "reasoning_effort": (None, "none"),
+    "num_beams": (None, 1),
+    "length_penalty": (None, 1),
+    "detokenize": (None, True),
+    "spaces_between_special_tokens": (None, True),
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
+}
+FIXED_OF_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
+    "truncate_prompt_tokens": (None,),
+    "add_special_tokens": (None, True),
+    "embed_dtype": (None, "float32"),
+    "normalize": (None,),
 }
 # Of these, what a server has for requests of its own, and a batch has not.
 SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
 )
-# Variables that a template gets from here alone.
-TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
+# Variables that a template gets from here alone, and names that are no variables where they go on.
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "max_tokens", "is_prompt", "self")
 
 Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
 
@@ -200,8 +210,11 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return {int(key): bias for key, bias in value.items()}
 
 
-def embedding_inputs(value: Any) -> list[str | list[int]]:
-    """The texts of a request for vectors. Raises RequestError."""
+def embedding_inputs(value: Any, body: Mapping[str, Any]) -> list[str | list[int]]:
+    """The texts of a request for vectors. Raises RequestError, also for a field of its body that would change them."""
+    for name, allowed in FIXED_OF_EMBEDDINGS.items():
+        if body.get(name) not in allowed:
+            raise RequestError(f"{name} is {body[name]!r:.80}, which is not built yet; leave it out")
     return _prompts(value, "input")
 
 

@@ -9,6 +9,8 @@ stores the K and V of all its tokens before any is read.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from inferc.runtime.batch import Batch
@@ -20,6 +22,13 @@ from inferc.runtime.sequence import Sequence
 from inferc.runtime.step import I32, I64, Copies
 
 SUBMITTED = 0  # before any step that is still to be scheduled
+
+
+class Hashed(Protocol):
+    """Tokens by the hashes of their full blocks: a sequence, or a text that is scored. root: what comes before the first."""
+
+    root: bytes
+    hashes: list[bytes]
 
 
 class PrefixCache:
@@ -91,17 +100,27 @@ class PrefixCache:
             return
         seq = self.batch.seqs[slot]
         assert seq is not None
-        extend_hashes(seq.hashes, seq.root, self.batch.tokens[slot, :num_tokens], self.cache.block_size)
-        self.cache.publish(slot, seq.hashes[:count], seq.params.cache_priority)
-        for block in range(first, count) if self._partial is not None else ():
-            self._list(
-                seq,
-                block,
-                self.batch.tokens[slot, block * self.cache.block_size :][: self.cache.block_size],
-                self.step if step is None else step,
-            )
+        self._publish(slot, seq, self.batch.tokens[slot, :num_tokens], seq.params.cache_priority, step)
         if self.events is not None:
             self.tell(seq, first, count)
+
+    def publish_text(self, slot: int, text: Hashed, token_ids: I32, salt: str) -> None:
+        """The same of a text that is no sequence of the batch, of its first tokens, all of which are computed."""
+        first, size = int(self.cache.num_published[slot]), self.cache.block_size
+        count = min(len(token_ids) // size, self.cache.most_found)
+        if not self.is_on or count <= first:
+            return
+        self._publish(slot, text, token_ids, 0, SUBMITTED)
+        if self.events is not None:
+            self.events.publish(text.hashes, first, token_ids[first * size : count * size].tobytes(), salt)
+
+    def _publish(self, slot: int, text: Hashed, token_ids: I32, priority: int, step: int | None) -> None:
+        first, size = int(self.cache.num_published[slot]), self.cache.block_size
+        count = min(len(token_ids) // size, self.cache.most_found)
+        extend_hashes(text.hashes, text.root, token_ids, size)
+        self.cache.publish(slot, text.hashes[:count], priority)
+        for block in range(first, count) if self._partial is not None else ():
+            self._list(text, block, token_ids[block * size :][:size], self.step if step is None else step)
 
     def tell(self, seq: Sequence, first: int, end: int) -> None:
         """Those who want to know that some blocks of a running sequence can be found."""
@@ -109,11 +128,11 @@ class PrefixCache:
         ids = self.batch.tokens[seq.slot, first * self.cache.block_size : end * self.cache.block_size]
         self.events.publish(seq.hashes, first, ids.tobytes(), seq.params.cache_salt)
 
-    def _list(self, seq: Sequence, block: int, token_ids: I32, step: int) -> None:
+    def _list(self, text: Hashed, block: int, token_ids: I32, step: int) -> None:
         """A full block can be found by its first tokens."""
         if self._partial is not None:
-            parent = seq.hashes[block - 1] if block else seq.root
-            self._partial.add(parent, token_ids, seq.hashes[block], step, self._is_there)
+            parent = text.hashes[block - 1] if block else text.root
+            self._partial.add(parent, token_ids, text.hashes[block], step, self._is_there)
 
     def publish_known(self, slot: int) -> None:
         """Let all be found that a slot has computed, the last block too as far as it is."""

@@ -110,6 +110,7 @@ class SamplingParams:
         for name in ("cache_salt", "client"):
             if not isinstance(value := getattr(self, name), str) or len(value) > MAX_NAME:
                 raise RequestError(f"{name}: expected a string of at most {MAX_NAME} characters")
+            check_text(name, value)
         _integer("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
         _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name in ("ttft_ms", "tbt_ms"):
@@ -203,3 +204,13 @@ def _number(name: str, value: Any, low: float, high: float, hint: str = "", low_
         raise RequestError(
             f"{name} is {value}; expected a value in {bracket}{low}, {high}]" + (f" ({hint})" if hint else "")
         )
+
+
+def check_text(name: str, value: str) -> None:
+    """Raise RequestError for what has no bytes: JSON can hold half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name}: it is not text: it has half of a surrogate pair, {error.object[error.start]!r}"
+        ) from None

@@ -1,6 +1,7 @@
 """Given texts: log probabilities of their tokens, or a vector of each, computed in chunks between the engine's steps.
 
-As many texts of one kind share a step as it and the cache have room for.
+As many texts of one kind share a step as it and the cache have room for. All rows of a text are computed, whatever the prefix cache
+has of it: their logits are what is asked for. What they leave there others find.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class _Job:
     token_ids: list[int]
     num_top: int = 0
     embeds: bool = False
+    root: bytes = b""
+    salt: str = ""
+    hashes: list[bytes] = field(default_factory=list)
     slot: int | None = None  # with blocks for all tokens in the KV groups that keep them
     done: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -103,8 +107,9 @@ class Scorer:
     def has_work(self) -> bool:
         return bool(self._jobs)
 
-    def add(self, request_id: str, token_ids: list[int], num_top: int = 0) -> None:
-        self._jobs.append(_Job(request_id, token_ids, num_top))
+    def add(self, request_id: str, token_ids: list[int], num_top: int = 0, root: bytes = b"", salt: str = "") -> None:
+        """root: the hash before its first block, of this salt."""
+        self._jobs.append(_Job(request_id, token_ids, num_top, root=root, salt=salt))
 
     def add_to_embed(self, request_id: str, token_ids: list[int]) -> None:
         """Raises UnsupportedError for a model that makes no vectors."""
@@ -143,6 +148,7 @@ class Scorer:
             self._scheduler.cache.add_masses(plan.counted)
         for chunk in chunks:
             chunk.job.done += chunk.count
+            self._publish(chunk.job)
             if chunk.job.done == chunk.job.end:
                 self._finish(chunk.job)
 
@@ -183,6 +189,12 @@ class Scorer:
             chunk.job.argmax += argmax[part]
             chunk.job.rows += rows[part]
             at += chunk.count
+
+    def _publish(self, job: _Job) -> None:
+        """Let others find what is computed of a text that is scored, before blocks of it are given back."""
+        if job.slot is not None and not job.embeds:
+            ids = np.array(job.token_ids[: job.done], np.int32)
+            self._scheduler.prefixes.publish_text(job.slot, job, ids, job.salt)
 
     def _embed(self, runner: Any, plan: StepPlan, chunks: list[_Chunk]) -> None:
         assert self._pooling is not None, "nothing is embedded without"

@@ -12,8 +12,10 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -59,14 +61,27 @@ class Limits:
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
-            if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+            if value is None:
+                continue
+            if not (type(value) in (int, float) and 0 < value < math.inf):
                 raise ConfigError(f"{each.name} is {value!r:.40}; expected a number above 0, or none for no limit")
+            if each.name != "max_request_seconds" and type(value) is not int:
+                raise ConfigError(f"{each.name} is {value!r:.40}; expected a whole number")
 
     def over(self, other: Limits) -> Limits:
         """The narrower of two, one by one."""
         pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in dataclasses.fields(self)}
         known = {name: [value for value in pair if value is not None] for name, pair in pairs.items()}
         return Limits(**{name: min(values) for name, values in known.items() if values})
+
+    def defaults(self, of_model: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The model's sampling defaults within the limits: who says nothing is not refused for what the model says."""
+        if self.max_output_tokens is None:
+            return of_model
+        return {
+            **of_model,
+            "max_tokens": min(self.max_output_tokens, of_model.get("max_tokens", SamplingParams.max_tokens)),
+        }
 
     def apply(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
         """The parameters with what they leave open bounded. Raises RequestError for what is over a limit."""
@@ -77,11 +92,13 @@ class Limits:
         if self.max_n is not None and params.n > self.max_n:
             raise RequestError(f"n is {params.n}; at most {self.max_n} is allowed here")
         limit = self.max_output_tokens
+        if limit is not None and params.min_tokens > limit:
+            raise RequestError(f"min_tokens is {params.min_tokens}; at most {limit} is allowed here")
         if limit is None or (params.max_tokens is not None and params.max_tokens <= limit):
             return params
         if params.max_tokens is not None:
             raise RequestError(f"max_tokens is {params.max_tokens}; at most {limit} is allowed here")
-        return dataclasses.replace(params, max_tokens=max(limit, params.min_tokens))
+        return dataclasses.replace(params, max_tokens=limit)
 
 
 class Bucket:
@@ -174,13 +191,18 @@ class Caller:
     """Who asks, from one request to the next. Without a key: anybody, if there are no keys."""
 
     def __init__(self, key: Key | None, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_open = 0
+        self._clock = clock
+        self.become(key, limits)
+
+    def become(self, key: Key | None, limits: Limits) -> None:
+        """The same caller with a key that says something else; its open requests stay counted, its rates begin anew."""
         self.key = key
         self.limits = limits if key is None else limits.over(key.limits)
-        self.num_open = 0
         requests = None if key is None else key.requests_per_minute
         tokens = None if key is None else key.tokens_per_minute
-        self.requests = None if requests is None else Bucket(requests, clock)
-        self.tokens = None if tokens is None else Bucket(tokens, clock)
+        self.requests = None if requests is None else Bucket(requests, self._clock)
+        self.tokens = None if tokens is None else Bucket(tokens, self._clock)
 
     @property
     def name(self) -> str:
@@ -298,11 +320,16 @@ class Access:
         before, self._callers = self._callers, {}
         for key in keys:
             known = before.get(key.sha256)
-            if known is None or known.key != key:
-                open_ones = 0 if known is None else known.num_open
+            if known is None:
                 known = Caller(key, self._limits, self._clock)
-                known.num_open = open_ones
+            elif known.key != key:
+                known.become(key, self._limits)
             self._callers[key.sha256] = known
+
+
+def secret_of(authorization: str) -> str:
+    """The key in such a header. The scheme's name may be in any case (RFC 9110), and be left out."""
+    return re.sub(r"^\s*bearer\s+", "", authorization, count=1, flags=re.IGNORECASE).strip()
 
 
 def digest_of(secret: str) -> str:
@@ -326,8 +353,8 @@ def read_keys(path: Path) -> list[Key]:
         raise ConfigError(f'{path}: expected {{"keys": […]}}; `inferc keys create` makes one')
     keys = [Key.parse(entry, f"{path}: keys[{index}]") for index, entry in enumerate(entries)]
     for attribute in ("name", "sha256"):
-        values = [getattr(key, attribute) for key in keys]
-        if (twice := next((value for value in values if values.count(value) > 1), None)) is not None:
+        counts = Counter(getattr(key, attribute) for key in keys)
+        if (twice := next((value for value, count in counts.items() if count > 1), None)) is not None:
             raise ConfigError(f"{path}: two keys have the {attribute} {twice[:40]}; give each its own")
     return keys
 

@@ -29,6 +29,7 @@ from inferc.serve.streams import (
     EngineUnavailable,
     Errand,
     ModelFacts,
+    NoPlace,
     QueueFull,
     RequestAborted,
     RequestIdInUse,
@@ -51,7 +52,8 @@ class AsyncEngine:
     While there is no engine (it starts, starts again, or sleeps) requests wait for it: `attach` starts them. One of which
     nothing has come is started again when its engine dies, MAX_STARTS times in all.
 
-    text may be set later, before the first request. wanted: called when a request waits for an engine that sleeps.
+    text may be set later, before the first request. wanted: called when a request waits for an engine that sleeps; rested: when
+    nothing is at work any more. used_at: when a request last began or ended, or the engine came, on the monotonic clock.
     """
 
     text: Text
@@ -78,6 +80,11 @@ class AsyncEngine:
         self._on_over = on_over
         self._max_queue_seconds = max_queue_seconds
         self.wanted = wanted
+        self.rested: Callable[[], None] = lambda: None
+        self.used_at = time.monotonic()
+        self._is_held = False  # what comes waits, though there is an engine
+        self._rest = asyncio.Event()
+        self._rest.set()
         self._loop = asyncio.get_running_loop()
         self._max_sequences = max_sequences
         self._works: dict[str, Work] = {}
@@ -91,6 +98,17 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         return len(self._works)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the engine has nothing to do: what there is waits for it."""
+        return len(self._works) == len(self._parked)
+
+    @property
+    def oldest_at(self) -> float:
+        """When the oldest request that is at work came; of none, now."""
+        works = (work for name, work in self._works.items() if name not in self._parked)
+        return next((work.opened_at for work in works), time.monotonic())
 
     @property
     def num_sequences(self) -> int:
@@ -127,11 +145,13 @@ class AsyncEngine:
             self.abort_in_engine(stream)
             stream.fail(RequestTimeout(f"the request was not done within the {seconds:g} s that are allowed here"))
 
-    async def score(self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "") -> Score:
+    async def score(
+        self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "", cache_salt: str = ""
+    ) -> Score:
         """Log probabilities of the tokens of a text, and the num_top likeliest of each place. Raises as `open`."""
 
         def send(client: EngineLike, sink: Sink) -> str:
-            return client.score(token_ids, sink, num_top)
+            return client.score(token_ids, sink, num_top, cache_salt)
 
         def found(event: Event) -> Score | None:
             return event.score if isinstance(event, Scored) else None
@@ -217,9 +237,19 @@ class AsyncEngine:
                     work.timer.cancel()
         if not self._works:
             self._idle.set()
+        self._note_use()
 
-    async def wait_until_idle(self) -> bool:
-        return await self._idle.wait()
+    async def wait_until_at_rest(self) -> bool:
+        return await self._rest.wait()
+
+    def _note_use(self) -> None:
+        """A request has begun, ended, or waits now."""
+        self.used_at = time.monotonic()
+        if self.is_at_rest:
+            self._rest.set()
+            self.rested()
+        else:
+            self._rest.clear()
 
     async def drain(self, limit_seconds: float) -> bool:
         """Take no more requests and let the running ones end, at most this long. Whether all did."""
@@ -256,13 +286,15 @@ class AsyncEngine:
     def _start(self, work: Work) -> None:
         """Start it, or let it wait for an engine."""
         client = self.client
-        if client is not None and client.stopped is None:
+        if client is not None and client.stopped is None and not self._is_held:
             work.num_starts += 1
             with suppress(InfercError):  # it has died just now
                 work.start(client, partial(self._sink, work, work.num_starts))
+                self._note_use()
                 return
             work.num_starts -= 1
         self._parked[work.request_id] = work
+        self._note_use()
         if self.state == "asleep":
             self.wanted()
 
@@ -271,11 +303,32 @@ class AsyncEngine:
     def attach(self, client: EngineLike) -> None:
         """There is an engine: start what waits for one."""
         self.client = client
+        self.used_at = time.monotonic()
         if self.state != "draining":
             self.state = "serving"
+        self._start_parked()
+
+    def hold(self) -> None:
+        """Start nothing from now on, until `release`, or until there is another engine after a sleep."""
+        self._is_held = True
+
+    def release(self) -> None:
+        self._is_held = False
+        if self.client is not None:
+            self._start_parked()
+
+    def refuse_parked(self, error: NoPlace) -> None:
+        """There will be no engine soon for what waits for one."""
         parked, self._parked = self._parked, {}
         for work in parked.values():
-            self._start(work)
+            self.metrics.refusals["unavailable"] += 1  # its end is counted as any other's
+            work.fail(error)
+
+    def _start_parked(self) -> None:
+        parked, self._parked = self._parked, {}
+        for work in parked.values():
+            if work.is_open:  # not one that was aborted or late, and that its reader has not closed yet
+                self._start(work)
 
     def detach(self, state: State, reason: str = "") -> None:
         """The engine is gone, and what it sent has been taken or is on its way here. `dead`: there is no other."""

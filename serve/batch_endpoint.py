@@ -15,7 +15,7 @@ from typing import Any, final
 
 from typing_extensions import Self
 
-from inferc.client import Client, Piece, ServerError
+from inferc.client import Client, Piece, ServerError, Tls
 from inferc.errors import GenerationError, InfercError, ObjectiveError
 from inferc.runtime.batch_run import Result, Ticket, take_all
 from inferc.runtime.llm import CompletionOutput
@@ -25,6 +25,7 @@ from inferc.runtime.step import Logprobs
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 CLIENT, PRIORITY = "inferc-batch", -100
+CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 0.25  # how often the load is looked at, where nothing of ours ends
 MAX_PAUSE = 4.0  # seconds, between two tries of a request that the server has no room for
 
@@ -33,14 +34,19 @@ MAX_PAUSE = 4.0  # seconds, between two tries of a request that the server has n
 class EndpointBackend:
     """A server at HOST:PORT. At most `concurrency` sequences are there at once (None: as many as it runs at once).
 
-    Raises ServerError if no server answers. Use it as a context manager.
+    api_key, tls: as of Client. Raises ServerError if no server answers. Use it as a context manager.
     """
 
-    def __init__(self, address: str, concurrency: int | None = None, timeout: float = 10.0) -> None:
-        self._client = Client(address, retries=0)  # `_work` has tries of its own
+    def __init__(
+        self,
+        address: str,
+        concurrency: int | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self._client = Client(address, retries=0, api_key=api_key, tls=tls)  # `_work` has tries of its own
         try:
-            self._client.wait_until_ready(timeout)
-            info = self._client.model_info()
+            info = self._connect(has_key=api_key is not None, is_tls=tls is not None)
         except BaseException:
             self._client.close()
             raise
@@ -54,6 +60,26 @@ class EndpointBackend:
         self._num_waiting = 0  # sequences of ours of which no token has come
         self._closing = threading.Event()
         self._tokens: dict[int, Token] = {}
+
+    def _connect(self, has_key: bool, is_tls: bool) -> pb.GetModelInfoResponse:
+        """What the server is. One that wants a key, or speaks TLS where we do not, is told by what to do."""
+        address = self._client.address
+        try:
+            self._client.wait_until_ready(CONNECT_SECONDS)
+        except ServerError:
+            hint = f"is this its gRPC port (with TLS: https://{address})?"
+            if is_tls:
+                hint = "is this its gRPC port, does it speak TLS, and is its authority in --ca?"
+            message = f"no server answered at {address} within {CONNECT_SECONDS:g} s; {hint}"
+            raise ServerError("UNAVAILABLE", message) from None
+        try:
+            return self._client.model_info()
+        except ServerError as error:
+            if error.code != "UNAUTHENTICATED" or has_key:
+                raise
+            raise InfercError(
+                f"{address}: the server wants an API key; give --api-key, or set INFERC_API_KEY"
+            ) from None
 
     def room(self, num_open: int) -> int:
         with self._lock:
@@ -110,11 +136,18 @@ class EndpointBackend:
                         self._count_waiting(-pending.add(piece))
                     return pending.answer()
                 except ServerError as error:
-                    if error.code != "RESOURCE_EXHAUSTED" or not self._is_full(sampling) or self._closing.wait(pause):
+                    wait = self._wait_for_room(sampling, error, pause)
+                    if wait is None or self._closing.wait(wait):
                         raise _error_of_request(error) from None
                     pause = min(2 * pause, MAX_PAUSE)
         finally:
             self._count_waiting(pending.num_started - count)
+
+    def _wait_for_room(self, sampling: Mapping[str, Any], error: ServerError, pause: float) -> float | None:
+        """Seconds until a request that was refused is tried again; None: never."""
+        if error.code != "RESOURCE_EXHAUSTED":
+            return None
+        return pause if self._is_full(sampling) else error.retry_after  # of a key that has used its rate
 
     def _is_full(self, sampling: Mapping[str, Any]) -> bool:
         """Whether a request was refused because of those before it, and not because of what it asks."""

@@ -119,6 +119,9 @@ def _symptoms(whole: Change, pages: Sequence[Page], objectives: Objectives) -> l
     ttft, tbt = whole.quantile(TTFT, 0.9), whole.quantile(TBT, 0.9)
     if ttft > objectives.ttft_ms / 1e3:
         found.append(f"time to first token: p90 is {_ms(ttft)}, more than {objectives.ttft_ms:g} ms")
+    waits = all(page.sum("inferc_sequences_waiting", model_name=whole.model) >= 1 for page in pages)
+    if waits and math.isnan(ttft) and whole.seconds > objectives.ttft_ms / 1e3:
+        found.append(f"time to first token: sequences wait, and none has had one within {whole.seconds:.1f} s")
     if tbt > objectives.tbt_ms / 1e3:
         found.append(f"time between tokens: p90 is {_ms(tbt)}, more than {objectives.tbt_ms:g} ms")
     tokens, busy = "inferc_output_tokens_total", "inferc_device_busy_seconds_total"
@@ -144,7 +147,9 @@ def _state(whole: Change) -> Finding:
 
 def _memory(whole: Change, gauges: _Gauges) -> Finding:
     """Blocks are short: the cache is full, sequences are preempted, or wait though there are places."""
-    preempted = _ratio(whole.gain("inferc_preemptions_total"), whole.gain("inferc_requests_total"))
+    # Where none has ended meanwhile, as many as run are under way.
+    requests = whole.gain("inferc_requests_total") or max(1.0, gauges.running)
+    preempted = whole.gain("inferc_preemptions_total") / requests
     waits_for_blocks = gauges.waiting >= 1 and gauges.running < 0.9 * gauges.places and gauges.kv_usage > 0.5
     evidence = [
         f"KV cache {100 * gauges.kv_usage:.0f} % in use",
@@ -215,7 +220,7 @@ def _network(whole: Change, lag: float, rtt: float, failed: int, tries: int, obj
         f"time to first token on the server: p90 {_ms(whole.quantile(TTFT, 0.9))}",
     ]
     slow = rtt > objectives.rtt_ms / 1e3 or failed > 0
-    if slow and rtt > 2 * lag:
+    if slow and not rtt <= 2 * lag:  # or there is none, since all tries failed
         advice = (
             "The server answers at once, and the way to it is slow or loses packets: look at the network and proxies."
         )

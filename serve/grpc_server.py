@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
@@ -18,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from inferc.errors import ConfigError, RequestError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.serve import protocol
-from inferc.serve.access import CALLER, Access
+from inferc.serve.access import CALLER, Access, secret_of
 from inferc.serve.admission import WITHIN
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
@@ -45,6 +46,7 @@ FOR_ADMINS = frozenset(
     )
 )
 MAX_MESSAGE_BYTES = 64 << 20  # of a request; a prompt of a million tokens takes a tenth
+LATE_SECONDS = 0.1  # before its deadline here, a call that its client ends is one whose deadline is over there
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
@@ -206,6 +208,11 @@ class _Edge:
                 WITHIN.set(context.time_remaining())
             yield
             code = "OK"
+        except asyncio.CancelledError:
+            left = context.time_remaining()
+            if left is not None and left < LATE_SECONDS:
+                code = "DEADLINE_EXCEEDED"
+            raise
         except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
             found = told(error)
             code = found.status.grpc
@@ -229,7 +236,7 @@ def _secret(context: Context) -> str | None:
     """The API key that came with a call."""
     for name, value in context.invocation_metadata() or ():
         if name == "authorization" and isinstance(value, str):
-            return value.removeprefix("Bearer ").strip()
+            return secret_of(value)
         if name == "x-api-key" and isinstance(value, str):
             return value
     return None

@@ -86,12 +86,43 @@ class ChatBody(Sampling):
     response_format: dict[str, Any] | None = None
 
 
+class ResponseBody(Body):
+    """As OpenAI has it; sampling parameters of its chats are taken too."""
+
+    model: str | None = Field(None, description="As /v1/models names it; the first model without it.")
+    input: Any = Field(
+        description="A text, or messages: role and content, which is a text or parts of type input_text or output_text.",
+        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    )
+    instructions: str | None = Field(None, description="What the model is told first.")
+    max_output_tokens: int | None = None
+    temperature: float | None = Field(None, description="0 is greedy.")
+    top_p: float | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
+    user: str | None = None
+    store: bool | None = Field(None, description="Nothing is stored, whatever this says.")
+    include: list[str] | None = Field(None, description="message.output_text.logprobs, for log probabilities.")
+    top_logprobs: int | None = None
+    text: dict[str, Any] | None = None
+    truncation: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+
+
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from inferc.errors import InfercError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.runtime.openai_answer import field_of
-from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated
+from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated, secret_of
 from inferc.serve.statuses import OUR_FAULT, Told, told
 from inferc.serve.trace_parent import TRACE_PARENT
 from inferc.serve.web_page import is_page
@@ -127,7 +127,7 @@ class Edge:
 def _secret(headers: Mapping[bytes, bytes]) -> str | None:
     """The API key that came with a request."""
     if b"authorization" in headers:
-        return headers[b"authorization"].decode("latin-1").removeprefix("Bearer ").strip()
+        return secret_of(headers[b"authorization"].decode("latin-1"))
     return headers[b"x-api-key"].decode("latin-1") if b"x-api-key" in headers else None
 
 
@@ -174,6 +174,11 @@ async def on_inferc_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientLeft):
         return Response(status_code=CLIENT_LEFT)
     return response_of(told(error))
+
+
+async def on_our_fault(request: Request, error: Exception) -> Response:
+    """Of what nobody expected; whoever calls the application hears of the error itself."""
+    return error_response(500, OUR_FAULT, "server_error")
 
 
 def error_of_http(error: HTTPException) -> Response:

@@ -17,7 +17,8 @@ from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
 from inferc.serve.access import Access
-from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_invalid
+from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_invalid, on_our_fault
+from inferc.serve.http_protocol import Protocol
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import Models
 from inferc.serve.openai_api import openai_routes
@@ -42,6 +43,7 @@ def make_app(models: Models, metrics: MetricsPage, access: Access, max_body_byte
     app.add_exception_handler(InfercError, on_inferc_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(Exception, on_our_fault)
 
     def ended(path: str, status: str) -> None:
         metrics.responses[path, status] += 1
@@ -64,7 +66,7 @@ class HttpServer(uvicorn.Server):
         """context: of TLS."""
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

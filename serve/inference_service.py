@@ -9,12 +9,13 @@ from contextlib import closing
 from dataclasses import replace
 
 from inferc.errors import RequestError
+from inferc.runtime.engine import EngineStats
 from inferc.runtime.step import Logprobs
 from inferc.serve import protocol
 from inferc.serve.access import CALLER
 from inferc.serve.embedding import embed
 from inferc.serve.kv_events import EventsOff
-from inferc.serve.models import Models, ServedModel
+from inferc.serve.models import ModelEntry, Models, ServedModel
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.streams import Piece
 
@@ -31,12 +32,14 @@ class InferenceService:
         protocol.check_known(request)
         model = self.models.get(request.model)
         engine = model.engine
-        params = replace(protocol.sampling_params(request.sampling, engine.facts.defaults), tap=request.tap)
+        defaults = CALLER.get().limits.defaults(engine.facts.defaults)
+        params = replace(protocol.sampling_params(request.sampling, defaults), tap=request.tap)
         model.check_open(params.n)  # before the work that a prompt is
         prompt = await self._prompt(model, request)
         prompt_logprobs: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
-            prompt_logprobs = (await model.score(prompt, top)).rows
+            name = protocol.request_id(request)
+            prompt_logprobs = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
         running = params.n
         # Closed also when the client went away or its deadline passed: the blocks come free at once.
@@ -75,11 +78,12 @@ class InferenceService:
         model = self.models.get(request.model)
         top = protocol.num_top(request, "top_logprobs", 1)
         ids = await self._prompt(model, request)
-        score = await model.score(ids, top, protocol.request_id(request))
+        score = await model.score(ids, top, protocol.request_id(request), request.cache_salt)
         return pb.ScoreResponse(token_ids=ids, logprobs=protocol.logprobs(score.rows))
 
     async def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         model = self.models.get(request.model)
+        _check_embeds(model)
         inputs: list[str | list[int]] = []
         for number, each in enumerate(request.inputs):
             kind = each.WhichOneof("input")
@@ -139,7 +143,7 @@ class InferenceService:
 
     async def get_loads(self, request: pb.GetLoadsRequest) -> pb.GetLoadsResponse:
         model = self.models.get(request.model)
-        stats = await model.engine.stats()
+        stats = await engine_stats(model)
         return pb.GetLoadsResponse(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -166,7 +170,7 @@ class InferenceService:
     async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(
             models=[
-                pb.ModelStatus(model=entry.name, state=entry.state, reason=entry.reason)
+                pb.ModelStatus(model=entry.name, state=entry.state, reason=reason_of(entry))
                 for entry in self.models.entries()
             ]
         )
@@ -208,6 +212,31 @@ class InferenceService:
             goes_on = isinstance(request, pb.GenerateRequest)
             return await model.encode_chat(protocol.chat_messages(request.chat), add_generation_prompt=goes_on)
         raise RequestError("the request has no prompt; set one of text, token_ids or chat")
+
+
+async def engine_stats(model: ServedModel) -> EngineStats:
+    """The engine's counters of now; of a model that sleeps all are 0. Raises EngineUnavailable."""
+    return EngineStats() if model.state == "asleep" else await model.engine.stats()
+
+
+def reason_of(entry: ModelEntry) -> str:
+    """Why a model is not served, as the caller may know it: why one cannot be loaded names files of the server."""
+    key = CALLER.get().key
+    if entry.state != "unloaded" or not entry.reason or (key is not None and key.admin):
+        return entry.reason
+    return "it cannot be loaded; the server's log has the details"
+
+
+def _check_embeds(model: ServedModel) -> None:
+    """Raise RequestError for a model that was made for vectors and is not run where they are made."""
+    if model.embeds or model.artifact.model.get("pooling") is None:
+        return
+    target, ranks = model.artifact.manifest["targets"][0], len(model.artifact.ranks)
+    found = f"target {target}" if ranks == 1 else f"target {target} in {ranks} ranks"
+    raise RequestError(
+        f"model {model.name} was made for vectors of texts, but compiled for {found} it makes none: that takes the cpu"
+        " target in one rank, and a last norm whose rows are floating-point numbers"
+    )
 
 
 def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.GenerateResponse:

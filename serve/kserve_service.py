@@ -16,6 +16,8 @@ import numpy as np
 from inferc.errors import InfercError, RequestError
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve import protocol
+from inferc.serve.access import CALLER
+from inferc.serve.inference_service import engine_stats, reason_of
 from inferc.serve.models import ModelEntry, Models, NotServed, ServedModel
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.statuses import told
@@ -44,6 +46,7 @@ DTYPES = {"BOOL": "?", "INT32": "<i4", "INT64": "<i8", "UINT32": "<u4", "UINT64"
 CONTENTS = {"BOOL": "bool", "INT32": "int", "INT64": "int64", "UINT32": "uint", "UINT64": "uint64", "BYTES": "bytes"}
 # Parameters of a request that are no sampling parameters: those that Triton's clients send for its own queue.
 TRITONS = ("sequence_id", "sequence_start", "sequence_end", "binary_data_output", "triton_enable_empty_final_response")
+MAX_AT_ONCE = 1024  # requests of one stream
 STATES = {"serving": "READY", "asleep": "READY", "loading": "LOADING", "starting": "LOADING", "unloading": "UNLOADING"}
 
 
@@ -98,7 +101,7 @@ class KServeService:
             model = self._model(request.name, request.version)
         except InfercError:
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=model.state in ("serving", "asleep"))
+        return pb.ModelReadyResponse(ready=model.is_ready)
 
     async def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         version = importlib.metadata.version("inferc")
@@ -137,6 +140,7 @@ class KServeService:
         return pb.ModelStatisticsResponse(model_stats=[await self._statistics(model) for model in models])
 
     async def repository_index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
+        self._check_repository(request.repository_name)
         entries = [
             pb.RepositoryIndexResponse.ModelIndex(
                 name=entry.name, version=VERSION, state=STATES.get(entry.state, "UNAVAILABLE"), reason=_reason(entry)
@@ -148,6 +152,7 @@ class KServeService:
         )
 
     async def repository_model_load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
+        self._check_repository(request.repository_name)
         if request.parameters:
             listed = ", ".join(sorted(request.parameters))
             raise RequestError(f"parameters {listed}: a model is loaded as it was compiled; leave them out")
@@ -157,8 +162,15 @@ class KServeService:
     async def repository_model_unload(
         self, request: pb.RepositoryModelUnloadRequest
     ) -> pb.RepositoryModelUnloadResponse:
+        self._check_repository(request.repository_name)
+        if others := sorted(set(request.parameters) - {"unload_dependents"}):  # no model has any
+            raise RequestError(f"parameters {', '.join(others)} are unknown; leave them out")
         await self.models.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
+
+    def _check_repository(self, name: str) -> None:
+        if name:
+            raise RequestError(f"repository_name is {name!r:.80}: models are known by their own names; leave it out")
 
     def _model(self, name: str, version: str) -> ServedModel:
         if version not in ("", VERSION):
@@ -166,7 +178,7 @@ class KServeService:
         return self.models.get(name)
 
     async def _statistics(self, model: ServedModel) -> pb.ModelStatistics:
-        metrics, stats = model.engine.metrics, await model.engine.stats()
+        metrics, stats = model.engine.metrics, await engine_stats(model)
         whole, first = metrics.e2e, metrics.ttft
         of_first = first.sum / first.count * whole.count if first.count else 0.0  # of those that ended
 
@@ -205,7 +217,9 @@ class KServeService:
 
         async def answer(request: pb.ModelInferRequest) -> None:
             try:
-                async with aclosing(self._stream(request)) as responses:
+                work = self._work(request)
+                # Around the wait for a slow client too: its time may be over in it.
+                async with deadline(work.timeout), aclosing(_responses(work)) as responses:
                     async for response in responses:
                         await ready.put(pb.ModelStreamInferResponse(infer_response=response))
             except Exception as error:  # noqa: BLE001 (of this request alone: the others go on)
@@ -218,6 +232,8 @@ class KServeService:
                 task = asyncio.create_task(answer(request))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+                while len(tasks) >= MAX_AT_ONCE:  # the client is not read meanwhile, and has to wait
+                    await asyncio.wait(set(tasks), return_when=asyncio.FIRST_COMPLETED)
             while tasks:
                 await asyncio.wait(set(tasks))
             await ready.put(None)
@@ -231,36 +247,13 @@ class KServeService:
                 task.cancel()
             await asyncio.gather(reading, *tasks, return_exceptions=True)
 
-    async def _stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        work = self._work(request)
-        async with deadline(work.timeout):
-            if not work.streams:
-                response = _response(work, await gather(_whole(work, prompt) for prompt in work.prompts))
-                response.parameters["triton_final_response"].bool_param = not work.marks_end
-                yield response
-            else:
-                if len(work.prompts) > 1:
-                    raise RequestError(
-                        f"text_input has {len(work.prompts)} texts; stream takes one, so send each alone"
-                    )
-                async with aclosing(_pieces(work, work.prompts[0])) as pieces:
-                    async for piece in pieces:
-                        response = _response(work, [piece])
-                        is_last = bool(piece.finish_reason) and not work.marks_end
-                        response.parameters["triton_final_response"].bool_param = is_last
-                        yield response
-        if work.marks_end:
-            response = pb.ModelInferResponse(id=work.id, model_name=work.model.name, model_version=VERSION)
-            response.parameters["triton_final_response"].bool_param = True
-            yield response
-
     def _work(self, request: pb.ModelInferRequest) -> _Work:
         """What is asked for. Raises RequestError."""
         protocol.check_known(request)
         model = self._model(request.model_name, request.model_version)
         inputs = _tensors(request)
         values, timeout = _sampling(request.parameters, inputs.get("sampling_parameters"))
-        params = from_request(values, model.engine.facts.defaults)
+        params = from_request(values, CALLER.get().limits.defaults(model.engine.facts.defaults))
         if params.n != 1:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
         model.check_open(1)
@@ -295,6 +288,27 @@ async def _next(
         return getting.result()
     finally:
         getting.cancel()
+
+
+async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    """Of one request of a stream."""
+    if not work.streams:
+        response = _response(work, await gather(_whole(work, prompt) for prompt in work.prompts))
+        response.parameters["triton_final_response"].bool_param = not work.marks_end
+        yield response
+    else:
+        if len(work.prompts) > 1:
+            raise RequestError(f"text_input has {len(work.prompts)} texts; stream takes one, so send each alone")
+        async with aclosing(_pieces(work, work.prompts[0])) as pieces:
+            async for piece in pieces:
+                response = _response(work, [piece])
+                is_last = bool(piece.finish_reason) and not work.marks_end
+                response.parameters["triton_final_response"].bool_param = is_last
+                yield response
+    if work.marks_end:
+        response = pb.ModelInferResponse(id=work.id, model_name=work.model.name, model_version=VERSION)
+        response.parameters["triton_final_response"].bool_param = True
+        yield response
 
 
 async def _pieces(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answer, None]:
@@ -342,6 +356,7 @@ def _tensors(request: pb.ModelInferRequest) -> dict[str, Any]:
             raise RequestError(f"input {name!r:.80} is unknown; known: {', '.join(known)}")
         if name in found:
             raise RequestError(f"input {name} is there twice")
+        _check_no_parameters(f"input {name}", tensor.parameters)
         allowed = ("INT32", "INT64", "UINT32", "UINT64") if known[name] == "INT32" else (known[name],)
         if kind not in allowed:
             raise RequestError(f"input {name}: found datatype {kind!r:.40}, expected {' or '.join(allowed)}")
@@ -357,6 +372,13 @@ def _tensors(request: pb.ModelInferRequest) -> dict[str, Any]:
             raise RequestError(f"input {name}: found {len(values)} values for the shape {list(tensor.shape)}")
         found[name] = values
     return found
+
+
+def _check_no_parameters(what: str, parameters: Mapping[str, pb.InferParameter]) -> None:
+    """A client that asks for its tensors in shared memory, or for classes, would take something else for them."""
+    if parameters:
+        listed = ", ".join(sorted(parameters))
+        raise RequestError(f"{what}: parameters {listed:.150} are not known here (no shared memory, no classification)")
 
 
 def _from_raw(name: str, kind: str, data: bytes) -> list[Any]:
@@ -420,7 +442,9 @@ def _sampling(
     timeout = None
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
-        value = None if choice is None else getattr(parameter, choice)
+        if choice is None:
+            raise RequestError(f"parameter {name:.80} has no value of a kind that this server knows; leave it out")
+        value = getattr(parameter, choice)
         if name == "timeout":  # microseconds
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise RequestError(f"parameter timeout is {value!r:.40}; expected microseconds")
@@ -442,6 +466,8 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     for name in asked:
         if name not in known:
             raise RequestError(f"output {name!r:.80} is unknown; known: {', '.join(known)}")
+    for output in request.outputs:
+        _check_no_parameters(f"output {output.name}", output.parameters)
     return asked or ("text_output",)
 
 
@@ -473,4 +499,4 @@ def _add_numbers(response: pb.ModelInferResponse, name: str, values: Sequence[in
 
 
 def _reason(entry: ModelEntry) -> str:
-    return entry.reason or ("" if entry.state in STATES else entry.state)
+    return reason_of(entry) or ("" if entry.state in STATES else entry.state)

@@ -279,6 +279,12 @@ METRICS: tuple[Shown, ...] = (
         _one(lambda known: known.model.supervisor.num_restarts),
     ),
     Shown(
+        "inferc_model_swaps_total",
+        "counter",
+        "How often the model was put to sleep for another to be awake (--max-awake).",
+        _one(lambda known: known.model.supervisor.num_swaps),
+    ),
+    Shown(
         "inferc_model_state",
         "gauge",
         "1 for the state that the model is in.",

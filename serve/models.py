@@ -26,6 +26,7 @@ from inferc.runtime.text import Text
 from inferc.serve.access import CALLER, Caller, RateLimited
 from inferc.serve.admission import WITHIN
 from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, State
+from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
@@ -81,7 +82,8 @@ class ModelOptions:
     max_sequences: int = MAX_SEQUENCES
     max_queue_seconds: float | None = None  # until the first token; who would wait longer is refused
     hang_seconds: float = HANG_SECONDS
-    drain_seconds: float = 30.0  # for running requests to end when a model is unloaded
+    drain_seconds: float = 30.0  # for running requests to end when a model is unloaded, or makes room for another
+    max_awake: int | None = None  # models that are awake at once; others sleep until they are asked for
     objectives: Objectives = dataclasses.field(default_factory=Objectives)  # of goodput
     log_format: LogFormat = "text"
     log_requests: bool = False  # each that is over, at INFO
@@ -109,6 +111,7 @@ class ServedModel:
         kv_events: KvEventLog | None,
         on_state: Callable[[], None],
         tracing: Tracing | None = None,
+        places: Places | None = None,
         launch: Callable[..., EngineProcess] = EngineProcess,
     ) -> None:
         config = options.engine
@@ -145,7 +148,7 @@ class ServedModel:
 
             return launch(arguments, on_stop=stopped, on_kv_events=on_kv_events, log_format=options.log_format)
 
-        self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state())
+        self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state(), places)
 
     @property
     def name(self) -> str:
@@ -225,13 +228,13 @@ class ServedModel:
             caller.end(0)
             raise
 
-    async def score(self, token_ids: Sequence[int], num_top: int, request_id: str = "") -> Score:
+    async def score(self, token_ids: Sequence[int], num_top: int, request_id: str = "", cache_salt: str = "") -> Score:
         """AsyncEngine.score within what the caller may."""
         caller = CALLER.get()
-        self._begin(caller, len(token_ids), SamplingParams(max_tokens=1))
+        params = self._begin(caller, len(token_ids), SamplingParams(max_tokens=1, cache_salt=cache_salt))
         try:
             async with deadline(caller.limits.max_request_seconds):
-                return await self.engine.score(token_ids, num_top, request_id, caller.name)
+                return await self.engine.score(token_ids, num_top, request_id, caller.name, params.cache_salt)
         finally:
             caller.end(0)
 
@@ -268,6 +271,11 @@ class ServedModel:
     @property
     def state(self) -> State:
         return self.engine.state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it answers, though it may have to wake for it."""
+        return self.state in ("serving", "asleep") or self.supervisor.is_waking
 
     async def start(self) -> None:
         """The longest parts at once: the tokenizer here, the weights in the engine's process. Raises what fails."""
@@ -326,6 +334,7 @@ class Models:
         self._reasons: dict[str, str] = {}  # why the last try to load it failed
         self._locks: dict[str, asyncio.Lock] = {}
         self._logs: dict[str, KvEventLog] = {}
+        self._places = Places(options.max_awake, options.drain_seconds)
 
     # -------------------------------------------------------------------------------------------- look-ups
 
@@ -348,8 +357,8 @@ class Models:
     @property
     def is_serving(self) -> bool:
         """Whether requests are taken, by at least one model, and by all that shall be awake."""
-        states = [model.state for model in self._served.values()]
-        return bool(states) and all(state in ("serving", "asleep") for state in states)
+        models = self.served
+        return bool(models) and all(model.is_ready for model in models)
 
     @property
     def is_broken(self) -> bool:
@@ -425,7 +434,8 @@ class Models:
     async def _load(self, source: ModelSource) -> ServedModel:
         artifact = await asyncio.to_thread(load_artifact, source.path)
         events = self.event_log(source.name) if self.options.engine.kv_events else None
-        model = ServedModel(source, artifact, self._options_of(source.name), events, self.on_change, self._tracing)
+        options = self._options_of(source.name)
+        model = ServedModel(source, artifact, options, events, self.on_change, self._tracing, self._places)
         await model.start()
         return model
 

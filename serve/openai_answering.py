@@ -12,6 +12,7 @@ from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
 from inferc.runtime.sampling_params import SamplingParams, from_request
+from inferc.serve.access import CALLER
 from inferc.serve.models import ServedModel
 from inferc.serve.openai_chunks import add_piece
 from inferc.serve.streams import Piece, Stream
@@ -24,7 +25,9 @@ class Answering:
     def __init__(self, model: ServedModel, request: OpenAIRequest, request_id: str = "") -> None:
         """Raises RequestError for sampling parameters that are none, and as AsyncEngine.check_open."""
         self.model, self.request = model, request
-        self.params: SamplingParams = from_request(request.sampling, model.engine.facts.defaults)
+        self.params: SamplingParams = from_request(
+            request.sampling, CALLER.get().limits.defaults(model.engine.facts.defaults)
+        )
         self._request_id = request_id
         self._news = asyncio.Event()
         self._streams: list[Stream] = []
@@ -102,7 +105,7 @@ class Answering:
         request = self.request
         text = ""
         if request.echo:
-            text = prompt if isinstance(prompt, str) else self.model.decode(ids, skip_special_tokens=False)
+            text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.model.decode, ids, False)
         top = request.prompt_logprobs
         if request.echo and self.params.logprobs is not None:
             top = max(self.params.logprobs, top or 0)
@@ -112,5 +115,5 @@ class Answering:
             if not ids:
                 raise RequestError("prompt: it is empty; give at least one token")
             return EchoedPrompt(text, ids, [])
-        score = await self.model.score(ids, max(top, 1))
+        score = await self.model.score(ids, max(top, 1), cache_salt=self.params.cache_salt)
         return EchoedPrompt(text, ids, score.rows if top else [replace(row, top=()) for row in score.rows])

@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.metadata
 import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from inferc.errors import RequestError
-from inferc.runtime.openai_answer import response_body
-from inferc.runtime.openai_request import CHAT, COMPLETIONS, EMBEDDINGS, embedding_inputs, parse_request
+from inferc.runtime.openai_answer import Answer, response_body
+from inferc.runtime.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    OpenAIRequest,
+    embedding_inputs,
+    parse_request,
+)
 from inferc.serve.embedding import embed
+from inferc.serve.http_answers import STREAMED, Json, answered
 from inferc.serve.http_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
-from inferc.serve.http_edge import ClientLeft, Receive, Scope, Send, body_of, while_client_waits
+from inferc.serve.http_edge import body_of, while_client_waits
 from inferc.serve.models import Models, NotServed, ServedModel
 from inferc.serve.openai_answering import Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
+from inferc.serve.responses_api import responses_routes
 from inferc.serve.streams import Piece
 
 OWNER = "inferc"
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}
-}
-
-
-class Json(Response):
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
-
-
-class Events(Response):
-    """Server-sent events. The first one was made before the headers are sent, so an error before it is no stream."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._first, self._rest = first, rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with while_client_waits(receive), aclosing(self._rest) as rest:
-                await send({"type": "http.response.body", "body": self._first, "more_body": True})
-                async for data in rest:
-                    # Waits while the client does not read; the streams gather what comes meanwhile.
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except ClientLeft:
-            return
 
 
 def openai_routes(models: Models) -> APIRouter:
@@ -74,6 +53,8 @@ def openai_routes(models: Models) -> APIRouter:
         """Answer a conversation, by the model's chat template."""
         return await _generate(models, CHAT, body, request)
 
+    routes.include_router(responses_routes(models))
+
     @routes.post(EMBEDDINGS, tags=["openai"], response_model=None)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """Vectors of texts, where the model makes them."""
@@ -81,8 +62,10 @@ def openai_routes(models: Models) -> APIRouter:
         form = body.encoding_format or "float"
         if form not in ("float", "base64"):
             raise RequestError(f"encoding_format is {form!r:.40}; expected float or base64")
+        inputs = embedding_inputs(body.input, body.said())
+        request.scope["started"]()  # what follows waits for the engine
         async with while_client_waits(request.receive):
-            vectors = await embed(model, embedding_inputs(body.input), body.dimensions)
+            vectors = await embed(model, inputs, body.dimensions)
         rows: list[Any] = vectors.values.tolist()
         if form == "base64":
             rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors.values]
@@ -106,29 +89,31 @@ def openai_routes(models: Models) -> APIRouter:
     # ---------------------------------------------------------------------------------------------- text
 
     @routes.post("/tokenize", tags=["text"])
-    async def tokenize(body: TokenizeBody) -> Json:
+    async def tokenize(body: TokenizeBody, http: Request) -> Json:
         """Token ids of a prompt or a conversation, as the model would get them."""
         model = models.get(body.model or "")
+        http.scope["started"]()
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: expected one of prompt and messages")
         if body.prompt is not None:
             ids = await model.encode(body.prompt, body.add_special_tokens is not False, is_prompt=False)
         else:
-            request = parse_request(CHAT, {"messages": body.messages}, is_served=True)
-            goes_on: Any = body.add_generation_prompt is not False
+            request = parse_request(CHAT, body.said(), is_served=True)
             messages: Any = request.prompts[0]
-            ids = await model.encode_chat(messages, is_prompt=False, add_generation_prompt=goes_on)
+            ids = await model.encode_chat(messages, is_prompt=False, **request.template)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = [model.engine.text.token_bytes(token).decode(errors="replace") for token in ids]
         return Json(found)
 
     @routes.post("/detokenize", tags=["text"])
-    async def detokenize(body: DetokenizeBody) -> Json:
+    async def detokenize(body: DetokenizeBody, http: Request) -> Json:
         """The text of token ids."""
         model = models.get(body.model or "")
+        http.scope["started"]()
         skip = bool(body.skip_special_tokens)
-        return Json({"prompt": model.decode(body.tokens, skip_special_tokens=skip)})
+        # In a thread, as there may be millions of them.
+        return Json({"prompt": await asyncio.to_thread(model.decode, body.tokens, skip)})
 
     @routes.get("/tokenizer_info", tags=["text"])
     async def tokenizer_info(model: str = "") -> Json:
@@ -181,61 +166,59 @@ def _model(model: ServedModel) -> dict[str, Any]:
 async def _generate(models: Models, url: str, body: Sampling, http: Request) -> Response:
     model = models.get(body.model or "")
     request = parse_request(url, body.said(), is_served=True)
-    prefix = "chatcmpl" if request.kind == "chat" else "cmpl"
-    given = http.scope["request_id"]
-    name = secrets.token_hex(12)
-    # A client may use its id for several requests; the engine's are one by one.
-    answering = Answering(model, request, f"{prefix}-{given}-{name[:8]}" if given else f"{prefix}-{name}")
-    http.scope["started"]()  # what follows waits for others: threads, the engine
-    created = int(time.time())
-    is_handed_over = False
-    try:
-        async with while_client_waits(http.receive):
-            await answering.start()
-            if not body.stream:
-                answers = await answering.answers()
-                found = response_body(request, answers, name, model.name, created, answering.token)
-                return Json({**found, "system_fingerprint": model.fingerprint})
-            head = {
-                "id": f"{prefix}-{name}",
-                "created": created,
-                "model": model.name,
-                "system_fingerprint": model.fingerprint,
-            }
-            events = _events(answering, head, body)
-            first = await anext(events)
-        is_handed_over = True
-        return Events(first, events)
-    finally:
-        if not is_handed_over:
+    form = _Completions(secrets.token_hex(12), int(time.time()), model, body)
+    return await answered(http, model, request, form.id_of(request), form, bool(body.stream))
+
+
+@dataclass(frozen=True)
+class _Completions:
+    """Completions and chats: an object, or its chunks. name: makes its id."""
+
+    name: str
+    created: int
+    model: ServedModel
+    body: Sampling
+
+    def id_of(self, request: OpenAIRequest) -> str:
+        return f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{self.name}"
+
+    def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
+        found = response_body(answering.request, answers, self.name, self.model.name, self.created, answering.token)
+        return {**found, "system_fingerprint": self.model.fingerprint}
+
+    async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """The stream's events; what is wrong before the first of them is raised, later it is an event of its own."""
+        head = {
+            "id": self.id_of(answering.request),
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
+        }
+        options = self.body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        continuous = options is not None and bool(options.continuous_usage_stats)
+        chunks = Chunks(answering.request, head, answering.token, with_usage, continuous)
+        counts: dict[int, int] = {}
+        has_begun = False
+        try:
+            if not answering.request.generates:
+                last, count = Piece(0, "", [], "length", []), answering.params.n
+                for index in range(len(answering.request.prompts) * count):
+                    number = index // count
+                    usage = answering.usage(counts)[number] if continuous else None
+                    yield chunks.of(index, last, answering.echoed(number), usage)
+            async with aclosing(answering.pieces()) as pieces:
+                async for number, index, piece in pieces:
+                    counts[number] = counts.get(number, 0) + len(piece.token_ids)
+                    usage = answering.usage(counts)[number] if continuous else None
+                    yield chunks.of(index, piece, answering.echoed(number), usage)
+                    has_begun = True
+            if with_usage:
+                yield chunks.usage(answering.usage(counts))
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield event(body_of(error))
+        finally:
             answering.close()
-
-
-async def _events(answering: Answering, head: dict[str, Any], body: Sampling) -> AsyncGenerator[bytes, None]:
-    """The stream's events; what is wrong before the first of them is raised, later it is an event of its own."""
-    options = body.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
-    chunks = Chunks(answering.request, head, answering.token, with_usage, continuous)
-    counts: dict[int, int] = {}
-    has_begun = False
-    try:
-        if not answering.request.generates:
-            for number in range(len(answering.request.prompts)):
-                last = Piece(0, "", [], "length", [])
-                yield chunks.of(number, last, answering.echoed(number), answering.usage(counts)[number])
-        async with aclosing(answering.pieces()) as pieces:
-            async for number, index, piece in pieces:
-                counts[number] = counts.get(number, 0) + len(piece.token_ids)
-                usage = answering.usage(counts)[number] if continuous else None
-                yield chunks.of(index, piece, answering.echoed(number), usage)
-                has_begun = True
-        if with_usage:
-            yield chunks.usage(answering.usage(counts))
-    except Exception as error:
-        if not has_begun:
-            raise
-        yield event(body_of(error))
-    finally:
-        answering.close()
-    yield DONE
+        yield DONE

@@ -62,7 +62,8 @@ class Chunks:
             self._begun.add(index)
             if self._is_chat:
                 body = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                first = self._dump(index, body, usage)
+                more = self._prompt(prompt) if prompt is not None and len(self._begun) == 1 else {}
+                first = self._dump(index, body, usage, more)
             elif prompt is not None:
                 first = self._echo(index, prompt, usage)
         if piece.logprobs or self._request.return_token_ids:
@@ -84,9 +85,13 @@ class Chunks:
     def _usage(self, answer: Answer | None) -> bytes:
         return b',"usage":' + msgspec.json.encode(usage_body([answer])) if answer is not None else b""
 
-    def _dump(self, index: int, body: Mapping[str, Any], usage: Answer | None) -> bytes:
+    def _dump(
+        self, index: int, body: Mapping[str, Any], usage: Answer | None, more: Mapping[str, Any] | None = None
+    ) -> bytes:
+        """more: fields beside `choices`."""
         encoded = b"," + msgspec.json.encode(body)[1:]
-        return b"".join((self._start, b"%d" % index, encoded, b"]", self._usage(usage), self._end))
+        beside = b"," + msgspec.json.encode(more)[1:-1] if more else b""
+        return b"".join((self._start, b"%d" % index, encoded, b"]", beside, self._usage(usage), self._end))
 
     def _echo(self, index: int, prompt: EchoedPrompt, usage: Answer | None) -> bytes:
         """The prompt, before all else."""
@@ -97,11 +102,16 @@ class Chunks:
         }
         if self._request.echo and prompt.rows is not None:
             body["logprobs"] = self._completion_logprobs(index, prompt.scored)
+        return self._dump(index, {**body, **self._prompt(prompt)}, usage)
+
+    def _prompt(self, prompt: EchoedPrompt) -> dict[str, Any]:
+        """What is told of the prompt beside its text: of a completion by the choice, of a chat by the whole answer."""
+        found: dict[str, Any] = {}
         if self._request.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_rows(prompt, self._token)
+            found["prompt_logprobs"] = prompt_rows(prompt, self._token)
         if self._request.return_token_ids:
-            body["prompt_token_ids"] = list(prompt.token_ids)
-        return self._dump(index, body, usage)
+            found["prompt_token_ids"] = list(prompt.token_ids)
+        return found
 
     def _body(self, index: int, piece: Piece) -> dict[str, Any]:
         rows: Any = None

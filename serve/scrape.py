@@ -33,11 +33,11 @@ class Endpoint:
     @staticmethod
     def parse(text: str, api_key: str | None = None, ca: str | None = None) -> Endpoint:
         """Raises ConfigError for what is no endpoint."""
-        parts = urlsplit(text if "://" in text else f"http://{text}")
         try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
             port, is_port = parts.port, True
         except ValueError:
-            port, is_port = None, False
+            parts, port, is_port = urlsplit(""), None, False
         if not is_port or parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
             raise ConfigError(f"{text}: expected the HTTP endpoint of a server, HOST:PORT or http(s)://HOST:PORT")
         is_tls = parts.scheme == "https"
@@ -64,6 +64,8 @@ class Endpoint:
                 return answer.status, answer.read()
             finally:
                 connection.close()
+        except ValueError:  # a line break in it, say
+            raise ConfigError(f"{self}: the API key cannot be sent; is it whole, and nothing else?") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise InfercError(f"{self}: no server answers ({reason}); is this its HTTP endpoint?") from None
@@ -87,7 +89,10 @@ class Page:
             raise InfercError(f"{endpoint}: the server wants an API key; give --api-key, or set INFERC_API_KEY")
         if status != 200:
             raise InfercError(f"{endpoint}: /metrics answered with status {status}; expected a server of inferc's")
-        page = Page.parse(body.decode(errors="replace"), start + seconds, seconds)
+        try:
+            page = Page.parse(body.decode(errors="replace"), start + seconds, seconds)
+        except ValueError:
+            page = Page(start, seconds, {})
         if "inferc_requests_open" not in page.samples and "inferc_event_loop_lag_seconds" not in page.samples:
             raise InfercError(f"{endpoint}: /metrics is not that of an inferc server")
         return page

@@ -23,6 +23,7 @@ from inferc.serve.grpc_server import GrpcServer
 from inferc.serve.kv_events import KvPublisherConfig
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import ModelOptions, Models, ModelSource
+from inferc.serve.open_files import allow_open_files
 
 if TYPE_CHECKING:
     from inferc.serve.http_server import HttpServer
@@ -120,6 +121,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
 
 async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
     loop = asyncio.get_running_loop()
+    allow_open_files(config.options.max_sequences * max(1, len(config.models)))
     signals: Signals = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)

@@ -30,6 +30,10 @@ class EngineUnavailable(InfercError):
         self.retry_after = retry_after
 
 
+class NoPlace(EngineUnavailable):
+    """The model sleeps, and none of those that are awake made room in time."""
+
+
 class QueueFull(InfercError):
     """Too many sequences are running or waiting. retry_after: seconds until there may be room."""
 
@@ -79,7 +83,7 @@ class EngineLike(Protocol):
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str: ...
 
-    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str: ...
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str: ...
 
     def abort(self, request_id: str, index: int | None = None) -> None: ...
 
@@ -169,7 +173,7 @@ class Stream:
         outcome: Outcome = "left"
         if isinstance(self._error, RequestAborted):
             outcome = "aborted"
-        elif isinstance(self._error, RequestError | ObjectiveError | QueueFull):
+        elif isinstance(self._error, RequestError | ObjectiveError | QueueFull | NoPlace):
             outcome = "refused"
         elif self._error is not None:
             outcome = "error"
@@ -315,6 +319,7 @@ class Errand(Generic[Result]):
         self.owner = owner
         self.engine_id = ""
         self.num_starts = 0
+        self.opened_at = time.monotonic()
         self._engine, self._send, self._found = engine, send, found
         self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 

@@ -9,14 +9,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Protocol
 
 from inferc.errors import InfercError
 from inferc.runtime.engine_loop import Event, Stats
 from inferc.serve.async_engine import AsyncEngine, State
-from inferc.serve.streams import EngineLike, EngineUnavailable
+from inferc.serve.awake import NotWanted, Places
+from inferc.serve.streams import EngineLike, EngineUnavailable, NoPlace
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ Launch = Callable[[Callable[[str], None]], EngineProcessLike]
 class Supervisor:
     """Runs the engine of one AsyncEngine. launch starts a process, and gets whom to tell, on any thread, that it stopped.
 
-    on_state hears of every change of the engine's state.
+    on_state hears of every change of the engine's state. places: of which it takes one while there is an engine.
     """
 
     def __init__(
@@ -52,9 +53,17 @@ class Supervisor:
         launch: Launch,
         hang_seconds: float = HANG_SECONDS,
         on_state: Callable[[State], None] = lambda state: None,
+        places: Places | None = None,
     ) -> None:
         self.engine = engine
         self.num_restarts = 0
+        self.num_swaps = 0  # sleeps that made room for another
+        self.is_waking = False  # started because it was asked for: it was well when it went to sleep
+        self._places = places or Places()
+        self._room_asked = asyncio.Event()
+        self.is_leaving = False  # the engine ends, for a sleep
+        self._num_waking = 0  # who waits in `wake`
+        self._refusal: NoPlace | None = None  # why it was not woken
         self._launch = launch
         self._hang_seconds = hang_seconds
         self._on_state = on_state
@@ -67,10 +76,15 @@ class Supervisor:
         self._deaths: deque[float] = deque()
         self._task: asyncio.Task[None] | None = None
         engine.wanted = self._wake.set
+        engine.rested = self._places.look
 
     async def start(self) -> None:
-        """Start the engine and return when it takes requests. Raises what it cannot start for."""
-        await self._start_process()
+        """Start the engine and return when it takes requests; without a place for it, let it sleep until it is asked for. Raises
+        what it cannot start for."""
+        if self._places.take_free(self):
+            await self._start_process()
+        else:
+            self._detach("asleep")
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -81,6 +95,7 @@ class Supervisor:
                 await self._task
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
+        self._places.leave(self)
 
     async def sleep(self) -> None:
         """Let running requests end, then give the engine's memory back. The next request wakes it."""
@@ -92,26 +107,53 @@ class Supervisor:
         await self._wait_for("asleep")
 
     async def wake(self) -> None:
-        """Return when the engine takes requests. Raises EngineUnavailable if it is gone for good."""
+        """Return when the engine takes requests. Raises EngineUnavailable if it is gone for good, or has no place in time."""
         self._sleep_asked.clear()
-        if self.engine.state == "asleep":
-            self._wake.set()
-        await self._wait_for("serving")
+        self._refusal = None
+        self._num_waking += 1
+        try:
+            if self.engine.state == "asleep":
+                self._wake.set()
+            await self._wait_for("serving")
+        finally:
+            self._num_waking -= 1
+            self._places.look()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the engine."""
+        return bool(self.engine.num_requests or self._num_waking)
+
+    def make_room(self) -> None:
+        """Begin nothing more, and sleep when what runs is over, for another to be awake."""
+        self.engine.hold()
+        self._room_asked.set()
+
+    def stay_awake(self) -> None:
+        """Take `make_room` back, unless it sleeps by now."""
+        self._room_asked.clear()
+        self.engine.release()
 
     async def _wait_for(self, state: State) -> None:
         while self.engine.state != state:
             if self.engine.state in ("dead", "draining"):
                 raise EngineUnavailable(self.engine.reason or f"the engine is {self.engine.state}")
+            if state == "serving" and self._refusal is not None:
+                raise self._refusal
             self._changed.clear()
             await self._changed.wait()
 
     # -------------------------------------------------------------------------------------------- the task
 
     async def _run(self) -> None:
+        if self.engine.client is None and not await self._wake_up():
+            return
         while True:
             why = await self._watch()
             if why is None:
                 await self._sleep()
+                if not await self._wake_up():
+                    return
                 continue
             now = time.monotonic()
             self._deaths.append(now)
@@ -132,6 +174,7 @@ class Supervisor:
                 )
                 log.error("%s", reason)
                 self._detach("dead", reason)
+                self._places.leave(self)
                 return False
             pause = FIRST_PAUSE_SECONDS if len(self._deaths) == 1 else 0.5 * 2 ** (len(self._deaths) - 2)
             await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
@@ -172,10 +215,9 @@ class Supervisor:
         assert process is not None
         self._ping(process, answered)
         while process.stopped is None:
-            if self._sleep_asked.is_set() and self.engine.num_requests == 0:
+            if self._shall_sleep and self.engine.is_at_rest:
                 return None
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._next_event(), PING_SECONDS)
+            await self._next_event(PING_SECONDS)
             now = time.monotonic()
             if answered.is_set():
                 answered, asked = asyncio.Event(), now
@@ -186,12 +228,20 @@ class Supervisor:
                 return reason
         return process.stopped
 
-    async def _next_event(self) -> None:
-        """Wait for the engine's end, or for what a sleep waits for."""
-        other = self.engine.wait_until_idle() if self._sleep_asked.is_set() else self._sleep_asked.wait()
-        waits: list[asyncio.Future[object]] = [asyncio.ensure_future(wait) for wait in (self._died.wait(), other)]
+    @property
+    def _shall_sleep(self) -> bool:
+        return self._sleep_asked.is_set() or self._room_asked.is_set()
+
+    async def _next_event(self, seconds: float) -> None:
+        """Wait at most this long for the engine's end, or for what a sleep waits for."""
+        events: list[Callable[[], Coroutine[None, None, bool]]] = [self._died.wait]
+        if self._shall_sleep:
+            events.append(self.engine.wait_until_at_rest)
+        else:
+            events += [self._sleep_asked.wait, self._room_asked.wait]
+        waits = [asyncio.ensure_future(wait()) for wait in events]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
@@ -206,22 +256,47 @@ class Supervisor:
             process.ask_stats(sink)
 
     async def _sleep(self) -> None:
-        """End the engine's process, and start another when a request wants one."""
+        """End the engine's process."""
         process = self._process
         assert process is not None
         self._wake.clear()
         self._sleep_asked.clear()
+        self.num_swaps += self._room_asked.is_set()
+        self._room_asked.clear()
+        self.is_leaving = True
         self._detach("asleep")
         await asyncio.to_thread(process.close)
-        await self._wake.wait()
+        self.is_leaving = False
+        self.engine.release()
+        self._places.leave(self)
+
+    async def _wake_up(self) -> bool:
+        """Start an engine when a request wants one and there is a place for it; False: it is given up."""
+        while True:
+            await self._wake.wait()
+            try:
+                await self._places.take(self)
+                break
+            except NotWanted:
+                self._wake.clear()
+            except NoPlace as error:
+                self._wake.clear()
+                self._refusal = error
+                self.engine.refuse_parked(error)
+                self._state_changed()
+        self.is_waking = True
         self._detach("starting")
         try:
             await self._start_process()
         except InfercError as error:
             self._deaths.append(time.monotonic())
             log.error("the engine does not wake: %s", error)
-            if not await self._start_again(f"the engine does not wake: {error}"):
-                await asyncio.Event().wait()  # it is given up; `close` ends this
+            self.is_waking = False
+            self._state_changed()
+            return await self._start_again(f"the engine does not wake: {error}")
+        finally:
+            self.is_waking = False
+        return True
 
     def _detach(self, state: State, reason: str = "") -> None:
         self.engine.detach(state, reason)
@@ -229,4 +304,5 @@ class Supervisor:
 
     def _state_changed(self) -> None:
         self._changed.set()
+        self._places.look()
         self._on_state(self.engine.state)

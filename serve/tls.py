@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from inferc.errors import ConfigError
@@ -49,11 +51,12 @@ class Certificates:
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
+        self._stamps = self._look()  # before they are read: what changes meanwhile is read again
         self._loaded = _load(files)
         if self._loaded.expires < datetime.now(timezone.utc):
             raise ConfigError(f"{files.cert}: the certificate expired on {self._loaded.expires:%Y-%m-%d}; renew it")
-        self._stamps = self._look()
         self._context = self._make_context()
+        self._read_at = 0.0  # when they were read again, in seconds since 1970
         # Handshakes begin with the first context, which hands them to the one of now.
         self._entrance = self._make_context()
         self._entrance.sni_callback = self._enter
@@ -90,6 +93,7 @@ class Certificates:
             self._loaded = before
             log.error("the certificates stay as they were: %s", error)
         else:
+            self._read_at = time.time()
             log.info("the certificates were read again; this one expires on %s", f"{self._loaded.expires:%Y-%m-%d}")
             self._warn()
         self._stamps = stamps
@@ -104,8 +108,14 @@ class Certificates:
         loaded = self._loaded
         return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.client_ca)
 
-    def _enter(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    def _enter(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> int | None:
+        # Who resumes a session shows no certificate again, and its authority may be none any more.
+        if self._files.client_ca is not None and connection.session_reused:
+            session = connection.session
+            if session is None or session.time <= self._read_at:
+                return int(ssl.ALERT_DESCRIPTION_ACCESS_DENIED)
         connection.context = self._context
+        return None
 
     def _make_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -116,6 +126,8 @@ class Certificates:
             if self._files.client_ca is not None:
                 context.load_verify_locations(self._files.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
+                context.num_tickets = 0  # no sessions to resume, as `_enter` cannot see those of TLS 1.3
+                context.options |= ssl.OP_NO_TICKET
         except OSError as error:
             raise ConfigError(f"{self._files.cert}: TLS cannot use it: {error.strerror or error}") from None
         return context
@@ -139,10 +151,14 @@ def _load(files: TlsFiles) -> _Loaded:
         raise ConfigError(f"{files.cert}: no certificate in PEM: {error}") from None
     try:
         private = load_pem_private_key(key, None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{files.key}: no private key in PEM without a password: {error}") from None
     forms = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if private.public_key().public_bytes(*forms) != certificates[0].public_key().public_bytes(*forms):
+    try:
+        public = certificates[0].public_key().public_bytes(*forms)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{files.cert}: its public key cannot be used: {error}") from None
+    if private.public_key().public_bytes(*forms) != public:
         raise ConfigError(
             f"{files.key} is not the key of the certificate in {files.cert}; give the pair that belongs together"
         )

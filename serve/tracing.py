@@ -8,7 +8,9 @@ request is over, of times that were noted, so that a token costs a request that 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 
@@ -25,6 +27,9 @@ from inferc.serve.metrics import Ended
 from inferc.serve.streams import StepNote, Stream
 from inferc.serve.trace_parent import TRACE_PARENT
 
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 3.0  # for what is left to leave; a collector that does not answer must not hold up the server's end
 MAX_STEPS = 512  # events of a request; a long answer's last steps are left out
 
 
@@ -34,7 +39,8 @@ class Tracing:
 
     def __init__(self, endpoint: str, ratio: float = 1.0) -> None:
         resource = Resource.create({"service.name": "inferc", "service.version": importlib.metadata.version("inferc")})
-        self._provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(ratio)))
+        sampler = ParentBased(TraceIdRatioBased(ratio))
+        self._provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer: Tracer = self._provider.get_tracer("inferc.serve")
@@ -84,8 +90,12 @@ class Tracing:
         span.end(_epoch_ns(now))
 
     def close(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
+        """Send what is left, within seconds."""
+        closing = threading.Thread(target=self._provider.shutdown, name="inferc-tracing-end", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            log.warning("the collector of traces does not answer: the last ones are lost")
 
     def _child(self, parent: Span, name: str, start: float, end: float, steps: Sequence[StepNote]) -> None:
         span = self._tracer.start_span(name, set_span_in_context(parent, Context()), start_time=_epoch_ns(start))

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,18 +29,20 @@ from inferc.cli_common import (
     print_json,
     progress,
 )
+from inferc.cli_top import ApiKey, Ca
 from inferc.errors import ConfigError, InfercError
 
 if TYPE_CHECKING:
     from inferc.runtime.batch_run import Backend, BatchRun
 
-ENDPOINT = re.compile(r"(\[[^\]]+\]|[^/\\\s:]+):\d{1,5}")
+ENDPOINT = re.compile(r"(?P<scheme>https?://)?(?P<address>(\[[^\]]+\]|[^/\\\s:]+):\d{1,5})/?")
 MAX_CONCURRENCY = 1024
 # Options of an engine in this process.
 OF_AN_ENGINE = (
     *("threads", "isa", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "pin", "deterministic"),
     *("prefix_cache", "policy"),
 )
+OF_A_SERVER = ("api_key", "ca")
 
 
 def batch(
@@ -61,7 +64,8 @@ def batch(
         typer.Option(
             "--engine",
             metavar="OUT|HOST:PORT",
-            help="An artifact, run in this process, or a running `inferc serve`, whose other clients go first.",
+            help="An artifact, run in this process, or the gRPC endpoint of a running `inferc serve` (with TLS:"
+            " https://HOST:PORT), whose other clients go first.",
         ),
     ],
     concurrency: Annotated[
@@ -85,6 +89,8 @@ def batch(
         bool,
         typer.Option("--force", help="Replace OUT.jsonl, and begin anew where OUT.jsonl.partial is of other requests."),
     ] = False,
+    api_key: ApiKey = None,
+    ca: Ca = None,
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_seqs: MaxSeqs = 64,
@@ -110,19 +116,18 @@ def batch(
 
     if concurrency is not None and not 1 <= concurrency <= MAX_CONCURRENCY:
         raise ConfigError(f"--concurrency {concurrency}: expected 1 to {MAX_CONCURRENCY}")
-    is_endpoint = ENDPOINT.fullmatch(engine) is not None and not Path(engine).exists()
+    endpoint = None if Path(engine).exists() else _Endpoint.parse(engine, api_key, ca)
     options = engine_options(
         *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache, policy)
     )
-    if is_endpoint:
-        _check_no_engine_options(ctx, engine)
+    _check_options(ctx, engine, endpoint)
     with progress("check") as report, BatchInput(source, report) as requests:
         if out.exists() and out.samefile(source):
             raise ConfigError(f"{out} is the file of requests; give the answers another name")
         with BatchOutput(out, requests.fingerprint, force) as answers:
             num_before = answers.totals.requests
             try:
-                with _backend(engine, is_endpoint, concurrency, options) as backend:
+                with _backend(engine, endpoint, concurrency, options) as backend:
                     run = BatchRun(requests, answers, backend, report)
                     run.run(requests.order(keep_order))
             except KeyboardInterrupt:
@@ -136,21 +141,48 @@ def batch(
     return 0
 
 
-def _check_no_engine_options(ctx: typer.Context, endpoint: str) -> None:
-    for name in OF_AN_ENGINE:
+@dataclass(frozen=True)
+class _Endpoint:
+    """A server's gRPC endpoint, and what it takes to be let in."""
+
+    address: str
+    is_tls: bool
+    api_key: str | None
+    ca: str | None
+
+    @staticmethod
+    def parse(text: str, api_key: str | None, ca: str | None) -> _Endpoint | None:
+        """None for what is no endpoint."""
+        found = ENDPOINT.fullmatch(text)
+        return None if found is None else _Endpoint(found["address"], found["scheme"] == "https://", api_key, ca)
+
+
+def _check_options(ctx: typer.Context, engine: str, endpoint: _Endpoint | None) -> None:
+    """Refuse options of the other kind of engine. A key from the environment is for whoever asks for one."""
+    names = OF_A_SERVER if endpoint is None else OF_AN_ENGINE
+    for name in names:
         source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} is of an engine in this process, and {endpoint} has its own; leave it out")
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        option = name.replace("_", "-")
+        if endpoint is None:
+            raise ConfigError(f"--{option} is for a server, and {engine} is run in this process; leave it out")
+        raise ConfigError(f"--{option} is of an engine in this process, and {engine} has its own; leave it out")
+    if endpoint is not None and endpoint.ca is not None and not endpoint.is_tls:
+        raise ConfigError(f"--ca is for TLS, which {engine} does without; write --engine https://{endpoint.address}")
 
 
 @contextmanager
-def _backend(engine: str, is_endpoint: bool, concurrency: int | None, options: dict[str, Any]) -> Iterator[Backend]:
-    if is_endpoint:
+def _backend(
+    engine: str, endpoint: _Endpoint | None, concurrency: int | None, options: dict[str, Any]
+) -> Iterator[Backend]:
+    if endpoint is not None:
+        from inferc.client import Tls
         from inferc.serve.batch_endpoint import EndpointBackend
 
-        with EndpointBackend(engine, concurrency) as endpoint:
-            yield endpoint
+        tls = Tls(ca=endpoint.ca) if endpoint.is_tls else None
+        with EndpointBackend(endpoint.address, concurrency, api_key=endpoint.api_key, tls=tls) as server:
+            yield server
         return
     from inferc.runtime.batch_run import LocalBackend
     from inferc.runtime.llm import LLM

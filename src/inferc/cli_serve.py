@@ -73,6 +73,15 @@ def serve(
         Path | None,
         typer.Option("--model-folder", metavar="DIR", help="Artifacts that clients may load by name while it runs."),
     ] = None,
+    max_awake: Annotated[
+        int | None,
+        typer.Option(
+            "--max-awake",
+            metavar="N",
+            help="Models that are awake at once; the others sleep. A request for one of these wakes it, and the one that"
+            " was used longest ago sleeps.",
+        ),
+    ] = None,
     api_keys: Annotated[
         Path | None,
         typer.Option("--api-keys", metavar="FILE", help="Let in who has a key of this file (`inferc keys create`)."),
@@ -213,6 +222,8 @@ def serve(
         raise ConfigError(f"--log-format {log_format}: expected text or json")
     if metrics_compat not in ("none", "vllm"):
         raise ConfigError(f"--metrics-compat {metrics_compat}: expected none or vllm")
+    if max_awake is not None and max_awake < 1:
+        raise ConfigError(f"--max-awake {max_awake}: expected 1 or more; leave it out for no limit")
     if max_body_bytes < 1:
         raise ConfigError(f"--max-body-bytes {max_body_bytes}: expected 1 or more")
     if max_queue_seconds is not None and not 0 <= max_queue_seconds < math.inf:
@@ -260,6 +271,7 @@ def serve(
             max_queue_seconds=max_queue_seconds,
             drain_seconds=drain_seconds,
             hang_seconds=hang_seconds,
+            max_awake=max_awake,
             log_format="json" if log_format == "json" else "text",
             log_requests=log_requests,
             objectives=Objectives(goodput_ttft_ms or None, goodput_tbt_ms or None),

@@ -30,6 +30,7 @@ from inferc.client_messages import (
     Score,
     ServerError,
     Tls,
+    Tries,
     completions,
     embed_request,
     error_of,
@@ -53,7 +54,7 @@ class Client:
     """A connection to one server. A prompt is a text, a list of token ids, or a list of chat messages.
 
     model: which of the server's models every call is for; the first one if it is empty.
-    timeout: seconds until a call must have ended, streams included; None for no limit.
+    timeout: seconds until a call must have ended, streams and all its tries included; None for no limit.
     retries: how often a call is tried again that the server could not take for now, as long as nothing of its answer
     has come. api_key: as `inferc keys create` printed it.
 
@@ -120,9 +121,12 @@ class Client:
         return self._pieces(generate_request(prompt, self.model, **options, **sampling))
 
     def _pieces(self, request: pb.GenerateRequest) -> Iterator[Piece]:
-        for attempt in range(self.retries + 1):
+        tries = Tries(self.retries, self.timeout)
+        while True:
             has_begun = False
-            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout, metadata=self._metadata)
+            call = self._stream("Generate", pb.GenerateResponse)(
+                request, timeout=tries.timeout, metadata=self._metadata
+            )
             try:
                 for message in call:
                     has_begun = True
@@ -130,19 +134,22 @@ class Client:
                 return
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
-                if has_begun or not self._waits(error, attempt):
+                pause = None if has_begun else tries.pause(error)
+                if pause is None:
                     raise error from None
             finally:
                 call.cancel()
+            time.sleep(pause)
 
     def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
         """As `generate`, with the same options, but whole: one Completion for each of the n outputs."""
         request = generate_request(prompt, self.model, **options)
         return completions(self._call("Complete", request, pb.CompleteResponse))
 
-    def score(self, prompt: Prompt, *, top_logprobs: int = 1) -> Score:
+    def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "") -> Score:
         """The log probability of each token of a text, with the likeliest ones of its place."""
-        answer = self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
+        request = score_request(prompt, self.model, top_logprobs, cache_salt)
+        answer = self._call("Score", request, pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
     def embed(self, inputs: Sequence[str | Sequence[int]], *, dimensions: int | None = None) -> list[list[float]]:
@@ -226,23 +233,17 @@ class Client:
         call = self._channel.unary_unary(
             f"/{SERVICE}/{method}", request_serializer=_serialize, response_deserializer=response.FromString
         )
-        attempt = 0
+        tries = Tries(self.retries, self.timeout)
         while True:
             try:
-                answer: Response = call(request, timeout=self.timeout, metadata=self._metadata)
+                answer: Response = call(request, timeout=tries.timeout, metadata=self._metadata)
                 return answer
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
-                if not self._waits(error, attempt):
+                pause = tries.pause(error)
+                if pause is None:
                     raise error from None
-            attempt += 1
-
-    def _waits(self, error: Exception, attempt: int) -> bool:
-        """Whether it is worth while to try again, after the pause that is made here."""
-        if attempt >= self.retries or not isinstance(error, ServerError) or not error.may_pass:
-            return False
-        time.sleep(error.pause(attempt))
-        return True
+            time.sleep(pause)
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
@@ -318,9 +319,12 @@ class AsyncClient:
         return self._pieces(generate_request(prompt, self.model, **options, **sampling))
 
     async def _pieces(self, request: pb.GenerateRequest) -> AsyncIterator[Piece]:
-        for attempt in range(self.retries + 1):
+        tries = Tries(self.retries, self.timeout)
+        while True:
             has_begun = False
-            call = self._stream("Generate", pb.GenerateResponse)(request, timeout=self.timeout, metadata=self._metadata)
+            call = self._stream("Generate", pb.GenerateResponse)(
+                request, timeout=tries.timeout, metadata=self._metadata
+            )
             try:
                 async for message in call:
                     has_begun = True
@@ -328,17 +332,20 @@ class AsyncClient:
                 return
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
-                if has_begun or not await self._waits(error, attempt):
+                pause = None if has_begun else tries.pause(error)
+                if pause is None:
                     raise error from None
             finally:
                 call.cancel()
+            await asyncio.sleep(pause)
 
     async def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
         request = generate_request(prompt, self.model, **options)
         return completions(await self._call("Complete", request, pb.CompleteResponse))
 
-    async def score(self, prompt: Prompt, *, top_logprobs: int = 1) -> Score:
-        answer = await self._call("Score", score_request(prompt, self.model, top_logprobs), pb.ScoreResponse)
+    async def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "") -> Score:
+        request = score_request(prompt, self.model, top_logprobs, cache_salt)
+        answer = await self._call("Score", request, pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
     async def embed(self, inputs: Sequence[str | Sequence[int]], *, dimensions: int | None = None) -> list[list[float]]:
@@ -404,22 +411,17 @@ class AsyncClient:
         call = self._channel.unary_unary(
             f"/{SERVICE}/{method}", request_serializer=_serialize, response_deserializer=response.FromString
         )
-        attempt = 0
+        tries = Tries(self.retries, self.timeout)
         while True:
             try:
-                answer: Response = await call(request, timeout=self.timeout, metadata=self._metadata)
+                answer: Response = await call(request, timeout=tries.timeout, metadata=self._metadata)
                 return answer
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
-                if not await self._waits(error, attempt):
+                pause = tries.pause(error)
+                if pause is None:
                     raise error from None
-            attempt += 1
-
-    async def _waits(self, error: Exception, attempt: int) -> bool:
-        if attempt >= self.retries or not isinstance(error, ServerError) or not error.may_pass:
-            return False
-        await asyncio.sleep(error.pause(attempt))
-        return True
+            await asyncio.sleep(pause)
 
 
 async def _async_batches(call: Any) -> AsyncIterator[pb.KvEventBatch]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,26 @@ class ServerError(InfercError):
         all clients come back at once."""
         wanted = self.retry_after if self.retry_after is not None else FIRST_PAUSE_SECONDS * 2.0**attempt
         return min(wanted, MAX_PAUSE_SECONDS) * random.uniform(0.8, 1.2)
+
+
+class Tries:
+    """How often one call is tried, and how long in all: `timeout` is what is left for the next try, in seconds."""
+
+    def __init__(self, retries: int, timeout: float | None) -> None:
+        self._retries, self._count = retries, 0
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def timeout(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def pause(self, error: Exception) -> float | None:
+        """Seconds to wait before another try is worth while; None: it is not, or there is no time for it."""
+        if self._count >= self._retries or not isinstance(error, ServerError) or not error.may_pass:
+            return None
+        pause, left = error.pause(self._count), self.timeout
+        self._count += 1
+        return None if left is not None and pause >= left else pause
 
 
 @dataclass(frozen=True)
@@ -126,10 +148,10 @@ def generate_request(prompt: Prompt, model: str, **options: Any) -> pb.GenerateR
         raise RequestError(f"the request cannot be sent: {error}") from None
 
 
-def score_request(prompt: Prompt, model: str, top_logprobs: int) -> pb.ScoreRequest:
+def score_request(prompt: Prompt, model: str, top_logprobs: int, cache_salt: str) -> pb.ScoreRequest:
     """Raises RequestError for what is no request."""
     try:
-        return pb.ScoreRequest(model=model, top_logprobs=top_logprobs, **_prompt(prompt))
+        return pb.ScoreRequest(model=model, top_logprobs=top_logprobs, cache_salt=cache_salt, **_prompt(prompt))
     except (TypeError, ValueError) as error:
         raise RequestError(f"the request cannot be sent: {error}") from None
 
@@ -165,8 +187,11 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
     for name in values:
         if name not in known:
             raise RequestError(f"unknown sampling parameter {name}; known: {', '.join(known)}")
+    said = {name: value for name, value in values.items() if value is not None}
+    if isinstance(said.get("stop"), str):  # which protobuf would take for a list of its characters
+        said["stop"] = [said["stop"]]
     try:
-        return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
+        return pb.SamplingParams(**said)
     except (TypeError, ValueError) as error:
         raise RequestError(f"sampling: {error}") from None
 
@@ -211,5 +236,14 @@ def error_of(error: grpc.RpcError) -> InfercError:
     metadata: Any = error.trailing_metadata() or ()  # the stubs give its entries no type
     for name, value in metadata:
         if name == "retry-after":
-            retry_after = float(value)
+            retry_after = _seconds(value)
     return ServerError(code.name, details, retry_after)
+
+
+def _seconds(value: str | bytes) -> float | None:
+    """None for what is none: a proxy may write a date."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None

@@ -12,10 +12,11 @@ tomllib = pytest.importorskip("tomllib")  # of Python 3.11
 def test_flags_before_environment_before_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(
-        'models = ["a=x", "b=y"]\nmax-num-seqs = 3\nmax_n = 4\ngrpc-port = 5\nhttp = false\ntap = ["p", "q"]\npin = true\n'
+        'models = ["a=x", "b=y"]\nmax-num-seqs = 3\nmax_n = 4\ngrpc-port = 5\nhttp = false\nmax-awake = 2\ntap = ["p", "q"]\npin = true\n'
     )
     command = [*INFERC, "serve", "--config", str(file), "--max-num-seqs", "9", "--tap-out", "t", "--print-config"]
-    environment = {**ENV, "INFERC_SERVE_MAX_NUM_SEQS": "8", "INFERC_SERVE_MAX_N": "7", "INFERC_SERVE_HTTP_PORT": "6"}
+    variables = {"MAX_NUM_SEQS": "8", "MAX_N": "7", "HTTP_PORT": "6", "MAX_AWAKE": "1"}
+    environment = {**ENV, **{f"INFERC_SERVE_{name}": value for name, value in variables.items()}}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found = tomllib.loads(done.stdout)
     sources = {line.split(" =")[0].removeprefix("# "): line.rpartition("# ")[2] for line in done.stdout.splitlines()}
@@ -25,6 +26,7 @@ def test_flags_before_environment_before_file(tmp_path: Path) -> None:
         ("max-n", 7, "environment"),
         ("http-port", 6, "environment"),
         ("grpc-port", 5, "file"),
+        ("max-awake", 1, "environment"),
         ("http", False, "file"),
         ("pin", True, "file"),
         ("tap", ["p", "q"], "file"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pty
 import select
@@ -11,6 +12,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +22,8 @@ from loads import load, stuttering
 from serving import ENV, INFERC, Server, run_inferc
 
 from inferc.client import Client
+from inferc.errors import ConfigError, InfercError
+from inferc.serve.diagnosis import Objectives, diagnose
 from inferc.serve.scrape import Change, Endpoint, Page
 
 
@@ -57,7 +61,7 @@ def test_what_happened_between_two_pages() -> None:
     assert again.gain("inferc_steps_total") == 7, "the engine began anew"
 
 
-@pytest.mark.parametrize("text", ["ftp://a", "http://a/path", "http://a:x", "", "http://"])
+@pytest.mark.parametrize("text", ["ftp://a", "http://a/path", "http://a:x", "", "http://", "http://[::1"])
 def test_what_is_no_endpoint(text: str) -> None:
     done = run_inferc("doctor", text)
     assert done.returncode == 2 and "expected the HTTP endpoint of a server" in done.stderr
@@ -95,6 +99,30 @@ def test_top_ends_at_q(url: str) -> None:
         process.wait()
         os.close(ours)
         os.close(theirs)
+
+
+class _Stranger(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>\nwhat is {this}\n</html>\n")
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_a_page_of_somebody_else_and_a_key_that_is_none() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
+        thread = threading.Thread(target=stranger.serve_forever)
+        thread.start()
+        address = f"127.0.0.1:{stranger.server_port}"
+        try:
+            with pytest.raises(InfercError, match="/metrics is not that of an inferc server"):
+                Page.fetch(Endpoint.parse(address))
+            with pytest.raises(ConfigError, match="the API key cannot be sent"):
+                Page.fetch(Endpoint.parse(address, api_key="two\nlines"))
+        finally:
+            stranger.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize("command", ["top", "doctor"])
@@ -148,6 +176,46 @@ def test_top_options(url: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- doctor
+
+GAUGES = """
+inferc_requests_open{model_name="m"} 8
+inferc_model_state{model_name="m",state="serving"} 1
+inferc_sequences_max{model_name="m"} 4
+inferc_sequences_running{model_name="m"} %d
+inferc_sequences_waiting{model_name="m"} %d
+inferc_kv_usage_ratio{model_name="m"} %g
+inferc_preemptions_total{model_name="m"} %d
+inferc_output_tokens_total{model_name="m"} %d
+"""
+
+
+def looks(running: int, waiting: int, kv_usage: float, preemptions: int = 0) -> list[Page]:
+    """Three of ten seconds, in which no request ends and none gets its first token."""
+    counts = ((0, 1000), (preemptions // 2, 1500), (preemptions, 2000))
+    return [
+        Page.parse(GAUGES % (running, waiting, kv_usage, preempted, tokens), at=5.0 * number)
+        for number, (preempted, tokens) in enumerate(counts)
+    ]
+
+
+def test_who_waits_for_a_first_token_that_does_not_come_is_a_symptom() -> None:
+    """There is no latency to be seen of those who still wait."""
+    found = diagnose(looks(running=4, waiting=4, kv_usage=0.3), "m", [0.001], Objectives())
+    assert found.symptoms == ("time to first token: sequences wait, and none has had one within 10.0 s",)
+    assert found.cause is not None and found.cause.cause == "batch"
+    assert not diagnose(looks(running=4, waiting=0, kv_usage=0.3), "m", [0.001], Objectives()).symptoms
+
+
+def test_preemptions_are_seen_before_a_request_has_ended() -> None:
+    found = diagnose(looks(running=4, waiting=4, kv_usage=0.8, preemptions=12), "m", [0.001], Objectives())
+    assert found.cause is not None and found.cause.cause == "memory"
+    assert "3.00 preemptions a request" in found.cause.evidence
+
+
+def test_a_server_that_no_try_reached() -> None:
+    found = diagnose(looks(running=1, waiting=0, kv_usage=0.1), "m", [math.nan, math.nan], Objectives())
+    assert found.symptoms == ("the way to the server and back takes –, 2 tries failed",)
+    assert found.cause is not None and "the way to it is slow or loses packets" in found.cause.advice
 
 
 def test_a_healthy_server(tiny_artifact: Path) -> None:

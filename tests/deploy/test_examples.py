@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 from http_calls import request
-from serving import run_inferc
+from serving import ENV, run_inferc
+
+from inferc.runtime.engine_process import KILL_AFTER_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "inferc.yaml").read_text()))
@@ -36,6 +38,15 @@ def test_the_container_starts_a_server_with_options_that_there_are() -> None:
     assert 'host = "0.0.0.0"' in done.stdout and "max-num-seqs = 64" in done.stdout
 
 
+def test_the_unit_can_read_keys_that_are_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines are comments; the variable that they set is one that is read."""
+    text = (DEPLOY / "systemd" / "inferc.service").read_text()
+    (name,) = re.findall(r"^#Environment=(\w+)=%d/keys.json$", text, re.MULTILINE)
+    monkeypatch.setitem(ENV, name, "/run/keys.json")
+    done = run_inferc("serve", "x", "--print-config")
+    assert re.search(r'^api-keys = "/run/keys.json" +# environment$', done.stdout, re.MULTILINE), done.stdout
+
+
 def test_the_unit_starts_a_server_with_options_that_there_are(tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('models = ["x"]\n')
@@ -52,6 +63,7 @@ def test_probes_ask_for_paths_that_there_are(probe: str, url: str) -> None:
 def test_what_drains_is_given_time() -> None:
     spec = MANIFESTS[0]["spec"]["template"]["spec"]
     (drain,) = [int(argument.rpartition("=")[2]) for argument in CONTAINER["args"] if "drain" in argument]
-    assert spec["terminationGracePeriodSeconds"] > drain
+    (program, seconds) = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep" and spec["terminationGracePeriodSeconds"] > int(seconds) + drain + KILL_AFTER_SECONDS
     names = {port["name"] for port in CONTAINER["ports"]}
     assert {port["targetPort"] for port in MANIFESTS[1]["spec"]["ports"]} == names

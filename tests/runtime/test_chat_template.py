@@ -103,10 +103,32 @@ def test_attacks_are_request_errors(source: str) -> None:
         "{% set a = ['x'] %}" + "{% set a = [a, a, a, a, a, a, a, a] %}" * 12 + "{{ a }}",
         "{% set a = ['x'] %}" + "{% set a = [a, a, a, a, a, a, a, a] %}" * 12 + "{{ a | tojson }}",
         "{% for a in range(99999) %}{% for b in range(999) %}{{ 'some text' }}{% endfor %}{% endfor %}",
+        "{% set a = 'xxxxxxxx' %}" + "{% set a %}{{ a }}{{ a }}{% endset %}" * 40,
+        "{% set a = 'xxxxxxxx' %}{% macro f(a) %}{{ a }}{{ a }}{% endmacro %}" + "{% set a = f(a) %}" * 40,
+        "{% set a = 'xxxxxxxx' %}" + "{% set a %}{% filter upper %}{{ a }}{{ a }}{% endfilter %}{% endset %}" * 40,
+        "{% set x = 3 %}" + "{% set x = x * x %}" * 40,
+        "{% set x = [1] | batch(10 ** 9, 'x') | list %}",
+        "{% set x = [1] | slice(10 ** 9) | list %}",
+        "{% set x = 5 | round(-(10 ** 9)) %}",
+        "{% set a = [1] %}" + "{% set a = [a, a] | sum(start=[]) %}" * 40,
+        "{% set a = 'x' * 1000000 %}" + "{% set b = [a | upper, a[1:], a ~ 'x', b] %}" * 20,
+        "{{ ('%s' * 1000) % (('x' * 100000,) * 1000) }}",
+        "{{ ('{0}' * 1000).format('x' * 100000) }}",
+        "{{ ('{0}' * 1000) | format('x' * 100000) }}{{ ('%s' * 1000) | format(*(('x' * 100000,) * 1000)) }}",
+        "{{ range(9999) | map('string') | join('b' * 10000) }}",
+        "{{ ('b' * 10000).join(range(9999) | map('string')) }}",
+        "{{ ('\n' * 10000) | indent('b' * 10000) }}",
+        "{{ range(9999) | list | tojson(separators=('b' * 10000, ':')) }}",
+        "{{ ('a' * 10000).translate({97: 'b' * 10000}) }}",
+        "{{ ('a ' * 500000) | title | wordcount }}",
+        "{{ ('a ' * 500000).split() | length }}",
+        "{% set a = '&' * 500000 %}{{ a | forceescape | length }}",
+        "{{ ('www.a.b ' * 1000) | urlize(target='b' * 100000) }}",
     ],
 )
 def test_bombs_do_not_go_off(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_CHARS", 1 << 20)
+    monkeypatch.setattr(chat_template, "MAX_BYTES", 1 << 24)
     with pytest.raises(RequestError, match="more than"):
         render(source)
 
@@ -115,3 +137,24 @@ def test_a_template_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
     with pytest.raises(RequestError, match=r"more than 0.2 s"):
         render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    with pytest.raises(RequestError, match=r"more than 0.2 s"):
+        render("{% set all = range(99999) %}{% for a in all %}{% for b in all %}{% endfor %}{% endfor %}")
+
+
+def test_a_long_conversation_is_no_bomb() -> None:
+    """Of two million characters, with what templates do with them."""
+    source = (
+        "{% set ns = namespace(text='') %}{% for m in messages %}"
+        "{% set ns.text = ns.text ~ m.content.split('</think>')[-1].strip() | replace('<', '[') %}"
+        "{% endfor %}{{ ns.text }}{{ messages | map(attribute='role') | unique | list | length }}"
+        "{{ messages | groupby('role') | length }}"
+    )
+    messages = [{"role": "user", "content": "<i></think>" + "some " * 4000} for _ in range(100)]
+    assert render(source, messages).startswith("some some") and len(render(source, messages)) == 100 * 19_999 + 2
+
+
+def test_what_a_template_says_is_short() -> None:
+    for source in ("{{ raise_exception('x' * 100000) }}", "{{ none[('x' * 100000)].y.z }}"):
+        with pytest.raises(RequestError) as raised:
+            render(source)
+        assert len(str(raised.value)) < 1000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import queue
@@ -17,9 +19,11 @@ import pytest
 from fake_runner import make_engine, next_id, oracle
 
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError
+from inferc.runtime import engine_process
 from inferc.runtime.engine import Engine, EngineStats
 from inferc.runtime.engine_loop import Abort, Add, EngineClient, EngineThread, Event, Failed, Scored, Stats
 from inferc.runtime.engine_process import (
+    STOPPED,
     EngineProcess,
     EventReader,
     EventWriter,
@@ -249,6 +253,70 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         process(max_num_seqs=99)
     with pytest.raises(InfercError, match="unexpected keyword"):
         process(no_such_option=1)
+
+
+def test_a_process_that_the_system_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(InfercError, match="the engine's process cannot be started: Resource temporarily unavailable"):
+        process()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_an_engine_stops_for_is_for_its_log(capfd: pytest.CaptureFixture[str]) -> None:
+    client = EngineProcess({}, factory="fake_runner:make_breaking").wait_until_ready()
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add([1], SamplingParams(max_tokens=20), events.put)
+    client.join(20)
+    last = [events.get() for _ in range(events.qsize())][-1]
+    assert isinstance(last, Failed) and last.reason == client.stopped == STOPPED
+    assert "the fake model broke" in capfd.readouterr().err
+
+
+def test_a_broken_engine_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one needs its memory, and nobody holds on to this one any more."""
+    monkeypatch.setattr(engine_process, "KILL_AFTER_SECONDS", 0.3)
+    client = EngineProcess({"close_seconds": 60}, factory="fake_runner:make_breaking").wait_until_ready()
+    client.add([1], SamplingParams(max_tokens=20), lambda event: None)
+    client.join(20)
+    assert client.stopped == STOPPED and not is_alive(client.pid)
+
+
+def test_a_child_that_reads_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends may be the thread that has to notice that the child hangs."""
+    monkeypatch.setattr(engine_process, "KILL_AFTER_SECONDS", 0.5)
+    client = process(max_model_len=50000, num_blocks=20000)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    long_ones: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    prompt = list(range(1, 20001))
+
+    def send() -> None:
+        for _ in range(20):  # two megabytes: no socket takes so much
+            client.abort(client.add(prompt, SamplingParams(max_tokens=1), long_ones.put))
+        client.add([1, 2, 3], SamplingParams(max_tokens=4), events.put)
+
+    def in_time(work: Callable[[], None]) -> bool:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(10)
+        return not thread.is_alive()
+
+    try:
+        os.kill(client.pid, signal.SIGSTOP)
+        assert in_time(send), "sending waits for the child"
+        os.kill(client.pid, signal.SIGCONT)
+        ids, _ = collect(events)
+        assert [len(each) for each in ids.values()] == [4]
+        assert client.stats().num_running == 0 and long_ones.empty()
+        os.kill(client.pid, signal.SIGSTOP)
+        assert in_time(send) and in_time(client.close), "closing waits for the child"
+        assert not is_alive(client.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(client.pid, signal.SIGKILL)
 
 
 def test_closing_while_it_loads_ends_the_wait() -> None:

@@ -99,6 +99,21 @@ def test_scores_are_the_logprobs_of_generating_the_same(llm: LLM) -> None:
     assert score.argmax[-40:] == answer.outputs[0].token_ids
 
 
+def test_a_scored_prompt_is_found_and_goes_on_with_the_same_bits(tiny_artifact: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
+    text = [number * 7 % 100 for number in range(100)]
+    with LLM(tiny_artifact) as llm:
+        (fresh,) = llm.generate([text], params)
+    with LLM(tiny_artifact) as llm:
+        score = llm.score(text, num_top=2)
+        (answer,) = llm.generate([text], params)
+        assert answer.num_cached_tokens == 96 and fresh.num_cached_tokens == 0
+        assert answer.outputs == fresh.outputs
+        assert llm.score(text, num_top=2) == score
+    with LLM(tiny_artifact, prefix_cache=False) as llm:
+        assert llm.score(text, num_top=2) == score
+
+
 def test_scores_with_the_likeliest_tokens_of_each_place(llm: LLM) -> None:
     """The same numbers, and a greedy answer's tokens have the highest of their place, to the bit."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)

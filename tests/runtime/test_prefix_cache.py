@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from inferc.kv_pools import CacheGroup, CacheLimits
 from inferc.runtime.block_pool import BlockPool
 from inferc.runtime.engine import Engine
 from inferc.runtime.kv_cache import KVCacheManager, block_hash, extend_hashes, root_hash
+from inferc.runtime.kv_events import Stored
 from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
 
 WINDOW, CHUNK = CacheGroup("window", 6, 8), CacheGroup("chunk", 8, 8)
 TURN = list(range(18))
@@ -84,6 +87,58 @@ def test_only_requests_of_one_salt_share(engine: Engine) -> None:
     assert cached(engine) == 16
     with pytest.raises(RequestError, match="cache_salt: expected a string of at most 256 characters"):
         SamplingParams(cache_salt="x" * 257)
+
+
+def score(engine: Engine, text: list[int], **options: Any) -> Score:
+    """Of one text, while nobody else runs."""
+    engine.score(f"s{next(NAMES)}", text, **options)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    ((_, found),) = engine.take_scores()
+    return found
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, CHUNK)], ids=str)
+def test_what_was_scored_is_found(groups: tuple[CacheGroup, ...]) -> None:
+    """All but its last token, which is not computed, in steps of 16; and it says the same whatever is there already."""
+    text = [number % 50 for number in range(41)]
+    fresh = generate(make_engine(groups=groups), text)
+    engine = make_engine(groups=groups, prefix_cache=True)
+    found = score(engine, text)
+    assert generate(engine, text) == fresh and cached(engine) == 40
+    scheduled = engine.stats().scheduled_tokens
+    assert score(engine, text) == found == score(make_engine(groups=groups), text)
+    assert engine.stats().scheduled_tokens == scheduled, "a score takes no step of the schedule"
+    assert engine.scheduler.cache.usage == 0.0
+
+
+def test_what_was_scored_is_found_by_those_of_its_salt(engine: Engine) -> None:
+    score(engine, TURN, cache_salt="a")
+    generate(engine, TURN)
+    assert cached(engine) == 0
+    generate(engine, [*TURN[:16], 3], cache_salt="a")
+    assert cached(engine) == 16
+
+
+def test_a_score_without_the_cache_leaves_nothing() -> None:
+    engine = make_engine()
+    score(engine, TURN)
+    generate(engine, TURN)
+    assert cached(engine) == 0 and not engine.scheduler.cache.pools[0].block_of
+
+
+def test_who_listens_hears_of_what_was_scored() -> None:
+    engine = make_engine(prefix_cache=True, kv_events=True)
+    score(engine, TURN, cache_salt="a")
+    batch = engine.take_kv_events()
+    assert batch is not None
+    stored = [event for event in batch.events if isinstance(event, Stored)]
+    assert [(len(event.names), event.salt) for event in stored] == [(4, "a")]
+    assert np.frombuffer(stored[0].token_ids, np.int32).tolist() == TURN[:16]
+    generate(engine, TURN, 1, cache_salt="a")
+    again = engine.take_kv_events()
+    assert again is None or not any(isinstance(event, Stored) for event in again.events), "it was told"
 
 
 def test_what_was_used_longest_ago_makes_room_and_the_end_of_it_first() -> None:

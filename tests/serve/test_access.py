@@ -95,13 +95,19 @@ def test_limits_of_a_request() -> None:
         (11, SamplingParams(), "the prompt has 11 tokens, and 10 are allowed here"),
         (1, SamplingParams(max_tokens=21), "max_tokens is 21; at most 20 is allowed here"),
         (1, SamplingParams(n=3), "n is 3; at most 2 is allowed here"),
+        (1, SamplingParams(max_tokens=None, min_tokens=21), "min_tokens is 21; at most 20 is allowed here"),
     ):
         with pytest.raises(RequestError, match=message):
             limits.apply(prompt, params)
+    assert limits.defaults({"top_k": 5, "max_tokens": 2048}) == {"top_k": 5, "max_tokens": 20}
+    assert limits.defaults({})["max_tokens"] == 16 and Limits(max_output_tokens=5).defaults({})["max_tokens"] == 5
+    assert Limits().defaults({"max_tokens": 2048}) == {"max_tokens": 2048}
     narrower = limits.over(Limits(max_prompt_tokens=5, max_n=9, max_request_seconds=3.0))
     assert narrower == Limits(5, 20, 2, 3.0)
     with pytest.raises(ConfigError, match="max_n is 0; expected a number above 0"):
         Limits(max_n=0)
+    with pytest.raises(ConfigError, match=r"max_output_tokens is 1.5; expected a whole number"):
+        Limits(max_output_tokens=1.5)  # type: ignore[arg-type]
 
 
 def test_only_admins_do_what_is_theirs() -> None:
@@ -134,6 +140,24 @@ def test_keys_come_and_go_while_counts_stay(tmp_path: Path, caplog: pytest.LogCa
     file.unlink()
     clock.now += access.LOOK_SECONDS
     assert known.caller("three").name == "c"
+
+
+def test_a_key_that_changes_gets_back_what_its_open_requests_hold(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write_keys(file, [key("a", "one", max_concurrent=2)])
+    known = Access(file, clock=clock)
+    before = known.caller("one")
+    for _ in range(2):
+        before.begin(1, SamplingParams())
+    write_keys(file, [key("a", "one", max_concurrent=2, tokens_per_minute=100)])
+    clock.now += access.LOOK_SECONDS
+    with pytest.raises(RateLimited, match="has 2 requests under way"):
+        known.caller("one").begin(1, SamplingParams())
+    for _ in range(2):  # as those do that began with the key as it was
+        before.end(30)
+    known.caller("one").begin(1, SamplingParams())
+    headers = dict(known.caller("one").headers())
+    assert headers[b"x-ratelimit-remaining-tokens"] == b"39"
 
 
 def test_a_key_ends_on_its_day() -> None:

@@ -14,7 +14,16 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.text import Text
 from inferc.serve.async_engine import MAX_STARTS, AsyncEngine
-from inferc.serve.streams import EngineUnavailable, ModelFacts, Piece, QueueFull, RequestAborted, RequestIdInUse, Stream
+from inferc.serve.streams import (
+    EngineUnavailable,
+    ModelFacts,
+    NoPlace,
+    Piece,
+    QueueFull,
+    RequestAborted,
+    RequestIdInUse,
+    Stream,
+)
 
 Result = TypeVar("Result")
 
@@ -46,7 +55,7 @@ class Script:
         self.prompts.append(list(prompt_token_ids))
         return request_id
 
-    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0) -> str:
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
         return self.add(token_ids, SamplingParams(), sink)
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:
@@ -348,5 +357,54 @@ def test_who_stops_waiting_for_a_score_ends_the_work() -> None:
         with pytest.raises(asyncio.CancelledError):
             await scoring
         assert script.aborted == [("a", None)] and not engine.num_requests
+
+    run(work())
+
+
+def test_what_was_ended_while_it_waited_for_an_engine_is_not_begun() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = AsyncEngine(Letters(), ModelFacts(128, 64))
+        stream = engine.open([1], SamplingParams(), "a")
+        assert engine.is_at_rest and engine.abort("a")
+        engine.attach(script)  # before its reader has seen the end
+        assert not script.prompts
+        with pytest.raises(RequestAborted):
+            await rest(stream)
+        stream.close()
+        assert engine.is_at_rest and not engine.num_requests
+
+    run(work())
+
+
+def test_a_held_engine_goes_on_with_what_runs_and_begins_nothing() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        running = engine.open([1], SamplingParams(), "a")
+        engine.hold()
+        waiting = engine.open([2], SamplingParams(), "b")
+        await script.say("a", b"x", "length")
+        assert [piece.text for piece in await rest(running)] == ["x"]
+        assert script.prompts == [[1]] and not engine.is_at_rest
+        running.close()
+        assert engine.is_at_rest and engine.num_requests == 1
+        engine.release()
+        assert script.prompts == [[1], [2]] and not engine.is_at_rest
+        waiting.close()
+
+    run(work())
+
+
+def test_what_gets_no_engine_in_time_is_counted_once() -> None:
+    async def work() -> None:
+        engine = AsyncEngine(Letters(), ModelFacts(128, 64))
+        stream = engine.open([1], SamplingParams(), "a")
+        engine.refuse_parked(NoPlace("none", 1.0))
+        with pytest.raises(NoPlace):
+            await rest(stream)
+        stream.close()
+        metrics = engine.metrics
+        assert dict(metrics.outcomes) == {"refused": 1} and dict(metrics.refusals) == {"unavailable": 1}
 
     run(work())

@@ -9,15 +9,21 @@ from typing import Any
 import grpc
 import pytest
 from batches import num_lines, responses, row, texts, write_rows
-from serving import ENV, INFERC, Server, wait_until
+from certificates import Authority
+from serving import ENV, INFERC, Server, run_inferc, wait_until
+from typer.testing import CliRunner
 
-from inferc.client import SERVICE, Client
+from inferc.cli import app
+from inferc.client import SERVICE, Client, Tls
+from inferc.errors import InfercError
 from inferc.runtime.batch_file import BatchInput, BatchOutput, BatchRequest
 from inferc.runtime.batch_run import BatchRun, Job, Result, Ticket
 from inferc.runtime.openai_answer import Answer
 from inferc.runtime.openai_request import parse_request
+from inferc.serve.access import Key, digest_of, write_keys
 from inferc.serve.batch_endpoint import EndpointBackend
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+from inferc.serve.scrape import Endpoint, Page
 
 ENDLESS: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 SHORT: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -142,3 +148,75 @@ def test_a_server_without_room_is_asked_again(small: Server, monkeypatch: pytest
         ((found, answer),) = results
         assert found is job and isinstance(answer, Answer) and all(asked)
         assert len(answer.outputs[0].token_ids) == 4
+
+
+def test_a_server_with_keys_and_tls(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFERC_API_KEY", raising=False)
+    authority, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    cert, key_file = authority.issue("server")
+    keys = tmp_path / "keys.json"
+    key = run_inferc("keys", "create", keys, "batch").stdout.strip()
+    source = write_rows(tmp_path / "in.jsonl", [row("a", {"prompt": "abc", **SHORT})])
+    options = ("--api-keys", str(keys), "--tls-cert", str(cert), "--tls-key", str(key_file))
+    with Server(tiny_artifact, *options) as server:
+        endpoint = f"https://{server.address}"
+
+        def batch(name: str, *more: str, **env: str) -> Any:
+            out = tmp_path / f"{name}.jsonl"
+            arguments = ["batch", str(source), "-o", str(out), "--engine", endpoint, "--ca", str(authority.ca), *more]
+            return CliRunner().invoke(app, arguments, env=env)
+
+        refused = batch("none")
+        assert refused.exit_code == 1 and refused.stderr == (
+            f"inferc: {server.address}: the server wants an API key; give --api-key, or set INFERC_API_KEY\n"
+        )
+        assert "this API key is not known here" in batch("wrong", "--api-key", "wrong").stderr
+        assert batch("option", "--api-key", key).exit_code == 0
+        assert batch("variable", INFERC_API_KEY=key).exit_code == 0
+        both = [responses(tmp_path / f"{name}.jsonl")["a"] for name in ("option", "variable")]
+        assert both[0]["status_code"] == 200 and both[0] == both[1]
+        monkeypatch.setattr("inferc.serve.batch_endpoint.CONNECT_SECONDS", 1.0)
+        with pytest.raises(InfercError, match=rf"with TLS: https://{server.address}"):
+            EndpointBackend(server.address, api_key=key)
+        with pytest.raises(InfercError, match="its authority in --ca"):
+            EndpointBackend(server.address, api_key=key, tls=Tls(ca=other.ca))
+
+
+def test_a_key_that_has_used_its_rate_waits(tiny_artifact: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    write_keys(keys, [Key("batch", digest_of("a-key"), tokens_per_minute=6000)])
+    job = ticket({"prompt": "abc", **SHORT})
+    with (
+        Server(tiny_artifact, "--api-keys", str(keys)) as server,
+        Client(server.address, api_key="a-key") as client,
+        EndpointBackend(server.address, api_key="a-key") as backend,
+    ):
+        client.complete("abc", n=31, **ENDLESS)  # 6200 tokens: two seconds of debt
+        backend.start(job, "abc", job[0].request.sampling)
+        page = Endpoint.parse(server.url, "a-key")
+        wait_until(lambda: refusals(Page.fetch(page)) == 1, "it was refused")
+        results: list[tuple[Ticket, Result]] = []
+        while not results:
+            results = backend.finished()
+    ((_, answer),) = results
+    assert isinstance(answer, Answer) and len(answer.outputs[0].token_ids) == 4
+
+
+def refusals(page: Page) -> float:
+    return page.sum("inferc_requests_refused_total", reason="rate_limit")
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        ("127.0.0.1:1", ("--ca", "ca.pem"), "--ca is for TLS, which 127.0.0.1:1 does without; write --engine https://"),
+        ("https://127.0.0.1:1", ("--ca", "none.pem"), "none.pem: cannot read it: No such file or directory"),
+        ("out", ("--api-key", "k"), "--api-key is for a server, and out is run in this process; leave it out"),
+        ("out", ("--ca", "ca.pem"), "--ca is for a server, and out is run in this process; leave it out"),
+    ],
+)
+def test_options_that_do_not_fit(engine: str, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [row("a", {"prompt": "abc"})])
+    command = ["batch", str(source), "-o", str(tmp_path / "out.jsonl"), "--engine", engine, *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.output

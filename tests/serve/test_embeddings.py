@@ -1,8 +1,10 @@
 """Vectors of texts over both interfaces, of a model that makes them and of one that does not."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,10 @@ from inferc.client import Client
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
+from inferc.serve.http_edge import STARTS_AT_ONCE
+from inferc.serve.inference_service import InferenceService
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+from inferc.serve.scrape import Endpoint, Page
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -58,6 +64,23 @@ def test_over_grpc(embedding: Server) -> None:
         assert client.complete("a text", max_tokens=2), "it generates as well"
 
 
+@pytest.mark.parametrize(
+    ("target", "ranks", "message"),
+    [
+        ("cuda-sm90", 1, "compiled for target cuda-sm90 it makes none: that takes the cpu target in one rank"),
+        ("cpu", 2, "compiled for target cpu in 2 ranks it makes none"),
+    ],
+)
+def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, ranks: int, message: str) -> None:
+    """It is not told to be one that was not made for them."""
+    artifact = SimpleNamespace(
+        model={"pooling": {"kind": "last", "normalize": True}}, manifest={"targets": [target]}, ranks=range(ranks)
+    )
+    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(name="m", embeds=False, artifact=artifact))
+    with pytest.raises(RequestError, match=f"model m was made for vectors of texts, but {message}"):
+        asyncio.run(InferenceService(models).embed(pb.EmbedRequest()))
+
+
 def test_openai_and_langchain(embedding: Server) -> None:
     seen: Any = run_client("openai", "check_embeddings.py", embedding.url, "embedder")
     with Client(embedding.address) as client:
@@ -80,12 +103,31 @@ def test_bad_requests(embedding: Server, url: str) -> None:
             "encoding_format",
             "encoding_format is 'hex'; expected float or base64",
         ),
+        (
+            {"input": "a", "truncate_prompt_tokens": 5},
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens is 5, which is",
+        ),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens", "add_special_tokens is False, which is"),
         ({"input": "a", "dimensions": 999}, "dimensions", "dimensions is 999; the model's vectors have 64"),
     ):
         reply = request(embedding.url, EMBEDDINGS, body)
         assert reply.status == 400 and reply.error["param"] == param and reply.error["message"].startswith(message)
     reply = request(url, EMBEDDINGS, {"input": "a"})
     assert reply.status == 400 and "makes no vectors of texts, it generates text" in reply.error["message"]
+
+
+def test_texts_that_wait_for_the_engine_hold_up_no_other_request(embedding: Server) -> None:
+    count, endpoint = STARTS_AT_ONCE + 4, Endpoint.parse(embedding.url)
+    with ThreadPoolExecutor(count) as pool:
+        embedding.engine.suspend()
+        try:
+            waiting = [pool.submit(request, embedding.url, EMBEDDINGS, {"input": "a"}) for _ in range(count)]
+            wait_until(lambda: Page.fetch(endpoint).sum("inferc_requests_open") == count, "all wait for the engine")
+            assert request(embedding.url, "/tokenize", {"prompt": "a"}).json["count"]
+        finally:
+            embedding.engine.resume()
+        assert [each.result(30).status for each in waiting] == [200] * count
 
 
 def test_vectors_that_an_engine_died_over_are_made_by_the_next(embedding: Server) -> None:

@@ -1,10 +1,12 @@
 """A real server process, spoken to over a real channel."""
 
+import asyncio
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,13 +14,16 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from http_calls import request
 from serving import ENV, INFERC, Server, wait_until
 
 from inferc.client import SERVICE, Client, ServerError
 from inferc.errors import ConfigError, RequestError
+from inferc.serve.inference_service import InferenceService
 from inferc.serve.models import ModelSource
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.server import ServeConfig, serve
+from inferc.serve.streams import RequestAborted
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -252,6 +257,10 @@ def test_a_deadline_ends_the_request(slow: Server) -> None:
             hasty.complete("abc", **ENDLESS)
         assert raised.value.code == "DEADLINE_EXCEEDED"
         wait_until_idle(client)
+    counted = 'inferc_grpc_calls_total{code="DEADLINE_EXCEEDED",method="inferc.v1.InferenceService.Complete"} 1.0'
+    wait_until(
+        lambda: counted in request(slow.url, "/metrics").body.decode(), "the call is counted as what its client saw"
+    )
 
 
 def test_abort_names_a_request(slow: Server) -> None:
@@ -266,6 +275,24 @@ def test_abort_names_a_request(slow: Server) -> None:
             list(stream)
         assert raised.value.code == "CANCELLED"
         wait_until_idle(client)
+
+
+def test_a_request_has_its_name_while_its_prompt_is_scored() -> None:
+    """So that Abort finds it."""
+    names: list[str] = []
+
+    async def score(prompt: list[int], top: int, request_id: str = "") -> None:
+        names.append(request_id)
+        raise RequestAborted("aborted")
+
+    model = SimpleNamespace(
+        engine=SimpleNamespace(facts=SimpleNamespace(defaults={})), check_open=lambda num_sequences: None, score=score
+    )
+    models: Any = SimpleNamespace(get=lambda name: model)
+    made = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), prompt_logprobs=1, request_id="mine")
+    with pytest.raises(RequestAborted):
+        asyncio.run(InferenceService(models).complete(made))
+    assert names == ["mine"]
 
 
 def test_a_name_can_be_used_again_at_once(served: str) -> None:

@@ -1,14 +1,17 @@
 """The HTTP endpoint as it goes over the wire."""
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +20,10 @@ from http_calls import request
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client
+from inferc.errors import RequestError
+from inferc.serve import http_address, http_protocol
+from inferc.serve.access import Access
+from inferc.serve.http_server import HttpServer, make_app
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -42,6 +49,24 @@ def test_echo_with_a_stream_is_echo_without(url: str) -> None:
     assert all(set(row) == {"logprob", "rank", "decoded_token"} for row in second.values())
 
 
+def test_a_streamed_chat_tells_of_its_prompt_what_a_whole_one_does(url: str) -> None:
+    body = {"messages": MESSAGES, "n": 2, "prompt_logprobs": 1, "return_token_ids": True, **GREEDY}
+    whole = request(url, CHAT, body).json
+    events = request(url, CHAT, {**body, "stream": True}).events
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert [event[name] for event in events if name in event] == [whole[name]] and whole[name], name
+    assert "prompt_token_ids" in events[0]
+
+
+def test_each_output_of_a_prompt_that_is_only_echoed_is_a_choice(url: str) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "echo": True, "max_tokens": 0}
+    want = [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+    assert [(each["index"], each["text"]) for each in request(url, COMPLETIONS, body).json["choices"]] == want
+    events = [event["choices"][0] for event in request(url, COMPLETIONS, {**body, "stream": True}).events]
+    assert [(each["index"], each["text"]) for each in events if each["text"]] == want
+    assert [each["index"] for each in events if each["finish_reason"] == "length"] == [0, 1, 2, 3]
+
+
 def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: str) -> None:
     """What evaluation harnesses compare, over a text of which some tokens are greedy and others are not."""
     answer = request(url, COMPLETIONS, {"prompt": [5, 6, 7], "return_token_ids": True, **GREEDY}).json["choices"][0]
@@ -56,6 +81,33 @@ def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: 
         for rows in (first, second)
     ]
     assert is_greedy[0] == [True] * 9 and is_greedy[1][-1] and not all(is_greedy[1])
+
+
+def test_a_scored_prompt_is_found_by_what_follows(url: str, served: str) -> None:
+    """By the token that a harness asks for besides, and by others of the same salt."""
+
+    def cached(salt: str, **more: Any) -> int:
+        reply = request(url, COMPLETIONS, {"prompt": [*range(5, 75)], "cache_salt": salt, **GREEDY, **more})
+        return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("harness", echo=True, logprobs=1) == 64
+    assert cached("other") == 0
+    with Client(served) as client:
+        client.score([*range(5, 75)], cache_salt="by score")
+        (*_, last) = client.generate([*range(5, 75)], prompt_logprobs=1, cache_salt="by prompt_logprobs", max_tokens=2)
+        assert last.usage is not None and last.usage.cached_tokens == 64
+        with pytest.raises(RequestError, match="cache_salt: expected a string of at most 256 characters"):
+            client.score([5, 6], cache_salt="x" * 257)
+    assert cached("by score") == 64
+
+
+def test_a_salt_that_is_no_text_is_the_requests_own_fault(url: str, server: Server) -> None:
+    """Half of a surrogate pair has no bytes to be hashed."""
+    engine = server.engine.pid
+    reply = request(url, COMPLETIONS, b'{"prompt": "abc", "cache_salt": "\\ud800"}')
+    assert reply.status == 400 and reply.error["message"].startswith("cache_salt: it is not text")
+    assert request(url, COMPLETIONS, {"prompt": "abc", **GREEDY}).status == 200
+    assert server.engine.pid == engine
 
 
 def test_usage_in_every_chunk(url: str) -> None:
@@ -80,8 +132,19 @@ def test_a_template_gets_variables(url: str, served: str) -> None:
         **GREEDY,
     }
     assert request(url, CHAT, body).json["prompt_token_ids"] == ids
-    error = request(url, CHAT, {**body, "chat_template_kwargs": {"messages": []}}).error
-    assert error["message"] == "chat_template_kwargs: messages is set by the request itself; leave it out"
+    for name in ("messages", "self", "max_tokens", "is_prompt"):
+        error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
+        assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
+
+
+def test_a_conversation_is_tokenized_as_the_model_gets_it(url: str) -> None:
+    more = {"messages": MESSAGES, "chat_template_kwargs": {"bos_token": "x"}}
+    body = {**more, "return_token_ids": True, **GREEDY}
+    with_variable = request(url, CHAT, body).json["prompt_token_ids"]
+    assert request(url, "/tokenize", more).json["tokens"] == with_variable
+    assert request(url, "/tokenize", {"messages": MESSAGES}).json["tokens"] != with_variable
+    error = request(url, "/tokenize", {"messages": MESSAGES, "tools": [{"type": "function"}]}).error
+    assert error["message"].startswith("tools is [{") and error["param"] == "tools"
 
 
 def test_text_and_ids(url: str) -> None:
@@ -130,7 +193,15 @@ BAD: list[tuple[Any, str, str | None]] = [
     ({"prompt": "a", "suffix": "b"}, "suffix is 'b', which is not built yet", "suffix"),
     ({"prompt": "a", "stream_options": 5}, "stream_options", "stream_options"),
     ({"prompt": "a", "guided_regex": "b+"}, "guided_regex is 'b+', which is not built yet", "guided_regex"),
+    ({"prompt": "a", "num_beams": 4}, "num_beams is 4, which is not built yet", "num_beams"),
+    ({"prompt": "a", "length_penalty": 0.5}, "length_penalty is 0.5, which is not built yet", "length_penalty"),
+    ({"prompt": "a", "detokenize": False}, "detokenize is False, which is not built yet", "detokenize"),
     ({"prompt": "half a pair \ud83d"}, "the prompt is not text", None),
+    (
+        {"prompt": "a", "cache_salt": "half \ud83d"},
+        "cache_salt: expected text, found half of a surrogate",
+        "cache_salt",
+    ),
     ({"prompt": "a", "model": "half \ud83d"}, "is not served here", None),
 ]
 
@@ -203,6 +274,102 @@ def test_bodies_that_are_too_large(url: str) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     answer = raw(url, head + b"content-length: 99999999999\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413") and b"the body has more than 67108864 bytes" in answer
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\nx-a: ", b"408"),
+        (HEAD + b"content-length: 1000\r\n\r\n{", b"408"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"408"),
+        (b"GET /health HTTP/1.1\r\n" + b"x-a: b\r\n" * 100_000, b"431"),
+        (b"GET /health HTTP/1.1\r\nx-a: " + b"b" * 1_000_000, b"431"),
+        (b"GET /" + b"b" * 1_000_000, b"431"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx-a: " + b"b" * 1_000_000, b"431"),
+    ],
+)
+def test_who_sends_next_to_nothing_or_heads_without_end_holds_no_place(
+    sent: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        parts = []
+        with suppress(ConnectionError):
+            for start in range(0, len(sent), 10_000):  # as a client that reads nothing meanwhile
+                writer.write(sent[start : start + 10_000])
+                await writer.drain()
+        with suppress(ConnectionError):
+            while part := await asyncio.wait_for(reader.read(65536), 10):
+                parts.append(part)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return b"".join(parts)
+
+    answer = asyncio.run(talk())
+    # What was sent and not read may cost the client the answer.
+    assert answer.startswith(b"HTTP/1.1 " + status) if status == b"408" else status in answer[:20] or not answer
+    assert "Traceback" not in caplog.text
+
+
+def test_a_large_body_that_comes_slowly_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        writer.write(HEAD + b"content-length: 320000\r\n\r\n")
+        for _ in range(10):
+            writer.write(b" " * 32_000)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        answer = await asyncio.wait_for(reader.read(65536), 10)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return answer
+
+    assert b"the body is not JSON" in asyncio.run(talk())
+
+
+def test_what_nobody_expected_is_an_object_that_tells_nothing() -> None:
+    class Broken:
+        @property
+        def served(self) -> Any:
+            raise ValueError("/etc/secret")
+
+    models: Any = Broken()
+    metrics: Any = SimpleNamespace(responses=Counter())
+    app, sent = make_app(models, metrics, Access()), []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "raw_path": b"/v1/models", "root_path": ""}
+    asyncio.run(app({**scope, "query_string": b"", "headers": [], "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 500 and dict(sent[0]["headers"])[b"content-type"] == b"application/json"
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["type"] == "server_error" and "secret" not in error["message"]
 
 
 def test_what_is_no_http(url: str) -> None:

@@ -175,6 +175,25 @@ BAD = [
 ]
 
 
+def asked(kind: str) -> pb.ModelInferRequest:
+    """A request with a parameter where none is known."""
+    made = request_of(texts(b"abc"), [1])
+    if kind == "input":
+        made.inputs[0].parameters["shared_memory_region"].string_param = "here"
+    elif kind == "output":
+        made.outputs.add(name="text_output").parameters["classification"].int64_param = 2
+    else:
+        made.parameters["max_tokens"].SetInParent()
+    return made
+
+
+BAD += [
+    (asked("input"), "input text_input: parameters shared_memory_region are not known here"),
+    (asked("output"), "output text_output: parameters classification are not known here"),
+    (asked("request"), "parameter max_tokens has no value of a kind that this server knows"),
+]
+
+
 @pytest.fixture
 def infer(served: str) -> Iterator[Any]:
     with grpc.insecure_channel(served) as channel:
@@ -191,6 +210,23 @@ def test_a_bad_request_is_told_what_is_wrong(infer: Any, request_: pb.ModelInfer
         infer(request_, timeout=30)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert message in (raised.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        ("RepositoryIndex", pb.RepositoryIndexRequest(repository_name="other")),
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest(repository_name="other", model_name="m")),
+        ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(repository_name="other", model_name="m")),
+    ],
+)
+def test_there_is_one_repository(served: str, method: str, request_: Any) -> None:
+    with grpc.insecure_channel(served) as channel, pytest.raises(grpc.RpcError) as raised:
+        channel.unary_unary(f"/{KSERVE.full_name}/{method}", type(request_).SerializeToString, bytes)(
+            request_, timeout=30
+        )
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "repository_name is 'other'" in (raised.value.details() or "")
 
 
 def test_contents_by_fields(infer: Any, served: str) -> None:

@@ -6,17 +6,22 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from http_calls import request
 from serving import Server, run_inferc, wait_until
 
-from inferc.client import AsyncClient, Client, Piece, ServerError
+from inferc.client import AsyncClient, Client, Completion, Piece, ServerError
 from inferc.errors import RequestError
+from inferc.serve.grpc_server import KSERVE
+from inferc.serve.scrape import Page
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
@@ -121,6 +126,13 @@ def several(folder: Path, tiny_artifact: Path) -> Iterator[Server]:
         yield server
 
 
+def kserve(client: Client, method: str) -> Any:
+    """What the Open Inference Protocol answers to an empty request."""
+    kind = GetMessageClass(KSERVE.methods_by_name[method].output_type)
+    with grpc.insecure_channel(client.address) as channel:
+        return channel.unary_unary(f"/{KSERVE.full_name}/{method}", bytes, kind.FromString)(b"")
+
+
 def states(client: Client) -> dict[str, str]:
     return {model.model: model.state for model in client.models()}
 
@@ -156,7 +168,10 @@ def test_a_damaged_artifact_is_told_without_its_path(several: Server, folder: Pa
             client.load_model("damaged")
         assert raised.value.code == "FAILED_PRECONDITION" and str(folder) not in str(raised.value)
         assert str(folder) in several.log
-        assert states(client)["damaged"] == "unloaded"
+        (damaged,) = [each for each in client.models() if each.model == "damaged"]
+        assert damaged.state == "unloaded" and damaged.reason == "it cannot be loaded; the server's log has the details"
+        (index,) = [each for each in kserve(client, "RepositoryIndex").models if each.name == "damaged"]
+        assert index.state == "UNAVAILABLE" and index.reason == damaged.reason
 
 
 def test_unloading_lets_running_requests_end(several: Server) -> None:
@@ -180,11 +195,108 @@ def test_a_model_sleeps_and_the_next_request_wakes_it(several: Server) -> None:
         client.sleep_model("one")
         assert states(client)["one"] == "asleep"
         wait_until(lambda: len(psutil.Process(several.process.pid).children()) == count - 1, "its process has ended")
+        assert one.loads().num_running == 0 and one.loads().kv_usage == 0, "nothing is asked that would wake it"
+        (seen,) = [each for each in kserve(client, "ModelStatistics").model_stats if each.name == "one"]
+        assert seen.inference_count > 0 and states(client)["one"] == "asleep"
         assert one.complete("xyz", max_tokens=6, **GREEDY) == [want]
         assert states(client)["one"] == "serving"
         client.sleep_model("one")
         assert client.wake_model("one") > 0 and states(client)["one"] == "serving"
         client.unload_model("one")
+
+
+# ------------------------------------------------------------------------------------------ more than are awake
+
+
+@pytest.fixture(scope="module")
+def one_awake(tiny_artifact: Path) -> Iterator[Server]:
+    """One artifact under three names."""
+    names = (f"{name}={tiny_artifact}" for name in ("two", "three"))
+    with Server(f"one={tiny_artifact}", *names, "--max-awake", "1", "--kv-memory", "8MB") as server:
+        yield server
+
+
+def xyz(server: Server, model: str) -> Completion:
+    with Client(server.address, model=model, retries=0) as client:
+        (answer,) = client.complete("xyz", max_tokens=6, **GREEDY)
+        return answer
+
+
+def counted(server: Server, metric: str, model: str) -> float:
+    return Page.parse(request(server.url, "/metrics").body.decode()).sum(metric, model_name=model)
+
+
+def is_open(server: Server, model: str) -> bool:
+    return counted(server, "inferc_requests_open", model) == 1
+
+
+def swaps(server: Server) -> list[float]:
+    return [counted(server, "inferc_model_swaps_total", name) for name in ("one", "two", "three")]
+
+
+def test_more_models_than_may_be_awake_are_all_there(one_awake: Server) -> None:
+    with Client(one_awake.address) as client:
+        assert states(client) == {"one": "serving", "two": "asleep", "three": "asleep"}
+        assert health(one_awake.address) == SERVING and request(one_awake.url, "/health").status == 200
+        found = request(one_awake.url, "/v1/models").json["data"]
+        assert {model["id"] for model in found} == {"one", "two", "three"}
+        assert len(psutil.Process(one_awake.process.pid).children()) == 1
+
+
+def test_a_request_wakes_its_model_and_another_sleeps(one_awake: Server) -> None:
+    with Client(one_awake.address) as client:
+        want = xyz(one_awake, "one")
+        before = swaps(one_awake)
+        for name in ("two", "three", "one"):
+            assert xyz(one_awake, name) == want
+            assert states(client) == {**dict.fromkeys(("one", "two", "three"), "asleep"), name: "serving"}
+        assert swaps(one_awake) == [count + 1 for count in before]
+
+
+def test_requests_to_all_at_once_are_all_answered(one_awake: Server) -> None:
+    with Client(one_awake.address, model="one", retries=0) as client, ThreadPoolExecutor(25) as pool:
+        want = xyz(one_awake, "one")
+        before = sum(swaps(one_awake))
+        stream = client.generate("abc", max_tokens=200, ignore_eos=True)
+        tokens = len(next(stream).token_ids)
+        asked = [pool.submit(xyz, one_awake, name) for name in ("one", "two", "three") * 8]
+        tokens += sum(len(piece.token_ids) for piece in stream)
+        assert tokens == 200, "what runs is not cut"
+        assert [future.result(60) for future in asked] == [want] * 24
+        assert sum(swaps(one_awake)) > before
+        assert list(states(client).values()).count("serving") == 1 and len(client.models()) == 3
+        assert len(psutil.Process(one_awake.process.pid).children()) == 1
+        assert health(one_awake.address) == SERVING and "Traceback" not in one_awake.log
+
+
+def test_sleep_and_wake_by_hand_keep_to_how_many_may_be_awake(one_awake: Server) -> None:
+    with Client(one_awake.address) as client:
+        assert client.wake_model("three") >= 0 and states(client)["three"] == "serving"
+        assert client.wake_model("two") > 0
+        assert states(client) == {"one": "asleep", "two": "serving", "three": "asleep"}
+        client.sleep_model("two")
+        assert set(states(client).values()) == {"asleep"} and health(one_awake.address) == SERVING
+        client.wake_model("one")
+
+
+def test_sigterm_answers_who_waits_for_a_place(tiny_artifact: Path) -> None:
+    options = ("--max-awake", "1", "--kv-memory", "8MB")
+    with Server(f"one={tiny_artifact}", f"two={tiny_artifact}", *options) as server, ThreadPoolExecutor() as pool:
+        want = xyz(server, "one")
+        engine = server.engine
+        engine.suspend()  # so that the other has to wait
+        asked = []
+        for name in ("one", "two"):
+            asked.append(pool.submit(xyz, server, name))
+            wait_until(partial(is_open, server, name), "it is there")
+        server.terminate()
+        wait_until(lambda: "SIGTERM: no new requests" in server.log, "it ends")
+        engine.resume()
+        assert [each.result(30) for each in asked] == [want] * 2
+        assert server.process.wait(30) == 0 and "Traceback" not in server.log
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
 
 
 def test_a_server_of_fixed_models_loads_no_others(served: str, tiny_artifact: Path) -> None:
@@ -203,6 +315,7 @@ def test_a_server_of_fixed_models_loads_no_others(served: str, tiny_artifact: Pa
         (("a b=x",), "model name 'a b': expected letters"),
         (("a=x", "b=y", "--record", "f"), "--record is for a server of one model"),
         (("--model-folder", "nowhere"), "--model-folder nowhere is not a folder"),
+        (("x", "--max-awake", "0"), "--max-awake 0: expected 1 or more; leave it out for no limit"),
         (("x", "--hang-seconds", "-1"), "--hang-seconds -1: expected a number of seconds, 0 or more"),
     ],
 )

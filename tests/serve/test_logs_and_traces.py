@@ -3,10 +3,13 @@
 import json
 import logging
 import re
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,9 @@ from serving import Server, run_inferc, wait_until
 from inferc.client import Client
 from inferc.errors import RequestError
 from inferc.log_format import REQUEST_ID, JsonFormatter, TextFormatter
+from inferc.serve import tracing
+from inferc.serve.metrics import Ended
+from inferc.serve.tracing import Tracing
 
 COMPLETIONS = "/v1/completions"
 
@@ -163,6 +169,21 @@ def test_a_collector_that_is_not_there_is_nobodys_problem(tiny_artifact: Path) -
         server.terminate()
         wait_until(lambda: server.process.poll() is not None, "it ends", seconds=30)
         assert server.process.returncode == 0
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        traces = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        now = time.monotonic()
+        stream: Any = SimpleNamespace(opened_at=now, steps=None, traced=None, num_starts=1)
+        traces.begin(stream, "m")
+        traces.end(stream, Ended("stop", now, 1, 0, [now], [now], [1]), "m", "r")
+        traces.close()
+        assert time.monotonic() - now < 4, "it is given five seconds for every 512 spans"
+    assert "the collector of traces does not answer" in caplog.text
 
 
 @pytest.mark.parametrize(

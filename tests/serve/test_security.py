@@ -23,9 +23,11 @@ from serving import Server, run_inferc, wait_until
 from inferc.client import AsyncClient, Client, ServerError, Tls
 from inferc.errors import RequestError
 from inferc.serve.access import Key, Limits, digest_of, read_keys, write_keys
+from inferc.serve.tls import Certificates, TlsFiles
 
 COMPLETIONS = "/v1/completions"
 SHORT: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0}
+OF_A_RESPONSE: dict[str, Any] = {"max_output_tokens": 2, "temperature": 0.0}
 ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
 
 
@@ -40,6 +42,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Key("root", digest_of("root-key"), admin=True),
         Key("old", digest_of("old-key"), expires="2020-01-01"),
         Key("slow", digest_of("slow-key"), requests_per_minute=2, tokens_per_minute=1000),
+        Key("salty", digest_of("salty-key"), salted=True),
         Key("one", digest_of("one-key"), max_concurrent=1, limits=Limits(max_output_tokens=100)),
     ]
     write_keys(file, entries)
@@ -68,7 +71,17 @@ def test_nobody_without_a_key(locked: Server) -> None:
         assert raised.value.code == "UNAUTHENTICATED"
     for path in ("/v1/models", "/metrics", "/tokenizer_info", "/openapi.json", "/nothing"):
         assert request(locked.url, path).status == 401, path
+    assert request(locked.url, "/v1/responses", {"input": "abc"}).status == 401
     assert ask(locked, "alice-key").status == 200
+    for name, value in (
+        ("x-api-key", "alice-key"),
+        ("authorization", "bearer  alice-key"),
+        ("authorization", "alice-key"),
+    ):
+        assert request(locked.url, "/v1/models", headers={name: value}).status == 200
+    long = {"input": "abc", "max_output_tokens": 101}
+    assert request(locked.url, "/v1/responses", long, {"x-api-key": "one-key"}).status == 400
+    assert request(locked.url, "/v1/responses", {**long, **OF_A_RESPONSE}, {"x-api-key": "one-key"}).status == 200
     assert request(locked.url, "/v1/models", headers={"x-api-key": "alice-key"}).status == 200
     with Client(locked.address, api_key="alice-key") as client:
         assert client.complete("abc", **SHORT)
@@ -112,6 +125,21 @@ def test_requests_are_aborted_by_who_made_them(locked: Server) -> None:
             stream.close()  # type: ignore[attr-defined]
 
 
+def test_a_salted_key_shares_what_it_scored_with_nobody(locked: Server) -> None:
+    def cached(client: Client) -> int:
+        (*_, last) = client.generate([*range(5, 45)], **SHORT)
+        assert last.usage is not None
+        return last.usage.cached_tokens
+
+    with (
+        Client(locked.address, api_key="salty-key") as salty,
+        Client(locked.address, api_key="alice-key") as alice,
+    ):
+        salty.score([*range(5, 45)])
+        assert cached(alice) == 0
+        assert cached(salty) == 32
+
+
 def test_a_key_has_its_rate(locked: Server) -> None:
     first, second, third = (ask(locked, "slow-key") for _ in range(3))
     assert (first.status, second.status, third.status) == (200, 200, 429)
@@ -134,6 +162,16 @@ def test_a_key_has_its_number_at_once(locked: Server) -> None:
         with Client(locked.address, api_key="root-key") as root:
             wait_until(lambda: root.loads().num_requests == 0, "it has ended")
         assert client.complete("abc", **SHORT)
+
+
+def test_who_says_no_length_gets_what_is_allowed(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-output-tokens", "5") as server:
+        body = {"prompt": "abc", "ignore_eos": True}
+        assert request(server.url, COMPLETIONS, body).json["usage"]["completion_tokens"] == 5
+        reply = request(server.url, COMPLETIONS, {**body, "min_tokens": 6})
+        assert reply.status == 400 and reply.error["message"] == "min_tokens is 6; at most 5 is allowed here"
+        with Client(server.address) as client:
+            assert len(client.complete("abc", ignore_eos=True)[0].token_ids) == 5
 
 
 def test_limits_of_the_server_and_of_a_key(locked: Server) -> None:
@@ -329,6 +367,38 @@ def test_only_clients_with_a_certificate(tiny_artifact: Path, tmp_path: Path) ->
         clients.write_bytes(others.ca.read_bytes())
         wait_until(lambda: "the certificates were read again" in server.log, "it is noticed")
         assert lets_in(theirs) and not lets_in(mine)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_no_session_outlives_the_authority_of_its_client(version: ssl.TLSVersion, tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    cert, key = ours.issue("server")
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(ours.ca.read_bytes())
+    certificates = Certificates(TlsFiles(cert, key, clients))
+    context = trusting(ours.ca, ours.issue("client"))
+    context.maximum_version = version
+
+    def shake(session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+        pipes = [ssl.MemoryBIO() for _ in range(4)]
+        client = context.wrap_bio(pipes[0], pipes[1], server_hostname="localhost", session=session)
+        server = certificates.ssl_context.wrap_bio(pipes[2], pipes[3], server_side=True)
+        for _ in range(4):
+            for side, out, into in ((client, pipes[1], pipes[2]), (server, pipes[3], pipes[0])):
+                with suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+                into.write(out.read())
+        server.write(b"hello")
+        pipes[0].write(pipes[3].read())
+        assert client.read(5) == b"hello"
+        return client.session
+
+    session = shake()
+    shake(session)
+    clients.write_bytes(others.ca.read_bytes() * 2)
+    certificates.refresh()
+    with pytest.raises(ssl.SSLError):
+        shake(session)
 
 
 def test_an_expired_certificate(tiny_artifact: Path, tmp_path: Path) -> None:

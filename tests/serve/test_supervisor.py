@@ -5,11 +5,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
+from scripted_process import Process
 
 from inferc.errors import ArtifactError, InfercError
-from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Scored, Sink, Stats
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.engine_loop import Scored
 from inferc.runtime.scoring import Score
 from inferc.serve import supervisor
 from inferc.serve.async_engine import AsyncEngine, State
@@ -17,52 +16,6 @@ from inferc.serve.streams import EngineUnavailable, ModelFacts
 from inferc.serve.supervisor import MAX_DEATHS, Supervisor
 
 Result = TypeVar("Result")
-
-
-class Process:
-    """An engine process that does what the test says."""
-
-    def __init__(self, on_stop: Callable[[str], None], error: InfercError | None) -> None:
-        self.stopped: str | None = None
-        self.is_hung = False
-        self.closed = False
-        self.sinks: list[Sink] = []
-        self._on_stop, self._error = on_stop, error
-
-    def wait_until_ready(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def add(self, prompt_token_ids: Any, params: SamplingParams, sink: Sink, name: str = "") -> str:
-        raise NotImplementedError
-
-    def score(self, token_ids: Any, sink: Sink, num_top: int = 0) -> str:
-        self.sinks.append(sink)
-        return str(len(self.sinks))
-
-    def embed(self, token_ids: Any, sink: Sink) -> str:
-        raise NotImplementedError
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        pass
-
-    def ask_stats(self, sink: Sink) -> str:
-        if not self.is_hung:
-            sink(Stats("stats", EngineStats()))
-        return "stats"
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-    def die(self, reason: str) -> None:
-        self.stopped = reason
-        self._on_stop(reason)
-
-    def kill(self, reason: str) -> None:
-        self.die(reason)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Stage:

@@ -339,3 +339,11 @@ def make_engine(
 def make_slowly(sleep: float) -> Engine:
     time.sleep(sleep)
     return make_engine()
+
+
+def make_breaking(close_seconds: float = 0.0) -> Engine:
+    """It breaks in its third step, and then takes so long to end."""
+    engine = make_engine()
+    engine.runner.fail_at = 3  # type: ignore[attr-defined]
+    engine.runner.close = lambda: time.sleep(close_seconds)  # type: ignore[method-assign]
+    return engine

@@ -40,10 +40,11 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) 
 class Server:
     """A running `inferc serve`; killed at the end of the block if it has not ended by itself."""
 
-    def __init__(self, artifact: Path | str, *options: str) -> None:
+    def __init__(self, artifact: Path | str, *options: str, under: tuple[str, ...] = ()) -> None:
+        """under: a command that runs it."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the server is)
         self.process = subprocess.Popen(
-            [*INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0", *options],
+            [*under, *INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,

@@ -1,0 +1,93 @@
+"""uvicorn's protocol with bounds on who sends slowly or without end before there is a request to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follows its body
+LOOK_SECONDS = 30.0  # a head must be whole by then
+MIN_BYTES = 16 << 10  # of a body that is not whole, from one look to the next
+
+
+class Protocol(HttpToolsProtocol):
+    """Closes connections that hold a place and send next to nothing; refuses (431) heads that are too large."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._looking: asyncio.TimerHandle | None = None
+        self._is_in_head = self._is_in_body = False
+        self._num_unheard = 0  # bytes since the parser told of something whole
+        self._num_body = 0  # bytes of the body since the last look
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_looking()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._looking is None and not self._is_answering:
+            self._look_later()
+        self._num_unheard += len(data)
+        super().data_received(data)
+        if self._num_unheard > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        self._is_in_head, self._num_unheard = True, 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # those behind a body are no part of what was answered
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head, self._is_in_body, self._num_unheard, self._num_body = False, True, 0, 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unheard = 0
+        self._num_body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body, self._num_unheard = False, 0
+        self._stop_looking()
+        super().on_message_complete()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _look_later(self) -> None:
+        self._stop_looking()
+        self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _look(self) -> None:
+        self._looking = None
+        is_paused = self.flow is not None and self.flow.read_paused
+        if self._is_in_body and (self._num_body >= MIN_BYTES or is_paused):
+            self._num_body = 0
+            self._look_later()
+        elif self._is_in_head or self._is_in_body or self._num_unheard:
+            self._refuse(b"408 Request Timeout")
+        else:  # it was opened and not used
+            self.transport.close()
+
+    def _refuse(self, status: bytes) -> None:
+        """Who has begun to get an answer gets no other."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()

@@ -1,0 +1,167 @@
+"""OpenAI's Responses API over the models of a server: text in, text out, nothing stored."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+from inferc.runtime.llm import CompletionOutput
+from inferc.runtime.openai_answer import Answer, chat_logprobs
+from inferc.runtime.openai_responses import (
+    RESPONSES,
+    ResponseHead,
+    parse_response_request,
+    status_of,
+    text_part,
+)
+from inferc.serve.http_answers import STREAMED, answered
+from inferc.serve.http_bodies import ResponseBody
+from inferc.serve.http_edge import body_of
+from inferc.serve.models import Models
+from inferc.serve.openai_answering import Answering
+from inferc.serve.openai_chunks import add_piece
+
+FIRST_PART: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def responses_routes(models: Models) -> APIRouter:
+    """Every path of the interface."""
+    routes = APIRouter()
+
+    @routes.post(RESPONSES, tags=["openai"], response_model=None, responses=STREAMED)
+    async def create_response(body: ResponseBody, request: Request) -> Response:
+        """Answer a conversation; nothing of it is stored."""
+        model = models.get(body.model or "")
+        said = body.said()
+        form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, said)
+        name = f"resp_{form.name}"
+        return await answered(request, model, parse_response_request(said), name, form, bool(body.stream))
+
+    @routes.get(f"{RESPONSES}/{{response_id}}", tags=["openai"])
+    @routes.delete(f"{RESPONSES}/{{response_id}}", tags=["openai"])
+    @routes.post(f"{RESPONSES}/{{response_id}}/cancel", tags=["openai"])
+    @routes.get(f"{RESPONSES}/{{response_id}}/input_items", tags=["openai"])
+    async def stored_response(response_id: str) -> Response:
+        """404: nothing is stored."""
+        raise HTTPException(
+            404, f"there is no response {response_id!r:.80}: nothing is stored here; keep what {RESPONSES} answers"
+        )
+
+    return routes
+
+
+@dataclass(frozen=True)
+class _ResponseForm:
+    """A response, or the typed events of its stream. name: makes its ids."""
+
+    name: str
+    created: int
+    model: str
+    body: Mapping[str, Any]
+
+    def _head(self, answering: Answering) -> ResponseHead:
+        params = answering.params
+        return ResponseHead(
+            f"resp_{self.name}",
+            f"msg_{self.name}",
+            self.created,
+            self.model,
+            self.body,
+            float(params.temperature),
+            float(params.top_p),
+        )
+
+    def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
+        return self._head(answering).whole(answers[0], answering.token)
+
+    async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """What is wrong before the first of them is raised, later it is how the response fails."""
+        head, output = self._head(answering), CompletionOutput(0)
+        events = _Events(head.message_id)
+        begun = b""
+        try:
+            async with aclosing(answering.pieces()) as pieces:
+                async for _, _, piece in pieces:
+                    begin = b"" if begun else _begin(events, head)
+                    begun = begun or begin
+                    add_piece(output, piece)
+                    delta = b""
+                    if piece.text or piece.logprobs:
+                        rows = chat_logprobs(piece.logprobs, answering.token)["content"]
+                        delta = events.of_part("response.output_text.delta", delta=piece.text, logprobs=rows)
+                    if data := begin + delta:
+                        yield data
+            yield _end(events, head, output, answering)
+        except Exception as error:
+            if not begun:
+                raise
+            yield _failed(events, head, output, answering, error)
+        finally:
+            answering.close()
+
+
+class _Events:
+    """Makes events one after another, with their numbers."""
+
+    def __init__(self, message_id: str) -> None:
+        self._message_id = message_id
+        self._count = 0
+
+    def of(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._count, **fields}
+        self._count += 1
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(body))
+
+    def of_part(self, kind: str, **fields: Any) -> bytes:
+        """Of the one part of the one message."""
+        return self.of(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
+
+
+def _begin(events: _Events, head: ResponseHead) -> bytes:
+    response = head.response("in_progress")
+    return b"".join(
+        (
+            events.of("response.created", response=response),
+            events.of("response.in_progress", response=response),
+            events.of("response.output_item.added", output_index=0, item=head.message("in_progress")),
+            events.of_part("response.content_part.added", part=FIRST_PART),
+        )
+    )
+
+
+def _end(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> bytes:
+    part, status = text_part(output, answering.token), status_of(output)
+    response = head.whole(_answer(output, answering), answering.token)
+    return b"".join(
+        (
+            events.of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
+            events.of_part("response.content_part.done", part=part),
+            events.of("response.output_item.done", output_index=0, item=head.message(status, [part])),
+            events.of(f"response.{status}", response=response),
+        )
+    )
+
+
+def _failed(
+    events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering, error: Exception
+) -> bytes:
+    found = body_of(error)["error"]
+    kind = "rate_limit_exceeded" if found["type"] == "rate_limit_error" else "server_error"
+    message = found["message"].encode("ascii", "backslashreplace").decode()  # which may quote half of a surrogate pair
+    item = head.message("incomplete", [text_part(output, answering.token)])
+    response = head.response("failed", [item], _answer(output, answering), {"code": kind, "message": message})
+    return events.of("response.failed", response=response)
+
+
+def _answer(output: CompletionOutput, answering: Answering) -> Answer:
+    """What its usage is counted of."""
+    (answer,) = answering.usage({0: len(output.token_ids)})
+    return replace(answer, outputs=[output])

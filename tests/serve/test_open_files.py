@@ -1,0 +1,52 @@
+"""A server under limits of open files."""
+
+import resource
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+from http_calls import request
+from serving import Server
+
+from inferc.client import Client
+
+WARNING = "files may be open, and 1024 streams take 1536: connections beyond that are not taken; raise the hard limit"
+
+
+def under(limit: str) -> tuple[str, ...]:
+    """What a command is started by that has this limit."""
+    return ("sh", "-c", f'ulimit {limit} && exec "$@"', "sh")
+
+
+def limits(server: Server) -> tuple[int, int]:
+    soft, hard = psutil.Process(server.process.pid).rlimit(resource.RLIMIT_NOFILE)
+    return soft, hard
+
+
+def test_the_soft_limit_is_raised_to_what_streams_take(tiny_artifact: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with Server(tiny_artifact, under=under("-Sn 128")) as server, ExitStack() as stack:
+        want = 2560 if hard == resource.RLIM_INFINITY else min(2560, hard)
+        assert limits(server) == (want, hard)
+        place = urlsplit(server.url)
+        assert place.hostname is not None and place.port is not None
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=10))
+        assert request(server.url, "/health").status == 200
+        with Client(server.address) as client:
+            assert client.complete("abc", max_tokens=2)
+        assert (WARNING in server.log) == (want < 1536)
+
+
+def test_a_hard_limit_that_is_too_low_is_told(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, under=under("-n 300")) as server:
+        assert limits(server) == (300, 300)
+        assert f"300 {WARNING}" in server.log
+        assert request(server.url, "/health").status == 200
+
+
+def test_what_is_high_enough_stays(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, under=under("-n 3000")) as server:
+        assert limits(server) == (3000, 3000) and WARNING not in server.log

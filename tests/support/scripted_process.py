@@ -1,0 +1,73 @@
+"""An engine process that does what the test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from inferc.errors import InfercError
+from inferc.runtime.engine import EngineStats
+from inferc.runtime.engine_loop import Failed, Scored, Sink, Stats
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.scoring import Score
+
+
+class Process:
+    """Starts and ends as soon as `may_start` and `may_end` are set; error: what it fails to start by."""
+
+    def __init__(self, on_stop: Callable[[str], None], error: InfercError | None = None) -> None:
+        self.stopped: str | None = None
+        self.is_hung = False
+        self.closed = False
+        self.sinks: list[Sink] = []  # of what was begun and not answered
+        self.may_start, self.may_end = threading.Event(), threading.Event()
+        self.may_start.set()
+        self.may_end.set()
+        self._on_stop, self._error = on_stop, error
+
+    def wait_until_ready(self) -> None:
+        self.may_start.wait(10)
+        if self._error is not None:
+            self.closed = True
+            raise self._error
+
+    def add(self, prompt_token_ids: Any, params: SamplingParams, sink: Sink, name: str = "") -> str:
+        raise NotImplementedError
+
+    def score(self, token_ids: Any, sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
+        self.sinks.append(sink)
+        return str(len(self.sinks))
+
+    def embed(self, token_ids: Any, sink: Sink) -> str:
+        raise NotImplementedError
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        pass
+
+    def answer(self) -> None:
+        """The oldest of what was begun."""
+        self.sinks.pop(0)(Scored("1", Score([-1.0], [2])))
+
+    def ask_stats(self, sink: Sink) -> str:
+        if not self.is_hung:
+            sink(Stats("stats", EngineStats()))
+        return "stats"
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def die(self, reason: str) -> None:
+        self.stopped = reason
+        sinks, self.sinks = self.sinks, []
+        for sink in sinks:
+            sink(Failed("1", reason))
+        self._on_stop(reason)
+
+    def kill(self, reason: str) -> None:
+        self.die(reason)
+
+    def close(self) -> None:
+        self.may_start.set()
+        self.may_end.wait(10)
+        self.closed = True
