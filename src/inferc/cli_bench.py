@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from inferc.cli_bench_serve import bench_serve
+from inferc.cli_bench_tune import bench_tune
 from inferc.cli_common import (
     Isa,
     Json,
@@ -21,12 +23,11 @@ from inferc.cli_common import (
     progress,
     say,
 )
+from inferc.cli_load import InputLen, OutputLen
 from inferc.errors import ConfigError
 
 bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
-InputLen = Annotated[int, typer.Option("--input-len", metavar="N", help="Tokens in a prompt.")]
-OutputLen = Annotated[int, typer.Option("--output-len", metavar="N", help="New tokens of a request.")]
 Concurrency = Annotated[int, typer.Option("--concurrency", metavar="N", help="Requests under way at once.")]
 Requests = Annotated[int | None, typer.Option("--requests", metavar="N", help="In all; 4 times --concurrency.")]
 
@@ -160,38 +161,8 @@ def bench_throughput(
     _print_numbers(dataclasses.asdict(result), as_json)
 
 
-@command(bench_app, "serve")
-def bench_serve(
-    out: Out,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 128,
-    concurrency: Concurrency = 8,
-    requests: Requests = None,
-    threads: Threads = None,
-    isa: Isa = "auto",
-    pin: Pin = False,
-    as_json: Json = False,
-) -> None:
-    """A server of its own under load over gRPC, as its clients see it: TTFT, ITL and whole requests by percentile."""
-    from inferc.runtime.artifact import load_artifact
-    from inferc.serve.bench import run_load, serving
-
-    total = _num_requests(concurrency, requests)
-    load_artifact(out, target="cpu")  # what is wrong with it, said before a process is started
-    options = [
-        "--isa",
-        isa,
-        "--max-num-seqs",
-        str(max(64, concurrency)),
-        "--max-num-batched-tokens",
-        str(max(512, concurrency)),
-    ]
-    if threads is not None:
-        options += ["--threads", str(threads)]
-    options += ["--pin"] * pin
-    with serving(out, options) as address, progress("bench serve"):
-        result = run_load(address, input_len, output_len, concurrency, total)
-    _print_numbers(dataclasses.asdict(result), as_json)
+command(bench_app, "serve")(bench_serve)
+command(bench_app, "tune")(bench_tune)
 
 
 def _num_requests(concurrency: int, requests: int | None) -> int:

@@ -183,6 +183,7 @@ def missing(error: ModuleNotFoundError) -> str:
     extras = {
         "compile": ("torch", "transformers", "safetensors"),
         "serve": ("grpc", "grpc_health", "grpc_reflection", "google", "zmq", "msgspec"),
+        "bench": ("aiohttp",),
         "cuda": ("triton",),
     }
     extra = next((name for name, packages in extras.items() if package in packages), "dev")
