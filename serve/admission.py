@@ -7,6 +7,7 @@ from collections import deque
 from contextvars import ContextVar
 
 WINDOW_SECONDS = 10.0
+MOST_FIRSTS = 4096  # first tokens that are remembered
 # Seconds that the call which runs has left, where its client said so.
 WITHIN: ContextVar[float | None] = ContextVar("WITHIN", default=None)
 
@@ -17,7 +18,7 @@ class QueueForecast:
     def __init__(self) -> None:
         self.num_waiting = 0
         self._since = 0.0  # somebody waits
-        self._firsts: deque[float] = deque()
+        self._firsts: deque[float] = deque(maxlen=MOST_FIRSTS)
 
     def came(self, count: int, now: float) -> None:
         if not self.num_waiting:
@@ -33,15 +34,17 @@ class QueueForecast:
         """Sequences went that had no token."""
         self.num_waiting -= count
 
-    def seconds(self, now: float) -> float:
+    def seconds(self, now: float, num_running: int = 0) -> float:
         """Until a sequence that came now would get its first token: at the rate of the last seconds, behind all that wait.
 
-        Where none has come since they began to wait, as long as they have waited: it is that at least.
+        Where none has come since they began to wait, as long as they have waited: it is that at least. num_running: sequences
+        that have their first token. They may have begun together, and will then end together, longer ago than the last
+        seconds: the rate is at least theirs.
         """
         if not self.num_waiting:
             return 0.0
-        start = max(self._since, now - WINDOW_SECONDS)
-        while self._firsts and self._firsts[0] < start:
+        recent = max(self._since, now - WINDOW_SECONDS)
+        while len(self._firsts) > num_running and self._firsts[0] < recent:
             self._firsts.popleft()
-        elapsed = now - start
+        elapsed = now - min(recent, self._firsts[0]) if self._firsts else now - recent
         return self.num_waiting * elapsed / len(self._firsts) if self._firsts else elapsed

@@ -192,7 +192,8 @@ class AsyncEngine:
                 " again later"
             )
         limits = [limit for limit in (within, self._max_queue_seconds) if limit is not None]
-        if limits and (wait := self.queue.seconds(time.monotonic())) > min(limits):
+        num_running = self._num_sequences - self.queue.num_waiting
+        if limits and (wait := self.queue.seconds(time.monotonic(), num_running)) > min(limits):
             self.metrics.refused("queue_time")
             raise QueueFull(
                 f"{self.queue.num_waiting} sequences wait, and the next would wait about {wait:.1f} s, longer than the"

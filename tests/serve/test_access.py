@@ -207,3 +207,18 @@ def test_the_queue_is_as_long_as_others_have_waited() -> None:
     assert queue.seconds(114.0) == 0.0
     queue.came(1, 500.0)
     assert queue.seconds(500.0) == 0.0, "what was long ago says nothing of now"
+
+
+def test_a_queue_that_moves_in_waves_is_not_measured_between_two() -> None:
+    """256 sequences begin and end together, every 12 s: with 750 behind them the next waits for three waves."""
+    queue = QueueForecast()
+    queue.came(256 * 4, 0.0)
+    for wave in range(4):
+        for _ in range(256):
+            queue.first_token(12.0 * wave)
+        queue.came(256, 12.0 * wave)
+    queue.left(queue.num_waiting - 750)
+    for now in (36.1, 40.0, 47.9):
+        assert 25 < queue.seconds(now, num_running=256) < 75, now
+    queue.first_token(47.95)  # the first of the next wave
+    assert 25 < queue.seconds(47.96, num_running=256) < 75
