@@ -332,6 +332,7 @@ class Models:
         self._served: dict[str, ServedModel] = {}
         self._busy: dict[str, ModelState] = {}  # being loaded or unloaded
         self._reasons: dict[str, str] = {}  # why the last try to load it failed
+        self._unloading: dict[str, asyncio.Task[None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._logs: dict[str, KvEventLog] = {}
         self._places = Places(options.max_awake, options.drain_seconds)
@@ -418,6 +419,8 @@ class Models:
         Raises NotServed for an unknown one, and what its artifact cannot be loaded for.
         """
         async with self._lock(name):
+            if (unloading := self._unloading.get(name)) is not None:
+                await asyncio.wait((unloading,))
             if name in self._served:
                 return
             source = self._source(name)
@@ -440,19 +443,28 @@ class Models:
         return model
 
     async def unload(self, name: str) -> None:
-        """Take no more requests for a model, let its running ones end, and free its memory. Raises NotServed."""
-        async with self._lock(name):
-            model = self._served.get(name)
-            if model is None:
-                raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
-            self._set_busy(name, "unloading")
-            try:
-                await model.engine.drain(self.options.drain_seconds)
-                del self._served[name]
-                self._logs.pop(name, None)
-                await model.close()
-            finally:
-                self._set_busy(name, None)
+        """Take no more requests for a model, let its running ones end, and free its memory. Raises NotServed.
+
+        It goes on when whoever asked for it waits no longer; who asks again waits for the same.
+        """
+        if name not in self._unloading:
+            async with self._lock(name):  # a load that is under way comes first
+                if (model := self._served.get(name)) is None:
+                    raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
+                if name not in self._unloading:
+                    self._set_busy(name, "unloading")
+                    self._unloading[name] = asyncio.create_task(self._unload(name, model))
+        await asyncio.shield(self._unloading[name])
+
+    async def _unload(self, name: str, model: ServedModel) -> None:
+        try:
+            await model.engine.drain(self.options.drain_seconds)
+            await model.close()
+        finally:
+            self._served.pop(name, None)
+            self._logs.pop(name, None)
+            del self._unloading[name]
+            self._set_busy(name, None)
 
     async def sleep(self, name: str) -> None:
         """Give a model's memory back until somebody asks for it. Raises NotServed or EngineUnavailable."""
@@ -468,7 +480,11 @@ class Models:
         return all(done)
 
     async def close(self) -> None:
-        models, self._served = list(self._served.values()), {}
+        models, self._served = list(self._served.values()), {}  # with those that are being unloaded
+        unloading = list(self._unloading.values())
+        for task in unloading:
+            task.cancel()
+        await asyncio.gather(*unloading, return_exceptions=True)
         await asyncio.gather(*(model.close() for model in models))
 
     def _source(self, name: str) -> ModelSource:
