@@ -340,9 +340,10 @@ class Models:
     # -------------------------------------------------------------------------------------------- look-ups
 
     def get(self, name: str = "") -> ServedModel:
-        """The model that requests for `name` go to; "" is the first one. Raises NotServed or EngineUnavailable."""
+        """The model that requests for `name` go to; "" is the first one that is not being unloaded, if there is one. Raises
+        NotServed or EngineUnavailable."""
         if not name and self._served:
-            return next(iter(self._served.values()))
+            return next(iter((*self._staying, *self._served.values())))
         if (model := self._served.get(name)) is not None:
             return model
         if self._busy.get(name) == "loading":
@@ -356,9 +357,14 @@ class Models:
         return list(self._served.values())
 
     @property
+    def _staying(self) -> list[ServedModel]:
+        """Those that are not being unloaded."""
+        return [model for name, model in self._served.items() if name not in self._unloading]
+
+    @property
     def is_serving(self) -> bool:
         """Whether requests are taken, by at least one model, and by all that shall be awake."""
-        models = self.served
+        models = self._staying
         return bool(models) and all(model.is_ready for model in models)
 
     @property
@@ -452,8 +458,8 @@ class Models:
                 if (model := self._served.get(name)) is None:
                     raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
                 if name not in self._unloading:
-                    self._set_busy(name, "unloading")
                     self._unloading[name] = asyncio.create_task(self._unload(name, model))
+                    self._set_busy(name, "unloading")
         await asyncio.shield(self._unloading[name])
 
     async def _unload(self, name: str, model: ServedModel) -> None:

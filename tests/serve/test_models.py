@@ -113,3 +113,22 @@ def test_the_end_of_the_server_does_not_wait_for_an_unload() -> None:
         request.cancel()
 
     run(work())
+
+
+def test_a_server_serves_while_one_of_its_models_is_unloaded() -> None:
+    async def work() -> None:
+        models = await loaded("a", "b")
+        first, second = scripted(models, "a"), scripted(models, "b")
+        request = await asked(first)
+        unloading = asyncio.create_task(models.unload("a"))
+        await settle()
+        assert models.is_serving and models.get() is second, "who names no model gets one that takes requests"
+        also = asyncio.create_task(models.unload("b"))
+        await settle()
+        assert not models.is_serving
+        first.processes[0].answer()
+        await asyncio.gather(request, unloading, also)
+        assert not models.is_serving
+        await models.close()
+
+    run(work())
