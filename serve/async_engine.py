@@ -370,8 +370,12 @@ class AsyncEngine:
         error = event.error
         if event.is_request_error or isinstance(error, RequestError | GenerationError | ObjectiveError):
             work.fail(error)
-        elif self.state == "dead" or not work.can_start or work.num_starts >= MAX_STARTS:
+        elif self.state == "dead" or not work.can_start:
             work.fail(EngineUnavailable(event.reason, retry_after=1.0))
+        elif work.num_starts >= MAX_STARTS:  # to try it again would cost all others the next engines
+            died = f"the engine died {work.num_starts} times while it worked on this request; it is not started again"
+            log.error("request %s: %s: %s", work.request_id, event.reason, died)
+            work.fail(GenerationError(died))
         elif work.is_open and self._works.get(work.request_id) is work:
             log.warning("request %s: %s; it is started again", work.request_id, event.reason)
             self._start(work)
