@@ -27,6 +27,9 @@ MAX_DEATHS = 5  # within DEATHS_WINDOW_SECONDS: then it is given up
 DEATHS_WINDOW_SECONDS = 300.0
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # before it is started again; doubled from the second death on
 
+# What clients are told, who may be anybody: what it cannot start for has names of files in it.
+NO_START = "the engine does not start; the server's log says why"
+
 
 class EngineProcessLike(EngineLike, Protocol):
     """What the supervisor asks of an engine's process (EngineProcess). The first three wait."""
@@ -182,8 +185,8 @@ class Supervisor:
             try:
                 await self._start_process()
             except InfercError as error:
-                why = f"the engine does not start again: {error}"
-                log.error("%s", why)
+                log.error("the engine does not start again: %s", error)
+                why = NO_START
                 self._deaths.append(time.monotonic())
                 continue
             self.num_restarts += 1
@@ -293,7 +296,7 @@ class Supervisor:
             log.error("the engine does not wake: %s", error)
             self.is_waking = False
             self._state_changed()
-            return await self._start_again(f"the engine does not wake: {error}")
+            return await self._start_again(NO_START)
         finally:
             self.is_waking = False
         return True

@@ -77,7 +77,7 @@ def test_one_that_dies_again_and_again_is_given_up(caplog: pytest.LogCaptureFixt
     async def work() -> None:
         stage = Stage()
         await stage.supervisor.start()
-        stage.errors = [None, InfercError("no memory")]  # of the second and the third process
+        stage.errors = [None, InfercError("no memory in /home/me")]  # of the second and the third process
         while stage.engine.state != "dead":
             if stage.engine.state == "serving" and stage.processes[-1].stopped is None:
                 stage.processes[-1].die("killed by SIGSEGV")
@@ -90,7 +90,28 @@ def test_one_that_dies_again_and_again_is_given_up(caplog: pytest.LogCaptureFixt
         await stage.supervisor.close()
 
     run(work())
-    assert "the engine does not start again: no memory" in caplog.text
+    assert "the engine does not start again: no memory in /home/me" in caplog.text
+
+
+@pytest.mark.parametrize("falls_asleep", [False, True])
+def test_why_it_does_not_start_is_for_the_log(falls_asleep: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        stage.errors = [ArtifactError("/home/me/weights is damaged")] * 9
+        if falls_asleep:
+            await stage.supervisor.sleep()
+        else:
+            stage.processes[0].die("killed by SIGSEGV")
+        with pytest.raises(EngineUnavailable, match="the engine does not start; the server's log says why; that was"):
+            await asyncio.ensure_future(stage.engine.score([1, 2]))
+        with pytest.raises(EngineUnavailable) as raised:
+            stage.engine.check_open()
+        assert "/home/me" not in str(raised.value) and "/home/me" not in stage.engine.reason
+        await stage.supervisor.close()
+
+    run(work())
+    assert "/home/me/weights is damaged" in caplog.text
 
 
 def test_a_hung_engine_is_killed_and_started_again() -> None:
