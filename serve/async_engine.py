@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -43,6 +44,22 @@ log = logging.getLogger(__name__)
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Why no more requests are taken, in words for clients. late: for those whose requests had no time to end."""
+
+    now: str
+    late: str
+
+
+SHUTDOWN = Leaving(
+    "the server is shutting down and takes no new requests", "the server shut down before the request was done"
+)
+UNLOAD = Leaving(
+    "the model is being unloaded and takes no new requests", "the model was unloaded before the request was done"
+)
 State = Literal["starting", "serving", "asleep", "draining", "dead"]
 
 
@@ -75,6 +92,7 @@ class AsyncEngine:
         self.facts = facts
         self.state: State = "starting"
         self.reason = ""  # of being dead
+        self._leaving = SHUTDOWN  # why it drains
         self.metrics = metrics or ModelMetrics()
         self.queue = QueueForecast()
         self._on_over = on_over
@@ -98,6 +116,13 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         return len(self._works)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no requests are taken, in words for clients; None: they are, or wait."""
+        if self.state == "draining":
+            return self._leaving.now
+        return self.reason if self.state == "dead" else None
 
     @property
     def is_at_rest(self) -> bool:
@@ -179,12 +204,9 @@ class AsyncEngine:
 
         within: seconds after which nobody waits for its first token any more.
         """
-        if self.state == "draining":
+        if (refusal := self.refusal) is not None:
             self.metrics.refused("unavailable")
-            raise EngineUnavailable("the server is shutting down and takes no new requests", retry_after=1.0)
-        if self.state == "dead":
-            self.metrics.refused("unavailable")
-            raise EngineUnavailable(self.reason)
+            raise EngineUnavailable(refusal, retry_after=1.0 if self.state == "draining" else None)
         if self._num_sequences + num_sequences > self._max_sequences:
             self.metrics.refused("queue_full")
             raise QueueFull(
@@ -251,14 +273,15 @@ class AsyncEngine:
         else:
             self._rest.clear()
 
-    async def drain(self, limit_seconds: float) -> bool:
+    async def drain(self, limit_seconds: float, leaving: Leaving = SHUTDOWN) -> bool:
         """Take no more requests and let the running ones end, at most this long. Whether all did."""
+        self._leaving = leaving
         if self.state != "dead":
             self.state = "draining"
         try:
             await asyncio.wait_for(self._idle.wait(), limit_seconds)
         except asyncio.TimeoutError:
-            late = EngineUnavailable("the server shut down before the request was done")
+            late = EngineUnavailable(leaving.late)
             for work in list(self._works.values()):
                 self.abort_in_engine(work)
                 work.fail(late)

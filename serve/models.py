@@ -25,7 +25,7 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
 from inferc.serve.access import CALLER, Caller, RateLimited
 from inferc.serve.admission import WITHIN
-from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, State
+from inferc.serve.async_engine import MAX_SEQUENCES, UNLOAD, AsyncEngine, State
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
@@ -336,6 +336,7 @@ class Models:
         self._locks: dict[str, asyncio.Lock] = {}
         self._logs: dict[str, KvEventLog] = {}
         self._places = Places(options.max_awake, options.drain_seconds)
+        self._is_leaving = False  # the server shuts down
 
     # -------------------------------------------------------------------------------------------- look-ups
 
@@ -422,23 +423,33 @@ class Models:
     async def load(self, name: str) -> None:
         """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded.
 
-        Raises NotServed for an unknown one, and what its artifact cannot be loaded for.
+        Raises NotServed for an unknown one, EngineUnavailable while the server shuts down, and what its artifact cannot be
+        loaded for.
         """
         async with self._lock(name):
             if (unloading := self._unloading.get(name)) is not None:
                 await asyncio.wait((unloading,))
+            self._check_stays()
             if name in self._served:
                 return
             source = self._source(name)
             self._reasons.pop(name, None)
             self._set_busy(name, "loading")
             try:
-                self._served[name] = await self._load(source)
+                model = await self._load(source)
             except InfercError as error:
                 self._reasons[name] = str(error)
                 raise
             finally:
                 self._set_busy(name, None)
+            if self._is_leaving:
+                await model.close()
+                self._check_stays()
+            self._served[name] = model
+
+    def _check_stays(self) -> None:
+        if self._is_leaving:
+            raise EngineUnavailable("the server is shutting down and loads no models", retry_after=1.0)
 
     async def _load(self, source: ModelSource) -> ServedModel:
         artifact = await asyncio.to_thread(load_artifact, source.path)
@@ -464,7 +475,7 @@ class Models:
 
     async def _unload(self, name: str, model: ServedModel) -> None:
         try:
-            await model.engine.drain(self.options.drain_seconds)
+            await model.engine.drain(self.options.drain_seconds, UNLOAD)
             await model.close()
         finally:
             self._served.pop(name, None)
@@ -481,11 +492,13 @@ class Models:
         await self.get(name).supervisor.wake()
 
     async def drain(self, limit_seconds: float) -> bool:
-        """Let the running requests of all models end; take no new ones. Whether all did."""
+        """Let the running requests of all models end; take no new ones, and load no models. Whether all did."""
+        self._is_leaving = True
         done = await asyncio.gather(*(model.engine.drain(limit_seconds) for model in self._served.values()))
         return all(done)
 
     async def close(self) -> None:
+        self._is_leaving = True
         models, self._served = list(self._served.values()), {}  # with those that are being unloaded
         unloading = list(self._unloading.values())
         for task in unloading:

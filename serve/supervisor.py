@@ -139,8 +139,8 @@ class Supervisor:
 
     async def _wait_for(self, state: State) -> None:
         while self.engine.state != state:
-            if self.engine.state in ("dead", "draining"):
-                raise EngineUnavailable(self.engine.reason or f"the engine is {self.engine.state}")
+            if (refusal := self.engine.refusal) is not None:
+                raise EngineUnavailable(refusal)
             if state == "serving" and self._refusal is not None:
                 raise self._refusal
             self._changed.clear()

@@ -1,12 +1,14 @@
 """Models that are loaded and unloaded while a server runs, over scripted engine processes."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from scripted_models import run, settle
+from scripted_models import run, settle, until
 from scripted_process import Process
 
 from inferc.runtime.scoring import Score
@@ -16,12 +18,15 @@ from inferc.serve.async_engine import AsyncEngine
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.models import ModelOptions, Models, ModelSource, ServedModel
-from inferc.serve.streams import ModelFacts
+from inferc.serve.streams import EngineUnavailable, ModelFacts
 from inferc.serve.supervisor import Supervisor
 
 
 class Scripted(ServedModel):
-    """A model whose engine does what the test says, without an artifact."""
+    """A model whose engine does what the test says, without an artifact. latest: the last one that was made."""
+
+    latest: ClassVar[Scripted]
+    may_start: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -33,6 +38,7 @@ class Scripted(ServedModel):
         tracing: object,
         places: Places,
     ) -> None:
+        Scripted.latest = self
         self.source, self.kv_events = source, kv_events
         self.processes: list[Process] = []
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
@@ -40,6 +46,8 @@ class Scripted(ServedModel):
 
     def _launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop))
+        if not self.may_start:
+            self.processes[-1].may_start.clear()
         return self.processes[-1]
 
     async def start(self) -> None:
@@ -52,6 +60,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(served_models, "load_artifact", lambda path: None)
     monkeypatch.setattr(served_models, "ServedModel", Scripted)
+    monkeypatch.setattr(Scripted, "may_start", True)
 
 
 async def loaded(*names: str, **options: Any) -> Models:
@@ -129,6 +138,66 @@ def test_a_server_serves_while_one_of_its_models_is_unloaded() -> None:
         first.processes[0].answer()
         await asyncio.gather(request, unloading, also)
         assert not models.is_serving
+        await models.close()
+
+    run(work())
+
+
+def test_who_asks_a_model_that_is_unloaded_is_told_so() -> None:
+    async def work() -> None:
+        models = await loaded("a", "b", drain_seconds=0.05)
+        model = scripted(models, "a")
+        request = await asked(model)
+        unloading = asyncio.create_task(models.unload("a"))
+        await settle()
+        with pytest.raises(
+            EngineUnavailable, match="^the model is being unloaded and takes no new requests$"
+        ) as raised:
+            models.get("a").check_open(1)
+        assert raised.value.retry_after is not None
+        with pytest.raises(EngineUnavailable, match="^the model is being unloaded and takes no new requests$"):
+            await models.wake("a")
+        with pytest.raises(EngineUnavailable, match="^the model was unloaded before the request was done$"):
+            await request
+        await unloading
+        await models.close()
+
+    run(work())
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def test_a_server_that_shuts_down_loads_nothing() -> None:
+    async def work() -> None:
+        models = await loaded("a", "b")
+        await models.unload("b")
+        assert await models.drain(1.0)
+        with pytest.raises(EngineUnavailable, match="^the server is shutting down and loads no models$"):
+            await models.load("b")
+        with pytest.raises(EngineUnavailable, match="^the server is shutting down and takes no new requests$"):
+            models.get("a").check_open(1)
+        await models.close()
+
+    run(work())
+
+
+def test_what_is_being_loaded_as_the_server_shuts_down_is_ended() -> None:
+    async def work() -> None:
+        models = await loaded("a", "b")
+        before = scripted(models, "b")
+        await models.unload("b")
+        Scripted.may_start = False
+        loading = asyncio.create_task(models.load("b"))
+        await until(lambda: Scripted.latest is not before and bool(Scripted.latest.processes))
+        late = Scripted.latest
+        draining = asyncio.create_task(models.drain(1.0))
+        await settle()
+        Scripted.may_start = True
+        late.processes[0].may_start.set()
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await loading
+        assert await draining and late.processes[0].closed and [model.name for model in models.served] == ["a"]
         await models.close()
 
     run(work())
