@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Embedded, Event, Failed, Scored, Sink
+from inferc.runtime.engine_loop import Embedded, Event, Failed, Scored, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
@@ -42,6 +42,7 @@ from inferc.serve.waiting import RequestTimeout
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
+STATS_SECONDS = 10.0  # for the engine to tell its counters
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
 Result = TypeVar("Result")
 
@@ -224,12 +225,34 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """The engine's counters of now. Raises EngineUnavailable if it does not answer."""
-        if self.client is None:
+        if (client := self.client) is None:
             raise EngineUnavailable(f"the engine is {self.state}")
+        answer: asyncio.Future[Event] = self._loop.create_future()
+
+        def take(event: Event) -> None:
+            if not answer.done():
+                answer.set_result(event)
+
+        def sink(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(take, event)
+
         try:
-            return await asyncio.to_thread(self.client.stats)
+            asked = client.ask_stats(sink)
         except InfercError as error:
             raise EngineUnavailable(str(error)) from None
+        try:
+            await asyncio.wait((answer,), timeout=STATS_SECONDS)
+        finally:
+            if not answer.done():
+                answer.cancel()
+                client.abort(asked)
+        if answer.cancelled():
+            raise EngineUnavailable(f"the engine did not answer within {STATS_SECONDS:g} s; a step may be running")
+        event = answer.result()
+        if isinstance(event, Stats):
+            return event.stats
+        raise EngineUnavailable(event.reason if isinstance(event, Failed) else "the engine did not tell its counters")
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
         """End a request from outside of its stream, if it is this owner's (None: whosoever); whether it was running."""
