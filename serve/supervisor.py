@@ -17,7 +17,7 @@ from inferc.errors import InfercError
 from inferc.runtime.engine_loop import Event, Stats
 from inferc.serve.async_engine import AsyncEngine, State
 from inferc.serve.awake import NotWanted, Places
-from inferc.serve.streams import EngineLike, EngineUnavailable, NoPlace
+from inferc.serve.streams import EngineLike, EngineUnavailable, NoPlace, RequestAborted
 
 log = logging.getLogger(__name__)
 
@@ -101,23 +101,27 @@ class Supervisor:
         self._places.leave(self)
 
     async def sleep(self) -> None:
-        """Let running requests end, then give the engine's memory back. The next request wakes it."""
+        """Let running requests end, then give the engine's memory back. The next request wakes it.
+
+        Raises EngineUnavailable if it cannot sleep now, and RequestAborted if somebody wakes it before it does.
+        """
         if self.engine.state == "asleep":
             return
         if self.engine.state != "serving":
             raise EngineUnavailable(f"the engine is {self.engine.state}; it cannot sleep now", retry_after=1.0)
         self._sleep_asked.set()
-        await self._wait_for("asleep")
+        await self._wait_for("asleep", self._woken)
 
     async def wake(self) -> None:
         """Return when the engine takes requests. Raises EngineUnavailable if it is gone for good, or has no place in time."""
         self._sleep_asked.clear()
+        self._changed.set()  # for who waits for the sleep
         self._refusal = None
         self._num_waking += 1
         try:
             if self.engine.state == "asleep":
                 self._wake.set()
-            await self._wait_for("serving")
+            await self._wait_for("serving", lambda: self._refusal)
         finally:
             self._num_waking -= 1
             self._places.look()
@@ -137,12 +141,16 @@ class Supervisor:
         self._room_asked.clear()
         self.engine.release()
 
-    async def _wait_for(self, state: State) -> None:
+    def _woken(self) -> RequestAborted | None:
+        return None if self._sleep_asked.is_set() else RequestAborted("the model was woken before it slept")
+
+    async def _wait_for(self, state: State, refusal: Callable[[], InfercError | None]) -> None:
+        """refusal: why it will not come to that."""
         while self.engine.state != state:
-            if (refusal := self.engine.refusal) is not None:
-                raise EngineUnavailable(refusal)
-            if state == "serving" and self._refusal is not None:
-                raise self._refusal
+            if (closed := self.engine.refusal) is not None:
+                raise EngineUnavailable(closed)
+            if (error := refusal()) is not None:
+                raise error
             self._changed.clear()
             await self._changed.wait()
 

@@ -12,7 +12,7 @@ from inferc.runtime.engine_loop import Scored
 from inferc.runtime.scoring import Score
 from inferc.serve import supervisor
 from inferc.serve.async_engine import AsyncEngine, State
-from inferc.serve.streams import EngineUnavailable, ModelFacts
+from inferc.serve.streams import EngineUnavailable, ModelFacts, RequestAborted
 from inferc.serve.supervisor import MAX_DEATHS, Supervisor
 
 Result = TypeVar("Result")
@@ -171,6 +171,28 @@ def test_one_that_does_not_wake_is_tried_again() -> None:
         stage.errors = [InfercError("no memory")]
         await stage.supervisor.wake()
         assert len(stage.processes) == 3 and stage.engine.client is stage.processes[2]
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_who_put_it_to_sleep_hears_that_it_was_woken_before() -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        scoring = asyncio.ensure_future(stage.engine.score([1, 2]))
+        await asyncio.sleep(0)
+        sleeping = asyncio.ensure_future(stage.supervisor.sleep())
+        await asyncio.sleep(0.02)
+        await stage.supervisor.wake()
+        with pytest.raises(RequestAborted, match="the model was woken before it slept"):
+            await sleeping
+        stage.processes[0].answer()
+        await scoring
+        await asyncio.sleep(0.02)
+        assert stage.engine.state == "serving" and not stage.processes[0].closed
+        await stage.supervisor.sleep()
+        assert stage.engine.state == "asleep"
         await stage.supervisor.close()
 
     run(work())
