@@ -421,7 +421,8 @@ class Models:
             await self.load(name)
 
     async def load(self, name: str) -> None:
-        """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded.
+        """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded, but if it was
+        given up: it is unloaded first. One that is being unloaded is loaded when that is over.
 
         Raises NotServed for an unknown one, EngineUnavailable while the server shuts down, and what its artifact cannot be
         loaded for.
@@ -430,9 +431,12 @@ class Models:
             if (unloading := self._unloading.get(name)) is not None:
                 await asyncio.wait((unloading,))
             self._check_stays()
-            if name in self._served:
+            old = self._served.get(name)
+            if old is not None and old.state != "dead":
                 return
             source = self._source(name)
+            if old is not None:
+                await asyncio.shield(self._begin_unload(name, old))
             self._reasons.pop(name, None)
             self._set_busy(name, "loading")
             try:
@@ -469,9 +473,13 @@ class Models:
                 if (model := self._served.get(name)) is None:
                     raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
                 if name not in self._unloading:
-                    self._unloading[name] = asyncio.create_task(self._unload(name, model))
-                    self._set_busy(name, "unloading")
+                    self._begin_unload(name, model)
         await asyncio.shield(self._unloading[name])
+
+    def _begin_unload(self, name: str, model: ServedModel) -> asyncio.Task[None]:
+        task = self._unloading[name] = asyncio.create_task(self._unload(name, model))
+        self._set_busy(name, "unloading")
+        return task
 
     async def _unload(self, name: str, model: ServedModel) -> None:
         try:

@@ -181,7 +181,7 @@ class Supervisor:
             if len(self._deaths) > MAX_DEATHS:
                 reason = (
                     f"{why}; that was its {len(self._deaths)}th end within {DEATHS_WINDOW_SECONDS:g} s, so it is not"
-                    " started again: restart the server"
+                    " started again: restart the server, or load the model again"
                 )
                 log.error("%s", reason)
                 self._detach("dead", reason)

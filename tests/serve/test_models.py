@@ -201,3 +201,37 @@ def test_what_is_being_loaded_as_the_server_shuts_down_is_ended() -> None:
         await models.close()
 
     run(work())
+
+
+def test_one_that_was_given_up_is_loaded_anew() -> None:
+    async def work() -> None:
+        models = await loaded("a", "b")
+        old = scripted(models, "a")
+        old.engine.detach("dead", "it died too often")
+        assert models.is_broken
+        await models.load("a")
+        assert scripted(models, "a") is not old and old.processes[0].closed
+        assert models.is_serving and not models.is_broken
+        await models.load("a")
+        assert len(scripted(models, "a").processes) == 1, "it is there"
+        await models.close()
+
+    run(work())
+
+
+def test_a_load_waits_for_an_unload() -> None:
+    async def work() -> None:
+        models = await loaded("a")
+        old = scripted(models, "a")
+        request = await asked(old)
+        unloading = asyncio.create_task(models.unload("a"))
+        await settle()
+        loading = asyncio.create_task(models.load("a"))
+        await settle()
+        assert not loading.done()
+        old.processes[0].answer()
+        await asyncio.gather(request, unloading, loading)
+        assert scripted(models, "a") is not old and models.is_serving
+        await models.close()
+
+    run(work())
