@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 PING_SECONDS = 1.0  # how often the engine is asked whether it still steps
 HANG_SECONDS = 60.0  # a step that lasts longer is no step any more
+START_SECONDS = 1800.0  # a start after a death or a sleep that takes longer hangs
 MAX_DEATHS = 5  # within DEATHS_WINDOW_SECONDS: then it is given up
 DEATHS_WINDOW_SECONDS = 300.0
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # before it is started again; doubled from the second death on
@@ -179,8 +180,9 @@ class Supervisor:
         """Start the engine after a death, and again if it does not start; False: it is given up."""
         while True:
             if len(self._deaths) > MAX_DEATHS:
+                within = max(DEATHS_WINDOW_SECONDS, time.monotonic() - self._deaths[0])  # starts may take long
                 reason = (
-                    f"{why}; that was its {len(self._deaths)}th end within {DEATHS_WINDOW_SECONDS:g} s, so it is not"
+                    f"{why}; that was its {len(self._deaths)}th end within {within:.0f} s, so it is not"
                     " started again: restart the server, or load the model again"
                 )
                 log.error("%s", reason)
@@ -191,7 +193,7 @@ class Supervisor:
             await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
             started = time.monotonic()
             try:
-                await self._start_process()
+                await self._start_process(START_SECONDS)
             except InfercError as error:
                 log.error("the engine does not start again: %s", error)
                 why = NO_START
@@ -201,7 +203,8 @@ class Supervisor:
             log.warning("the engine was started again, in %.2f s", time.monotonic() - started)
             return True
 
-    async def _start_process(self) -> None:
+    async def _start_process(self, limit_seconds: float | None = None) -> None:
+        """Raises what it cannot start for, and InfercError if it takes longer than that; it is killed then."""
         self._died = died = asyncio.Event()
 
         def on_stop(reason: str) -> None:
@@ -209,11 +212,18 @@ class Supervisor:
                 self._loop.call_soon_threadsafe(died.set)
 
         process = self._process = self._launch(on_stop)
+        starting = asyncio.ensure_future(asyncio.to_thread(process.wait_until_ready))
         try:
-            await asyncio.to_thread(process.wait_until_ready)
+            await asyncio.wait((starting,), timeout=limit_seconds)
         except asyncio.CancelledError:
+            starting.cancel()
             process.close()  # which ends the thread's wait
             raise
+        if not starting.done():
+            starting.cancel()
+            await asyncio.to_thread(process.close)
+            raise InfercError(f"it was not ready within {limit_seconds:g} s and was killed")
+        starting.result()
         self.engine.attach(process)
         self._state_changed()
 
@@ -298,7 +308,7 @@ class Supervisor:
         self.is_waking = True
         self._detach("starting")
         try:
-            await self._start_process()
+            await self._start_process(START_SECONDS)
         except InfercError as error:
             self._deaths.append(time.monotonic())
             log.error("the engine does not wake: %s", error)

@@ -25,11 +25,14 @@ class Stage:
         self.processes: list[Process] = []
         self.errors: list[InfercError | None] = []
         self.states: list[State] = []
+        self.may_start = True
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
         self.supervisor = Supervisor(self.engine, self.launch, hang_seconds, self.states.append)
 
     def launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop, self.errors.pop(0) if self.errors else None))
+        if not self.may_start:
+            self.processes[-1].may_start.clear()
         return self.processes[-1]
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -193,6 +196,59 @@ def test_who_put_it_to_sleep_hears_that_it_was_woken_before() -> None:
         assert stage.engine.state == "serving" and not stage.processes[0].closed
         await stage.supervisor.sleep()
         assert stage.engine.state == "asleep"
+        await stage.supervisor.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("falls_asleep", [False, True])
+def test_a_start_that_hangs_is_killed_and_counts_as_a_death(
+    falls_asleep: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        monkeypatch.setattr(supervisor, "START_SECONDS", 0.02)
+        stage.may_start = False
+        if falls_asleep:
+            await stage.supervisor.sleep()
+            stage.engine.wanted()
+        else:
+            stage.processes[0].die("killed by SIGSEGV")
+        await stage.until(lambda: len(stage.processes) == 3)
+        assert stage.processes[1].closed and stage.engine.client is None
+        stage.may_start = True
+        await stage.until(lambda: stage.engine.state == "serving")
+        await stage.supervisor.close()
+
+    run(work())
+    assert "it was not ready within 0.02 s and was killed" in caplog.text
+
+
+def test_one_whose_starts_hang_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        monkeypatch.setattr(supervisor, "START_SECONDS", 0.01)
+        stage.may_start = False
+        stage.processes[0].die("killed by SIGSEGV")
+        await stage.until(lambda: stage.engine.state == "dead")
+        assert len(stage.processes) == MAX_DEATHS + 1 and all(process.closed for process in stage.processes[1:])
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_the_first_start_may_take_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(supervisor, "START_SECONDS", 0.01)
+        stage = Stage()
+        stage.may_start = False
+        starting = asyncio.ensure_future(stage.supervisor.start())
+        await asyncio.sleep(0.05)
+        assert not starting.done() and not stage.processes[0].closed
+        stage.processes[0].may_start.set()
+        await starting
         await stage.supervisor.close()
 
     run(work())
