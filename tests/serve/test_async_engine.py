@@ -26,6 +26,7 @@ from inferc.serve.streams import (
     RequestIdInUse,
     Stream,
 )
+from inferc.serve.waiting import RequestTimeout
 
 Result = TypeVar("Result")
 
@@ -372,6 +373,22 @@ def test_what_was_ended_while_it_waited_for_an_engine_is_not_begun() -> None:
         engine.attach(script)  # before its reader has seen the end
         assert not script.prompts
         with pytest.raises(RequestAborted):
+            await rest(stream)
+        stream.close()
+        assert engine.is_at_rest and not engine.num_requests
+
+    run(work())
+
+
+def test_what_was_late_while_it_waited_for_an_engine_is_not_begun() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = AsyncEngine(Letters(), ModelFacts(128, 64))
+        stream = engine.open([1], SamplingParams(), "a", max_seconds=0.01)
+        await asyncio.sleep(0.05)
+        engine.attach(script)
+        assert not script.prompts
+        with pytest.raises(RequestTimeout):
             await rest(stream)
         stream.close()
         assert engine.is_at_rest and not engine.num_requests
