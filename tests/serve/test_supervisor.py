@@ -193,9 +193,9 @@ def test_who_put_it_to_sleep_hears_that_it_was_woken_before() -> None:
         stage.processes[0].answer()
         await scoring
         await asyncio.sleep(0.02)
-        assert stage.engine.state == "serving" and not stage.processes[0].closed
+        assert stage.states == ["serving"] and not stage.processes[0].closed
         await stage.supervisor.sleep()
-        assert stage.engine.state == "asleep"
+        assert stage.states == ["serving", "asleep"]
         await stage.supervisor.close()
 
     run(work())
