@@ -334,7 +334,7 @@ class Models:
         self._reasons: dict[str, str] = {}  # why the last try to load it failed
         self._unloading: dict[str, asyncio.Task[None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._logs: dict[str, KvEventLog] = {}
+        self._logs: dict[str, KvEventLog] = {}  # that outlive their models, as somebody publishes them
         self._places = Places(options.max_awake, options.drain_seconds)
         self._is_leaving = False  # the server shuts down
 
@@ -385,8 +385,14 @@ class Models:
         return ModelEntry(name, "unloaded", self._reasons.get(name, ""))
 
     def event_log(self, name: str) -> KvEventLog:
-        """Where the KV events of this model go, which need not be loaded yet."""
+        """Where the KV events of this model go, whenever it is loaded."""
         return self._logs.setdefault(name, KvEventLog())
+
+    def _open_log(self, name: str) -> KvEventLog:
+        """The log for a model that is being loaded: the one that was asked for, or one of its own."""
+        events = self._logs.get(name) or KvEventLog()
+        events.reopen()
+        return events
 
     def _options_of(self, name: str) -> ModelOptions:
         """Of several models each has a folder of its own on the disk: two engines cannot share one."""
@@ -457,7 +463,7 @@ class Models:
 
     async def _load(self, source: ModelSource) -> ServedModel:
         artifact = await asyncio.to_thread(load_artifact, source.path)
-        events = self.event_log(source.name) if self.options.engine.kv_events else None
+        events = self._open_log(source.name) if self.options.engine.kv_events else None
         options = self._options_of(source.name)
         model = ServedModel(source, artifact, options, events, self.on_change, self._tracing, self._places)
         await model.start()
@@ -487,7 +493,6 @@ class Models:
             await model.close()
         finally:
             self._served.pop(name, None)
-            self._logs.pop(name, None)
             del self._unloading[name]
             self._set_busy(name, None)
 

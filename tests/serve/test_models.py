@@ -11,6 +11,8 @@ import pytest
 from scripted_models import run, settle, until
 from scripted_process import Process
 
+from inferc.config import EngineConfig
+from inferc.runtime.kv_events import Cleared, KvBatch
 from inferc.runtime.scoring import Score
 from inferc.serve import models as served_models
 from inferc.serve import supervisor
@@ -232,6 +234,45 @@ def test_a_load_waits_for_an_unload() -> None:
         old.processes[0].answer()
         await asyncio.gather(request, unloading, loading)
         assert scripted(models, "a") is not old and models.is_serving
+        await models.close()
+
+    run(work())
+
+
+# -------------------------------------------------------------------------------------------------- KV events
+
+
+def test_a_published_log_goes_on_when_its_model_is_loaded_again() -> None:
+    async def work() -> None:
+        models = Models([ModelSource("a", Path("a"))], ModelOptions(engine=EngineConfig(kv_events=True)))
+        published = models.event_log("a")
+        await models.load_all()
+        published.add(KvBatch(1.0, [Cleared()]))
+        before = published.follow(0)
+        assert (await anext(before)).sequence == 0
+        await models.unload("a")
+        assert (await anext(before)).batch.events == [Cleared()]
+        with pytest.raises(EngineUnavailable, match="the model was unloaded"):
+            await anext(before)
+        published.add(KvBatch(2.0, [Cleared()]))
+        assert published.end == 2, "nothing comes of a model that is not there"
+        await models.load("a")
+        assert models.get("a").kv_events is published
+        published.add(KvBatch(3.0, [Cleared()]))
+        assert [numbered.sequence for numbered in published.read(0)] == [0, 1, 2]
+        await models.close()
+
+    run(work())
+
+
+def test_a_log_that_nobody_publishes_ends_with_its_model() -> None:
+    async def work() -> None:
+        models = await loaded("a", engine=EngineConfig(kv_events=True))
+        first = models.get("a").kv_events
+        await models.unload("a")
+        await models.load("a")
+        second = models.get("a").kv_events
+        assert first is not None and second is not None and first.epoch != second.epoch
         await models.close()
 
     run(work())
