@@ -52,6 +52,10 @@ STORE_SECONDS = 5.0  # after the last step, for what is to be found by the next 
 Outputs: TypeAlias = StepOutputs | list[Output]  # of a step, to be iterated once
 
 
+class HalfAdded(Exception):
+    """The scheduler failed while it took a request, and nobody knows what of it is left there: the engine cannot go on."""
+
+
 class Runner(Protocol):
     """What runs steps: the compiled model, its reference, or a test's fake.
 
@@ -168,7 +172,8 @@ class Engine:
         """Queue a request: `params.n` sequences of one prompt. name: what whoever asks calls it.
 
         Raises RequestError for a prompt or a parameter that this model cannot take, ObjectiveError if it can not be
-        served in the time that it asks for.
+        served in the time that it asks for. After what else is raised, but for HalfAdded, `abort` leaves
+        nothing of it here.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; give every request its own")
@@ -217,8 +222,11 @@ class Engine:
         if (objection := self.scheduler.objection(seqs[0])) is not None:
             self._stats.num_refused += 1
             raise ObjectiveError(objection)
-        for seq in seqs:
-            self.scheduler.add(seq)
+        try:
+            for seq in seqs:
+                self.scheduler.add(seq)
+        except Exception as error:
+            raise HalfAdded(f"request {request_id} is half in the scheduler") from error
         self._requests[request_id] = seqs
         self._stats.prompt_tokens += len(prompt)
         if self._recorder is not None:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from inferc import errors
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
-from inferc.runtime.engine import Engine, EngineStats, Outputs
+from inferc.runtime.engine import Engine, EngineStats, HalfAdded, Outputs
 from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
@@ -30,6 +30,8 @@ BROKEN = (
     "the model's logits for this request hold no finite largest value: its weights are broken, its numbers overflow"
     " on this input, or penalties and biases leave nothing to choose; try another input, penalty or dtype"
 )
+# What clients are told: why it has our names in it.
+NOT_BEGUN = "the engine cannot begin this request, by a mistake of its own; its log says which"
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,14 @@ def _obey(engine: Engine, command: Command, emit: Emit) -> None:
         emit([Failed(getattr(command, "request_id", None), str(error), is_request_error=True)])
     except ObjectiveError as error:
         emit([Failed(getattr(command, "request_id", None), str(error), kind=type(error).__name__)])
+    except HalfAdded:
+        raise
+    except Exception:
+        if not isinstance(command, Add | ScoreText | EmbedText):
+            raise
+        log.exception("request %s cannot be begun", command.request_id)
+        engine.abort(command.request_id)
+        emit([Failed(command.request_id, NOT_BEGUN, kind=GenerationError.__name__)])
 
 
 @dataclass

@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Embedded, Event, Failed, Scored, Sink
+from inferc.runtime.engine_loop import Embedded, Event, Failed, Scored, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
@@ -41,8 +42,25 @@ from inferc.serve.waiting import RequestTimeout
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
+STATS_SECONDS = 10.0  # for the engine to tell its counters
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Why no more requests are taken, in words for clients. late: for those whose requests had no time to end."""
+
+    now: str
+    late: str
+
+
+SHUTDOWN = Leaving(
+    "the server is shutting down and takes no new requests", "the server shut down before the request was done"
+)
+UNLOAD = Leaving(
+    "the model is being unloaded and takes no new requests", "the model was unloaded before the request was done"
+)
 State = Literal["starting", "serving", "asleep", "draining", "dead"]
 
 
@@ -75,6 +93,7 @@ class AsyncEngine:
         self.facts = facts
         self.state: State = "starting"
         self.reason = ""  # of being dead
+        self._leaving = SHUTDOWN  # why it drains
         self.metrics = metrics or ModelMetrics()
         self.queue = QueueForecast()
         self._on_over = on_over
@@ -98,6 +117,13 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         return len(self._works)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no requests are taken, in words for clients; None: they are, or wait."""
+        if self.state == "draining":
+            return self._leaving.now
+        return self.reason if self.state == "dead" else None
 
     @property
     def is_at_rest(self) -> bool:
@@ -179,12 +205,9 @@ class AsyncEngine:
 
         within: seconds after which nobody waits for its first token any more.
         """
-        if self.state == "draining":
+        if (refusal := self.refusal) is not None:
             self.metrics.refused("unavailable")
-            raise EngineUnavailable("the server is shutting down and takes no new requests", retry_after=1.0)
-        if self.state == "dead":
-            self.metrics.refused("unavailable")
-            raise EngineUnavailable(self.reason)
+            raise EngineUnavailable(refusal, retry_after=1.0 if self.state == "draining" else None)
         if self._num_sequences + num_sequences > self._max_sequences:
             self.metrics.refused("queue_full")
             raise QueueFull(
@@ -203,12 +226,34 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """The engine's counters of now. Raises EngineUnavailable if it does not answer."""
-        if self.client is None:
+        if (client := self.client) is None:
             raise EngineUnavailable(f"the engine is {self.state}")
+        answer: asyncio.Future[Event] = self._loop.create_future()
+
+        def take(event: Event) -> None:
+            if not answer.done():
+                answer.set_result(event)
+
+        def sink(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(take, event)
+
         try:
-            return await asyncio.to_thread(self.client.stats)
+            asked = client.ask_stats(sink)
         except InfercError as error:
             raise EngineUnavailable(str(error)) from None
+        try:
+            await asyncio.wait((answer,), timeout=STATS_SECONDS)
+        finally:
+            if not answer.done():
+                answer.cancel()
+                client.abort(asked)
+        if answer.cancelled():
+            raise EngineUnavailable(f"the engine did not answer within {STATS_SECONDS:g} s; a step may be running")
+        event = answer.result()
+        if isinstance(event, Stats):
+            return event.stats
+        raise EngineUnavailable(event.reason if isinstance(event, Failed) else "the engine did not tell its counters")
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
         """End a request from outside of its stream, if it is this owner's (None: whosoever); whether it was running."""
@@ -252,14 +297,15 @@ class AsyncEngine:
         else:
             self._rest.clear()
 
-    async def drain(self, limit_seconds: float) -> bool:
+    async def drain(self, limit_seconds: float, leaving: Leaving = SHUTDOWN) -> bool:
         """Take no more requests and let the running ones end, at most this long. Whether all did."""
+        self._leaving = leaving
         if self.state != "dead":
             self.state = "draining"
         try:
             await asyncio.wait_for(self._idle.wait(), limit_seconds)
         except asyncio.TimeoutError:
-            late = EngineUnavailable("the server shut down before the request was done")
+            late = EngineUnavailable(leaving.late)
             for work in list(self._works.values()):
                 self.abort_in_engine(work)
                 work.fail(late)
@@ -371,8 +417,12 @@ class AsyncEngine:
         error = event.error
         if event.is_request_error or isinstance(error, RequestError | GenerationError | ObjectiveError):
             work.fail(error)
-        elif self.state == "dead" or not work.can_start or work.num_starts >= MAX_STARTS:
+        elif self.state == "dead" or not work.can_start:
             work.fail(EngineUnavailable(event.reason, retry_after=1.0))
+        elif work.num_starts >= MAX_STARTS:  # to try it again would cost all others the next engines
+            died = f"the engine died {work.num_starts} times while it worked on this request; it is not started again"
+            log.error("request %s: %s: %s", work.request_id, event.reason, died)
+            work.fail(GenerationError(died))
         elif work.is_open and self._works.get(work.request_id) is work:
             log.warning("request %s: %s; it is started again", work.request_id, event.reason)
             self._start(work)

@@ -110,6 +110,11 @@ class KvEventLog:
         for wake in listeners:
             wake()
 
+    def reopen(self) -> None:
+        """Another engine comes; its batches are numbered from where the last one ended."""
+        with self._lock:
+            self.closed = None
+
     def _append(self, batch: KvBatch) -> None:
         self._kept.append(Numbered(self._end, batch))
         self._end += 1

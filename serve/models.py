@@ -25,7 +25,7 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
 from inferc.serve.access import CALLER, Caller, RateLimited
 from inferc.serve.admission import WITHIN
-from inferc.serve.async_engine import MAX_SEQUENCES, AsyncEngine, State
+from inferc.serve.async_engine import MAX_SEQUENCES, UNLOAD, AsyncEngine, State
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
@@ -332,16 +332,19 @@ class Models:
         self._served: dict[str, ServedModel] = {}
         self._busy: dict[str, ModelState] = {}  # being loaded or unloaded
         self._reasons: dict[str, str] = {}  # why the last try to load it failed
+        self._unloading: dict[str, asyncio.Task[None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._logs: dict[str, KvEventLog] = {}
+        self._logs: dict[str, KvEventLog] = {}  # that outlive their models, as somebody publishes them
         self._places = Places(options.max_awake, options.drain_seconds)
+        self._is_leaving = False  # the server shuts down
 
     # -------------------------------------------------------------------------------------------- look-ups
 
     def get(self, name: str = "") -> ServedModel:
-        """The model that requests for `name` go to; "" is the first one. Raises NotServed or EngineUnavailable."""
+        """The model that requests for `name` go to; "" is the first one that is not being unloaded, if there is one. Raises
+        NotServed or EngineUnavailable."""
         if not name and self._served:
-            return next(iter(self._served.values()))
+            return next(iter((*self._staying, *self._served.values())))
         if (model := self._served.get(name)) is not None:
             return model
         if self._busy.get(name) == "loading":
@@ -355,9 +358,14 @@ class Models:
         return list(self._served.values())
 
     @property
+    def _staying(self) -> list[ServedModel]:
+        """Those that are not being unloaded."""
+        return [model for name, model in self._served.items() if name not in self._unloading]
+
+    @property
     def is_serving(self) -> bool:
         """Whether requests are taken, by at least one model, and by all that shall be awake."""
-        models = self.served
+        models = self._staying
         return bool(models) and all(model.is_ready for model in models)
 
     @property
@@ -377,8 +385,14 @@ class Models:
         return ModelEntry(name, "unloaded", self._reasons.get(name, ""))
 
     def event_log(self, name: str) -> KvEventLog:
-        """Where the KV events of this model go, which need not be loaded yet."""
+        """Where the KV events of this model go, whenever it is loaded."""
         return self._logs.setdefault(name, KvEventLog())
+
+    def _open_log(self, name: str) -> KvEventLog:
+        """The log for a model that is being loaded: the one that was asked for, or one of its own."""
+        events = self._logs.get(name) or KvEventLog()
+        events.reopen()
+        return events
 
     def _options_of(self, name: str) -> ModelOptions:
         """Of several models each has a folder of its own on the disk: two engines cannot share one."""
@@ -413,46 +427,74 @@ class Models:
             await self.load(name)
 
     async def load(self, name: str) -> None:
-        """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded.
+        """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded, but if it was
+        given up: it is unloaded first. One that is being unloaded is loaded when that is over.
 
-        Raises NotServed for an unknown one, and what its artifact cannot be loaded for.
+        Raises NotServed for an unknown one, EngineUnavailable while the server shuts down, and what its artifact cannot be
+        loaded for.
         """
         async with self._lock(name):
-            if name in self._served:
+            if (unloading := self._unloading.get(name)) is not None:
+                await asyncio.wait((unloading,))
+            self._check_stays()
+            old = self._served.get(name)
+            if old is not None and old.state != "dead":
                 return
             source = self._source(name)
+            if old is not None:
+                await asyncio.shield(self._begin_unload(name, old))
             self._reasons.pop(name, None)
             self._set_busy(name, "loading")
             try:
-                self._served[name] = await self._load(source)
+                model = await self._load(source)
             except InfercError as error:
                 self._reasons[name] = str(error)
                 raise
             finally:
                 self._set_busy(name, None)
+            if self._is_leaving:
+                await model.close()
+                self._check_stays()
+            self._served[name] = model
+
+    def _check_stays(self) -> None:
+        if self._is_leaving:
+            raise EngineUnavailable("the server is shutting down and loads no models", retry_after=1.0)
 
     async def _load(self, source: ModelSource) -> ServedModel:
         artifact = await asyncio.to_thread(load_artifact, source.path)
-        events = self.event_log(source.name) if self.options.engine.kv_events else None
+        events = self._open_log(source.name) if self.options.engine.kv_events else None
         options = self._options_of(source.name)
         model = ServedModel(source, artifact, options, events, self.on_change, self._tracing, self._places)
         await model.start()
         return model
 
     async def unload(self, name: str) -> None:
-        """Take no more requests for a model, let its running ones end, and free its memory. Raises NotServed."""
-        async with self._lock(name):
-            model = self._served.get(name)
-            if model is None:
-                raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
-            self._set_busy(name, "unloading")
-            try:
-                await model.engine.drain(self.options.drain_seconds)
-                del self._served[name]
-                self._logs.pop(name, None)
-                await model.close()
-            finally:
-                self._set_busy(name, None)
+        """Take no more requests for a model, let its running ones end, and free its memory. Raises NotServed.
+
+        It goes on when whoever asked for it waits no longer; who asks again waits for the same.
+        """
+        if name not in self._unloading:
+            async with self._lock(name):  # a load that is under way comes first
+                if (model := self._served.get(name)) is None:
+                    raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
+                if name not in self._unloading:
+                    self._begin_unload(name, model)
+        await asyncio.shield(self._unloading[name])
+
+    def _begin_unload(self, name: str, model: ServedModel) -> asyncio.Task[None]:
+        task = self._unloading[name] = asyncio.create_task(self._unload(name, model))
+        self._set_busy(name, "unloading")
+        return task
+
+    async def _unload(self, name: str, model: ServedModel) -> None:
+        try:
+            await model.engine.drain(self.options.drain_seconds, UNLOAD)
+            await model.close()
+        finally:
+            self._served.pop(name, None)
+            del self._unloading[name]
+            self._set_busy(name, None)
 
     async def sleep(self, name: str) -> None:
         """Give a model's memory back until somebody asks for it. Raises NotServed or EngineUnavailable."""
@@ -463,12 +505,18 @@ class Models:
         await self.get(name).supervisor.wake()
 
     async def drain(self, limit_seconds: float) -> bool:
-        """Let the running requests of all models end; take no new ones. Whether all did."""
+        """Let the running requests of all models end; take no new ones, and load no models. Whether all did."""
+        self._is_leaving = True
         done = await asyncio.gather(*(model.engine.drain(limit_seconds) for model in self._served.values()))
         return all(done)
 
     async def close(self) -> None:
-        models, self._served = list(self._served.values()), {}
+        self._is_leaving = True
+        models, self._served = list(self._served.values()), {}  # with those that are being unloaded
+        unloading = list(self._unloading.values())
+        for task in unloading:
+            task.cancel()
+        await asyncio.gather(*unloading, return_exceptions=True)
         await asyncio.gather(*(model.close() for model in models))
 
     def _source(self, name: str) -> ModelSource:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
-from inferc.runtime.engine import EngineStats
 from inferc.runtime.engine_loop import Event, Sink
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Output
@@ -76,7 +75,7 @@ class _Pending:
 
 
 class EngineLike(Protocol):
-    """What AsyncEngine asks of an engine (an EngineClient); nothing here waits unless it says so. Sinks are called on any thread."""
+    """What AsyncEngine asks of an engine (an EngineClient); nothing here waits. Sinks are called on any thread."""
 
     @property
     def stopped(self) -> str | None: ...
@@ -90,9 +89,6 @@ class EngineLike(Protocol):
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str: ...
 
     def ask_stats(self, sink: Sink) -> str: ...
-
-    def stats(self) -> EngineStats:
-        """Waits for the engine, unlike the others."""
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,19 @@ from inferc.errors import InfercError
 from inferc.runtime.engine_loop import Event, Stats
 from inferc.serve.async_engine import AsyncEngine, State
 from inferc.serve.awake import NotWanted, Places
-from inferc.serve.streams import EngineLike, EngineUnavailable, NoPlace
+from inferc.serve.streams import EngineLike, EngineUnavailable, NoPlace, RequestAborted
 
 log = logging.getLogger(__name__)
 
 PING_SECONDS = 1.0  # how often the engine is asked whether it still steps
 HANG_SECONDS = 60.0  # a step that lasts longer is no step any more
+START_SECONDS = 1800.0  # a start after a death or a sleep that takes longer hangs
 MAX_DEATHS = 5  # within DEATHS_WINDOW_SECONDS: then it is given up
 DEATHS_WINDOW_SECONDS = 300.0
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # before it is started again; doubled from the second death on
+
+# What clients are told, who may be anybody: what it cannot start for has names of files in it.
+NO_START = "the engine does not start; the server's log says why"
 
 
 class EngineProcessLike(EngineLike, Protocol):
@@ -98,23 +102,27 @@ class Supervisor:
         self._places.leave(self)
 
     async def sleep(self) -> None:
-        """Let running requests end, then give the engine's memory back. The next request wakes it."""
+        """Let running requests end, then give the engine's memory back. The next request wakes it.
+
+        Raises EngineUnavailable if it cannot sleep now, and RequestAborted if somebody wakes it before it does.
+        """
         if self.engine.state == "asleep":
             return
         if self.engine.state != "serving":
             raise EngineUnavailable(f"the engine is {self.engine.state}; it cannot sleep now", retry_after=1.0)
         self._sleep_asked.set()
-        await self._wait_for("asleep")
+        await self._wait_for("asleep", self._woken)
 
     async def wake(self) -> None:
         """Return when the engine takes requests. Raises EngineUnavailable if it is gone for good, or has no place in time."""
         self._sleep_asked.clear()
+        self._changed.set()  # for who waits for the sleep
         self._refusal = None
         self._num_waking += 1
         try:
             if self.engine.state == "asleep":
                 self._wake.set()
-            await self._wait_for("serving")
+            await self._wait_for("serving", lambda: self._refusal)
         finally:
             self._num_waking -= 1
             self._places.look()
@@ -134,12 +142,16 @@ class Supervisor:
         self._room_asked.clear()
         self.engine.release()
 
-    async def _wait_for(self, state: State) -> None:
+    def _woken(self) -> RequestAborted | None:
+        return None if self._sleep_asked.is_set() else RequestAborted("the model was woken before it slept")
+
+    async def _wait_for(self, state: State, refusal: Callable[[], InfercError | None]) -> None:
+        """refusal: why it will not come to that."""
         while self.engine.state != state:
-            if self.engine.state in ("dead", "draining"):
-                raise EngineUnavailable(self.engine.reason or f"the engine is {self.engine.state}")
-            if state == "serving" and self._refusal is not None:
-                raise self._refusal
+            if (closed := self.engine.refusal) is not None:
+                raise EngineUnavailable(closed)
+            if (error := refusal()) is not None:
+                raise error
             self._changed.clear()
             await self._changed.wait()
 
@@ -168,9 +180,10 @@ class Supervisor:
         """Start the engine after a death, and again if it does not start; False: it is given up."""
         while True:
             if len(self._deaths) > MAX_DEATHS:
+                within = max(DEATHS_WINDOW_SECONDS, time.monotonic() - self._deaths[0])  # starts may take long
                 reason = (
-                    f"{why}; that was its {len(self._deaths)}th end within {DEATHS_WINDOW_SECONDS:g} s, so it is not"
-                    " started again: restart the server"
+                    f"{why}; that was its {len(self._deaths)}th end within {within:.0f} s, so it is not"
+                    " started again: restart the server, or load the model again"
                 )
                 log.error("%s", reason)
                 self._detach("dead", reason)
@@ -180,17 +193,18 @@ class Supervisor:
             await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
             started = time.monotonic()
             try:
-                await self._start_process()
+                await self._start_process(START_SECONDS)
             except InfercError as error:
-                why = f"the engine does not start again: {error}"
-                log.error("%s", why)
+                log.error("the engine does not start again: %s", error)
+                why = NO_START
                 self._deaths.append(time.monotonic())
                 continue
             self.num_restarts += 1
             log.warning("the engine was started again, in %.2f s", time.monotonic() - started)
             return True
 
-    async def _start_process(self) -> None:
+    async def _start_process(self, limit_seconds: float | None = None) -> None:
+        """Raises what it cannot start for, and InfercError if it takes longer than that; it is killed then."""
         self._died = died = asyncio.Event()
 
         def on_stop(reason: str) -> None:
@@ -198,11 +212,18 @@ class Supervisor:
                 self._loop.call_soon_threadsafe(died.set)
 
         process = self._process = self._launch(on_stop)
+        starting = asyncio.ensure_future(asyncio.to_thread(process.wait_until_ready))
         try:
-            await asyncio.to_thread(process.wait_until_ready)
+            await asyncio.wait((starting,), timeout=limit_seconds)
         except asyncio.CancelledError:
+            starting.cancel()
             process.close()  # which ends the thread's wait
             raise
+        if not starting.done():
+            starting.cancel()
+            await asyncio.to_thread(process.close)
+            raise InfercError(f"it was not ready within {limit_seconds:g} s and was killed")
+        starting.result()
         self.engine.attach(process)
         self._state_changed()
 
@@ -287,13 +308,13 @@ class Supervisor:
         self.is_waking = True
         self._detach("starting")
         try:
-            await self._start_process()
+            await self._start_process(START_SECONDS)
         except InfercError as error:
             self._deaths.append(time.monotonic())
             log.error("the engine does not wake: %s", error)
             self.is_waking = False
             self._state_changed()
-            return await self._start_again(f"the engine does not wake: {error}")
+            return await self._start_again(NO_START)
         finally:
             self.is_waking = False
         return True

@@ -46,4 +46,4 @@ class ObjectiveError(InfercError):
 
 
 class GenerationError(InfercError):
-    """One sequence cannot go on: the model's numbers for it are broken. Other requests are not touched."""
+    """One request cannot go on: the model's numbers for it are broken, or the engine fails or dies of it."""

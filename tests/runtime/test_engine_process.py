@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from inferc.runtime.engine_process import (
 from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
-from inferc.runtime.sequence import Output, StepOutputs
+from inferc.runtime.sequence import Output, Sequence, StepOutputs
 from inferc.runtime.step import Logprobs
 
 FACTORY = "fake_runner:make_engine"
@@ -158,6 +159,65 @@ def test_one_broken_sequence_ends_its_own_request_only() -> None:
     assert collect(events, 2)[1] == ["length", "length"]
     assert client.stats().num_running == 0 and failures.empty() and client.stopped is None
     client.close()
+
+
+def adding_breaks(where: str, method: str) -> Callable[[], Engine]:
+    """Of an engine in whose scheduler or scorer a method fails for what begins with 9."""
+
+    def make() -> Engine:
+        engine = make_engine(max_model_len=400, num_blocks=400)
+        part = getattr(engine, where)
+        right = getattr(part, method)
+
+        def wrong(*given: Any) -> Any:
+            ids = given[0].token_ids if isinstance(given[0], Sequence) else given[1]
+            if ids[0] == 9:
+                raise ZeroDivisionError("a mistake of ours")
+            return right(*given)
+
+        setattr(part, method, wrong)
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "send"),
+    [
+        ("scheduler", "objection", lambda client, sink: client.add([9, 1], SamplingParams(n=3), sink)),
+        ("_scorer", "add", lambda client, sink: client.score([9, 1], sink)),
+    ],
+)
+def test_what_fails_before_a_request_has_begun_fails_it_alone(
+    where: str,
+    method: str,
+    send: Callable[[EngineClient, Callable[[Event], None]], str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = EngineThread(adding_breaks(where, method))
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    failures: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add([1], SamplingParams(temperature=0, max_tokens=100), events.put)
+    send(client, failures.put)
+    client.add([2], SamplingParams(temperature=0, max_tokens=100), events.put)
+    failed = failures.get(timeout=20)
+    assert isinstance(failed, Failed) and isinstance(failed.error, GenerationError) and not failed.is_request_error
+    assert "ZeroDivisionError" in caplog.text and "mistake of ours" not in failed.reason
+    assert collect(events, 2)[1] == ["length", "length"]
+    stats = client.stats()
+    assert (stats.num_running, stats.num_waiting, stats.prompt_tokens) == (0, 0, 2) and client.stopped is None
+    assert failures.empty() and client.num_open == 0
+    client.close()
+
+
+def test_what_fails_in_the_scheduler_ends_the_engine() -> None:
+    """Nobody knows what of the request is left in there."""
+    client = EngineThread(adding_breaks("scheduler", "add"))
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add([9, 1], SamplingParams(), events.put)
+    client.join(20)
+    failed = events.get(timeout=20)
+    assert isinstance(failed, Failed) and client.stopped == failed.reason
 
 
 def test_one_sequence_of_several_can_be_aborted(client: EngineClient) -> None:

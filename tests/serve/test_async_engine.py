@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
 
 from inferc.errors import GenerationError, RequestError
 from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Failed, Scored, Sink
+from inferc.runtime.engine_loop import Failed, Scored, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.text import Text
+from inferc.serve import async_engine
 from inferc.serve.async_engine import MAX_STARTS, AsyncEngine
 from inferc.serve.streams import (
     EngineUnavailable,
@@ -24,6 +26,7 @@ from inferc.serve.streams import (
     RequestIdInUse,
     Stream,
 )
+from inferc.serve.waiting import RequestTimeout
 
 Result = TypeVar("Result")
 
@@ -47,6 +50,7 @@ class Script:
         self.prompts: list[list[int]] = []
         self.sinks: dict[str, Sink] = {}
         self.aborted: list[tuple[str, int | None]] = []
+        self.asked: list[Sink] = []  # for counters
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str:
         """Ids are letters: the first request is "a"."""
@@ -62,7 +66,8 @@ class Script:
         return self.add(token_ids, SamplingParams(), sink)
 
     def ask_stats(self, sink: Sink) -> str:
-        raise NotImplementedError
+        self.asked.append(sink)
+        return f"stats-{len(self.asked)}"
 
     def die(self, reason: str) -> None:
         self.stopped = reason
@@ -71,9 +76,6 @@ class Script:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
 
     async def say(self, request_id: str, text: bytes, reason: str | None = None, index: int = 0) -> None:
         self.sinks[request_id](Output(request_id, index, list(text), reason))
@@ -308,7 +310,8 @@ def test_what_engines_die_of_is_not_started_for_ever() -> None:
             script = Script()
             engine.attach(script)
         assert not script.prompts
-        with pytest.raises(EngineUnavailable, match="SIGSEGV"):
+        # It is not said to be worth another try: that would be the death of the next ones.
+        with pytest.raises(GenerationError, match="the engine died 3 times while it worked on this request"):
             await rest(stream)
 
     run(work())
@@ -377,6 +380,22 @@ def test_what_was_ended_while_it_waited_for_an_engine_is_not_begun() -> None:
     run(work())
 
 
+def test_what_was_late_while_it_waited_for_an_engine_is_not_begun() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = AsyncEngine(Letters(), ModelFacts(128, 64))
+        stream = engine.open([1], SamplingParams(), "a", max_seconds=0.01)
+        await asyncio.sleep(0.05)
+        engine.attach(script)
+        assert not script.prompts
+        with pytest.raises(RequestTimeout):
+            await rest(stream)
+        stream.close()
+        assert engine.is_at_rest and not engine.num_requests
+
+    run(work())
+
+
 def test_a_held_engine_goes_on_with_what_runs_and_begins_nothing() -> None:
     async def work() -> None:
         script = Script()
@@ -406,5 +425,43 @@ def test_what_gets_no_engine_in_time_is_counted_once() -> None:
         stream.close()
         metrics = engine.metrics
         assert dict(metrics.outcomes) == {"refused": 1} and dict(metrics.refusals) == {"unavailable": 1}
+
+    run(work())
+
+
+def test_who_waits_for_counters_holds_no_thread() -> None:
+    async def work() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        script = Script()
+        engine = make_engine(script)
+        asking = [asyncio.ensure_future(engine.stats()) for _ in range(8)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 5) == 1
+        for number, sink in enumerate(script.asked):
+            await asyncio.to_thread(sink, Stats("stats", EngineStats(num_steps=number)))
+        assert [stats.num_steps for stats in await asyncio.gather(*asking)] == list(range(8)) and not script.aborted
+
+    run(work())
+
+
+def test_counters_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        monkeypatch.setattr(async_engine, "STATS_SECONDS", 0.01)
+        with pytest.raises(EngineUnavailable, match="the engine did not answer within 0.01 s; a step may be running"):
+            await engine.stats()
+        script.asked[0](Stats("stats", EngineStats()))  # too late: nobody's
+        monkeypatch.setattr(async_engine, "STATS_SECONDS", 10)
+        asking = asyncio.ensure_future(engine.stats())
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert script.aborted == [("stats-1", None), ("stats-2", None)], "nothing is kept of them"
+        asking = asyncio.ensure_future(engine.stats())
+        await asyncio.sleep(0)
+        script.asked[2](Failed("stats-3", "killed by SIGKILL"))
+        with pytest.raises(EngineUnavailable, match="killed by SIGKILL"):
+            await asking
 
     run(work())

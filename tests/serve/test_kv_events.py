@@ -478,3 +478,25 @@ def test_subscriptions_go_on_with_the_next_engine(tiny_artifact: Path) -> None:
         assert (again.sequence, list(again.events[0].stored.token_ids)) == (4, [5] * 32)
         client.sleep_model("")
         assert next(live).events[0].HasField("cleared")
+
+
+def test_a_subscriber_hears_of_a_model_that_is_loaded_again(tiny_artifact: Path, tmp_path: Path) -> None:
+    config = KvPublisherConfig(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay", TOPIC)
+    options = ("--kv-events", config.endpoint, "--kv-events-replay", config.replay or "", "--kv-events-topic", TOPIC)
+    with (
+        Server(tiny_artifact, *options) as server,
+        Subscriber(config) as subscriber,
+        Client(server.address, timeout=60) as client,
+    ):
+        generate(server.address, [5] * 40)
+        client.unload_model(tiny_artifact.name)
+        client.load_model(tiny_artifact.name)
+        generate(server.address, [6] * 40)
+        wait_until(lambda: 0 < len(subscriber.replay(0)) and len(stored_in(subscriber)) == 2, "all are published")
+        subscriber.rebuild()
+        assert [tokens for _, tokens in subscriber.held.values()] == [(6,) * 32], "what the first engine had is cleared"
+
+
+def stored_in(subscriber: Subscriber) -> list[BlockStored]:
+    batches = subscriber.batches.values()
+    return [event for batch in batches for event in batch.events if isinstance(event, BlockStored)]

@@ -12,7 +12,7 @@ from inferc.runtime.engine_loop import Scored
 from inferc.runtime.scoring import Score
 from inferc.serve import supervisor
 from inferc.serve.async_engine import AsyncEngine, State
-from inferc.serve.streams import EngineUnavailable, ModelFacts
+from inferc.serve.streams import EngineUnavailable, ModelFacts, RequestAborted
 from inferc.serve.supervisor import MAX_DEATHS, Supervisor
 
 Result = TypeVar("Result")
@@ -25,11 +25,14 @@ class Stage:
         self.processes: list[Process] = []
         self.errors: list[InfercError | None] = []
         self.states: list[State] = []
+        self.may_start = True
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
         self.supervisor = Supervisor(self.engine, self.launch, hang_seconds, self.states.append)
 
     def launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop, self.errors.pop(0) if self.errors else None))
+        if not self.may_start:
+            self.processes[-1].may_start.clear()
         return self.processes[-1]
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -77,7 +80,7 @@ def test_one_that_dies_again_and_again_is_given_up(caplog: pytest.LogCaptureFixt
     async def work() -> None:
         stage = Stage()
         await stage.supervisor.start()
-        stage.errors = [None, InfercError("no memory")]  # of the second and the third process
+        stage.errors = [None, InfercError("no memory in /home/me")]  # of the second and the third process
         while stage.engine.state != "dead":
             if stage.engine.state == "serving" and stage.processes[-1].stopped is None:
                 stage.processes[-1].die("killed by SIGSEGV")
@@ -90,7 +93,28 @@ def test_one_that_dies_again_and_again_is_given_up(caplog: pytest.LogCaptureFixt
         await stage.supervisor.close()
 
     run(work())
-    assert "the engine does not start again: no memory" in caplog.text
+    assert "the engine does not start again: no memory in /home/me" in caplog.text
+
+
+@pytest.mark.parametrize("falls_asleep", [False, True])
+def test_why_it_does_not_start_is_for_the_log(falls_asleep: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        stage.errors = [ArtifactError("/home/me/weights is damaged")] * 9
+        if falls_asleep:
+            await stage.supervisor.sleep()
+        else:
+            stage.processes[0].die("killed by SIGSEGV")
+        with pytest.raises(EngineUnavailable, match="the engine does not start; the server's log says why; that was"):
+            await asyncio.ensure_future(stage.engine.score([1, 2]))
+        with pytest.raises(EngineUnavailable) as raised:
+            stage.engine.check_open()
+        assert "/home/me" not in str(raised.value) and "/home/me" not in stage.engine.reason
+        await stage.supervisor.close()
+
+    run(work())
+    assert "/home/me/weights is damaged" in caplog.text
 
 
 def test_a_hung_engine_is_killed_and_started_again() -> None:
@@ -150,6 +174,81 @@ def test_one_that_does_not_wake_is_tried_again() -> None:
         stage.errors = [InfercError("no memory")]
         await stage.supervisor.wake()
         assert len(stage.processes) == 3 and stage.engine.client is stage.processes[2]
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_who_put_it_to_sleep_hears_that_it_was_woken_before() -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        scoring = asyncio.ensure_future(stage.engine.score([1, 2]))
+        await asyncio.sleep(0)
+        sleeping = asyncio.ensure_future(stage.supervisor.sleep())
+        await asyncio.sleep(0.02)
+        await stage.supervisor.wake()
+        with pytest.raises(RequestAborted, match="the model was woken before it slept"):
+            await sleeping
+        stage.processes[0].answer()
+        await scoring
+        await asyncio.sleep(0.02)
+        assert stage.states == ["serving"] and not stage.processes[0].closed
+        await stage.supervisor.sleep()
+        assert stage.states == ["serving", "asleep"]
+        await stage.supervisor.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("falls_asleep", [False, True])
+def test_a_start_that_hangs_is_killed_and_counts_as_a_death(
+    falls_asleep: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        monkeypatch.setattr(supervisor, "START_SECONDS", 0.02)
+        stage.may_start = False
+        if falls_asleep:
+            await stage.supervisor.sleep()
+            stage.engine.wanted()
+        else:
+            stage.processes[0].die("killed by SIGSEGV")
+        await stage.until(lambda: len(stage.processes) == 3)
+        assert stage.processes[1].closed and stage.engine.client is None
+        stage.may_start = True
+        await stage.until(lambda: stage.engine.state == "serving")
+        await stage.supervisor.close()
+
+    run(work())
+    assert "it was not ready within 0.02 s and was killed" in caplog.text
+
+
+def test_one_whose_starts_hang_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        monkeypatch.setattr(supervisor, "START_SECONDS", 0.01)
+        stage.may_start = False
+        stage.processes[0].die("killed by SIGSEGV")
+        await stage.until(lambda: stage.engine.state == "dead")
+        assert len(stage.processes) == MAX_DEATHS + 1 and all(process.closed for process in stage.processes[1:])
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_the_first_start_may_take_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(supervisor, "START_SECONDS", 0.01)
+        stage = Stage()
+        stage.may_start = False
+        starting = asyncio.ensure_future(stage.supervisor.start())
+        await asyncio.sleep(0.05)
+        assert not starting.done() and not stage.processes[0].closed
+        stage.processes[0].may_start.set()
+        await starting
         await stage.supervisor.close()
 
     run(work())

@@ -54,9 +54,6 @@ class Process:
             sink(Stats("stats", EngineStats()))
         return "stats"
 
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
     def die(self, reason: str) -> None:
         self.stopped = reason
         sinks, self.sinks = self.sinks, []
