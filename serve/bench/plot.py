@@ -32,7 +32,7 @@ def saved_figure(path: Path, title: str, rows: int, columns: int, size: tuple[fl
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, found = plt.subplots(rows, columns, figsize=size, layout="constrained")
+    figure, found = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     figure.suptitle(title, fontsize=12)
     axes = list(found.flat)
     try:

@@ -1,6 +1,7 @@
 """What `inferc bench serve` counts."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from inferc.serve.bench.answers import Answer, num_under_way, shared_out
 from inferc.serve.bench.endpoints import ServerFacts
 from inferc.serve.bench.figures import Goals, LoadOf, Percentiles, Point, figures, largest_good_rate, next_rate
 from inferc.serve.bench.load import Load
+from inferc.serve.bench.plot import saved_figure
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
 
 FACTS = ServerFacts("fake", 100)
@@ -157,3 +159,9 @@ def test_requests_under_way() -> None:
         Answer(0, 0, 1, 1, 0.7),
     ]
     assert [num_under_way(answers, when) for when in (0.0, 0.6, 0.8, 1.2, 9.0)] == [1, 2, 3, 2, 1]
+
+
+def test_a_picture_of_one_part(tmp_path: Path) -> None:
+    with saved_figure(tmp_path / "one.png", "title", rows=1, columns=1, size=(3, 2)) as (ax,):
+        ax.plot([1, 2], [3, 4])
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
