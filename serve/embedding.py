@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from inferc.errors import RequestError
 from inferc.serve.models import ServedModel
-from inferc.serve.waiting import gather
 
 MAX_INPUTS = 2048
 
@@ -35,7 +34,7 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise RequestError(f"dimensions is {dimensions!r:.40}; expected a number of at least 1")
     ids = [await model.encode(each) if isinstance(each, str) else list(each) for each in inputs]
-    values = np.array(await gather(model.embed(each) for each in ids), np.float32)
+    values = np.array(await model.embed(ids), np.float32)
     if dimensions is not None:
         if dimensions > values.shape[1]:
             raise RequestError(f"dimensions is {dimensions}; the model's vectors have {values.shape[1]}")

@@ -31,7 +31,7 @@ from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
-from inferc.serve.waiting import deadline
+from inferc.serve.waiting import deadline, gather_some
 
 if TYPE_CHECKING:
     from inferc.serve.tracing import Tracing
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 # Characters that are tokenized at once, in less time than a thread costs; a text of a megabyte takes a second.
 SHORT_TEXT = 500
+TEXTS_AT_ONCE = 128  # of one call for vectors: enough to fill steps, and room for others
 NAME = re.compile(r"[\w.:@+-]{1,128}")
 ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "dead", "unloading"]
 
@@ -238,13 +239,13 @@ class ServedModel:
         finally:
             caller.end(0)
 
-    async def embed(self, token_ids: Sequence[int], request_id: str = "") -> list[float]:
-        """AsyncEngine.embed within what the caller may."""
-        caller = CALLER.get()
-        self._begin(caller, len(token_ids), SamplingParams(max_tokens=1))
+    async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """AsyncEngine.embed of each, a wave at a time; together they are one request of the caller's."""
+        caller, lengths = CALLER.get(), [len(each) for each in texts]
+        self._begin(caller, max(lengths), SamplingParams(max_tokens=1), sum(lengths))
         try:
             async with deadline(caller.limits.max_request_seconds):
-                return await self.engine.embed(token_ids, request_id, caller.name)
+                return await gather_some((self.engine.embed(each, "", caller.name) for each in texts), TEXTS_AT_ONCE)
         finally:
             caller.end(0)
 
@@ -253,9 +254,11 @@ class ServedModel:
         """Whether the model makes vectors of texts."""
         return self.pooling is not None
 
-    def _begin(self, caller: Caller, prompt_len: int, params: SamplingParams) -> SamplingParams:
+    def _begin(
+        self, caller: Caller, prompt_len: int, params: SamplingParams, num_tokens: int | None = None
+    ) -> SamplingParams:
         try:
-            return caller.begin(prompt_len, params)
+            return caller.begin(prompt_len, params, num_tokens)
         except RateLimited:
             self.engine.metrics.refused("rate_limit")
             raise
