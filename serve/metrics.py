@@ -24,9 +24,9 @@ TOKEN_BOUNDS = (
 )
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
 # How a request ended: by an end token or stop string; at its limit; by a fault; by Abort; because its client left; never
-# begun, for want of room, time or rights.
-Outcome = Literal["stop", "length", "error", "aborted", "left", "refused"]
-OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error", "aborted", "left", "refused")
+# begun, for want of room, time or rights; never begun, for something is wrong with it.
+Outcome = Literal["stop", "length", "error", "aborted", "left", "refused", "invalid"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error", "aborted", "left", "refused", "invalid")
 
 
 class Histogram:
@@ -107,7 +107,8 @@ class ModelMetrics:
 
     @property
     def num_counted(self) -> int:
-        """Requests of which each was good or not: all but those whose client left or somebody ended."""
+        """Requests of which each was good or not: all but those that were wrong, or that their client left or somebody
+        ended."""
         return sum(self.outcomes[each] for each in ("stop", "length", "error", "refused"))
 
     def refused(self, code: str) -> None:

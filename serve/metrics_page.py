@@ -140,7 +140,7 @@ METRICS: tuple[Shown, ...] = (
         "inferc_requests_total",
         "counter",
         "Requests that are over: by an end token or stop string, at their limit, by a fault, by Abort, because the client"
-        " left, or never begun.",
+        " left, or never begun: for want of room, time or rights (refused), or for they are wrong (invalid).",
         lambda known: [((each,), float(known.model.engine.metrics.outcomes[each])) for each in OUTCOMES],
         labels=("outcome",),
         vllm="request_success_total",
@@ -156,7 +156,7 @@ METRICS: tuple[Shown, ...] = (
     Shown(
         "inferc_requests_judged_total",
         "counter",
-        "Requests that count for goodput: answered, failed or refused; not those whose client left.",
+        "Requests that count for goodput: answered, failed or refused; not those whose client left, or that were wrong.",
         _one(lambda known: known.model.engine.metrics.num_counted),
     ),
     Shown(

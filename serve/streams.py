@@ -173,7 +173,9 @@ class Stream:
         outcome: Outcome = "left"
         if isinstance(self._error, RequestAborted):
             outcome = "aborted"
-        elif isinstance(self._error, RequestError | ObjectiveError | QueueFull | NoPlace):
+        elif isinstance(self._error, RequestError):
+            outcome = "invalid"
+        elif isinstance(self._error, ObjectiveError | QueueFull | NoPlace):
             outcome = "refused"
         elif self._error is not None:
             outcome = "error"

@@ -74,7 +74,7 @@ class Tracing:
                 "inferc.num_starts": stream.num_starts,
             }
         )
-        if ended.outcome in ("error", "refused"):
+        if ended.outcome in ("error", "refused", "invalid"):
             span.set_status(Status(StatusCode.ERROR, ended.outcome))
         first = ended.first_at[0]
         queued = ended.opened_at + (ended.queue_seconds or 0.0)

@@ -229,6 +229,10 @@ def test_a_refused_request_says_why() -> None:
         script.sinks["a"](Failed("a", "the prompt is too long", is_request_error=True))
         with pytest.raises(RequestError, match="too long"):
             await rest(stream)
+        stream.close()
+        # What is wrong with a request is no word on how well this server keeps objectives, nor on how much room it has.
+        metrics = engine.metrics
+        assert dict(metrics.outcomes) == {"invalid": 1} and not metrics.refusals and metrics.num_counted == 0
 
     run(work())
 

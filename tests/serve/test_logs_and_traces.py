@@ -71,7 +71,7 @@ def test_a_server_logs_requests_as_objects(tiny_artifact: Path) -> None:
         ("by-http", "request over: length"),
         ("by-grpc", "request over: length"),
     ]
-    assert over[2]["message"] == "request over: refused" and over[2]["ttft_ms"] is None
+    assert over[2]["message"] == "request over: invalid" and over[2]["ttft_ms"] is None
     first, second = over[:2]
     assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (40, 0, 4)
     assert second["cached_tokens"] == 39 and second["output_tokens"] == 3 and second["model"] == tiny_artifact.name
@@ -150,8 +150,8 @@ def test_a_trace_goes_from_the_request_to_its_steps(tiny_artifact: Path, collect
     numbers = [step["inferc.step"] for step in steps]
     assert numbers == list(range(numbers[0], numbers[0] + 10)) and numbers[0] == 3, "after two chunks of the prompt"
     assert all(0 < step["inferc.step_ms"] < 20_000 for step in steps)
-    (refused,) = [span for span in collector.spans if span.status.code == 2]
-    assert refused.status.message == "refused"
+    (failed,) = [span for span in collector.spans if span.status.code == 2]
+    assert failed.status.message == "invalid"
 
 
 def test_only_a_share_of_requests_is_traced(tiny_artifact: Path, collector: Collector) -> None:
