@@ -85,7 +85,7 @@ ALERT_RULES: tuple[Alert, ...] = (
         "InfercRequestsRefused",
         f"sum by ({BY}) (rate(inferc_requests_refused_total[W])) > 0",
         "warning",
-        "Requests are refused for want of room or time.",
+        "Requests are refused for want of room or time, or for objectives that cannot be met.",
         "The label reason of inferc_requests_refused_total says what for: more replicas, or a longer queue.",
     ),
     Alert(

@@ -24,7 +24,7 @@ TOKEN_BOUNDS = (
 )
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
 # How a request ended: by an end token or stop string; at its limit; by a fault; by Abort; because its client left; never
-# begun, for want of room, time or rights; never begun, for something is wrong with it.
+# begun, for want of room, time or rights; never begun, as it is wrong itself.
 Outcome = Literal["stop", "length", "error", "aborted", "left", "refused", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error", "aborted", "left", "refused", "invalid")
 
@@ -81,6 +81,7 @@ class Ended:
     queue_seconds: float | None = None  # until the engine let it in
     ttft_ms: float | None = None  # its own objectives
     tbt_ms: float | None = None
+    refusal: str = ""  # why it was refused, in a word, where that has not been counted yet
 
 
 @dataclass
@@ -120,6 +121,8 @@ class ModelMetrics:
         now = time.monotonic()
         self.last_at = time.time()
         self.outcomes[request.outcome] += 1
+        if request.refusal:
+            self.refusals[request.refusal] += 1
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         self.output_tokens += sum(request.output_tokens)

@@ -140,7 +140,7 @@ METRICS: tuple[Shown, ...] = (
         "inferc_requests_total",
         "counter",
         "Requests that are over: by an end token or stop string, at their limit, by a fault, by Abort, because the client"
-        " left, or never begun: for want of room, time or rights (refused), or for they are wrong (invalid).",
+        " left, or never begun: for want of room, time or rights (refused), or because they are wrong (invalid).",
         lambda known: [((each,), float(known.model.engine.metrics.outcomes[each])) for each in OUTCOMES],
         labels=("outcome",),
         vllm="request_success_total",
@@ -149,7 +149,7 @@ METRICS: tuple[Shown, ...] = (
     Shown(
         "inferc_requests_refused_total",
         "counter",
-        "Requests that were never begun, by what kept them out.",
+        "Requests that were never begun, by what kept them out: queue_full, queue_time, rate_limit, objective, unavailable.",
         lambda known: [((code,), float(count)) for code, count in sorted(known.model.engine.metrics.refusals.items())],
         labels=("reason",),
     ),

@@ -192,6 +192,7 @@ class Stream:
             self._queue_seconds,
             self._params.ttft_ms,
             self._params.tbt_ms,
+            "objective" if isinstance(self._error, ObjectiveError) else "",
         )
 
     @property

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from inferc.errors import GenerationError, RequestError
+from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.engine_loop import Failed, Scored, Sink
 from inferc.runtime.sampling_params import SamplingParams
@@ -233,6 +233,21 @@ def test_a_refused_request_says_why() -> None:
         # What is wrong with a request is no word on how well this server keeps objectives, nor on how much room it has.
         metrics = engine.metrics
         assert dict(metrics.outcomes) == {"invalid": 1} and not metrics.refusals and metrics.num_counted == 0
+
+    run(work())
+
+
+def test_an_objective_that_cannot_be_met_is_a_refusal_with_its_reason() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        stream = engine.open([1], SamplingParams(ttft_ms=1), "a")
+        script.sinks["a"](Failed("a", "it takes 2 ms", kind="ObjectiveError"))
+        with pytest.raises(ObjectiveError, match="2 ms"):
+            await rest(stream)
+        stream.close()
+        metrics = engine.metrics
+        assert dict(metrics.outcomes) == {"refused": 1} and dict(metrics.refusals) == {"objective": 1}
 
     run(work())
 

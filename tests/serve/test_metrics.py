@@ -107,7 +107,9 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
     request(own.url, "/v1/completions", {"prompt": "a", "max_tokens": 0})
     request(own.url, "/no/such/path")
     seconds, found = time.monotonic() - start, page(own.url)
-    outcomes = {each: found[f"inferc_requests_total{{outcome={each}}}"] for each in ("length", "stop", "invalid", "refused")}
+    outcomes = {
+        each: found[f"inferc_requests_total{{outcome={each}}}"] for each in ("length", "stop", "invalid", "refused")
+    }
     assert outcomes == {"length": 1, "stop": 1, "invalid": 1, "refused": 0}
     assert (found["inferc_requests_total{outcome=aborted}"], found["inferc_requests_total{outcome=left}"]) == (1, 1)
     assert found["inferc_requests_judged_total"] == 2 and found["inferc_requests_good_total"] == 2
