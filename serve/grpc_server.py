@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from inferc.errors import ConfigError, RequestError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.serve import protocol
 from inferc.serve.access import CALLER, Access, secret_of
-from inferc.serve.admission import WITHIN
+from inferc.serve.admission import ARRIVED_AT, WITHIN
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
 from inferc.serve.models import Models
@@ -198,6 +199,7 @@ class _Edge:
     async def around(self, context: Context) -> AsyncIterator[None]:
         code = "CANCELLED"  # unless one of the ends below is reached
         try:
+            ARRIVED_AT.set(time.monotonic())
             REQUEST_ID.set(_header(context, "x-request-id"))
             TRACE_PARENT.set(_header(context, "traceparent"))
             if not self._is_open:

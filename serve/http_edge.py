@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from inferc.errors import InfercError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.runtime.openai_answer import field_of
 from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated, secret_of
+from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.statuses import OUR_FAULT, Told, told
 from inferc.serve.trace_parent import TRACE_PARENT
 from inferc.serve.web_page import is_page
@@ -62,6 +64,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        ARRIVED_AT.set(time.monotonic())
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""

@@ -72,16 +72,17 @@ class Ended:
     """A request that is over. Times are on the monotonic clock; those of tokens are by output."""
 
     outcome: Outcome
-    opened_at: float
+    opened_at: float  # when it came to the server
     prompt_tokens: int
     cached_tokens: int
     first_at: Sequence[float]  # nan where none came
     last_at: Sequence[float]
     output_tokens: Sequence[int]
-    queue_seconds: float | None = None  # until the engine let it in
+    queue_seconds: float | None = None  # from when it came to the engine until it was let in
     ttft_ms: float | None = None  # its own objectives
     tbt_ms: float | None = None
     refusal: str = ""  # why it was refused, in a word, where that has not been counted yet
+    prepare_seconds: float = 0.0  # from when it came until it went to the engine
 
 
 @dataclass
@@ -100,6 +101,7 @@ class ModelMetrics:
     tbt: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     e2e: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))  # of those that ended by themselves
     failed: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    prepare: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     queue: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     prefill: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     decode: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
@@ -129,8 +131,9 @@ class ModelMetrics:
         first = request.first_at[0]
         if not math.isnan(first):
             queued = request.queue_seconds or 0.0
+            self.prepare.observe(request.prepare_seconds)
             self.queue.observe(queued)
-            self.prefill.observe(max(0.0, first - request.opened_at - queued))
+            self.prefill.observe(max(0.0, first - request.opened_at - request.prepare_seconds - queued))
         if request.outcome == "error":
             self.failed.observe(now - request.opened_at)
         if request.outcome not in ("stop", "length"):

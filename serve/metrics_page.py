@@ -83,7 +83,7 @@ METRICS: tuple[Shown, ...] = (
     Shown(
         "inferc_time_to_first_token_seconds",
         "histogram",
-        "From a request's arrival to its first token.",
+        "From a request's arrival at the server to its first token.",
         histogram=lambda known: known.model.engine.metrics.ttft,
         vllm="time_to_first_token_seconds",
     ),
@@ -97,9 +97,16 @@ METRICS: tuple[Shown, ...] = (
     Shown(
         "inferc_request_seconds",
         "histogram",
-        "From a request's arrival to its end, of those that were answered.",
+        "From a request's arrival at the server to its end, of those that were answered.",
         histogram=lambda known: known.model.engine.metrics.e2e,
         vllm="e2e_request_latency_seconds",
+    ),
+    Shown(
+        "inferc_request_prepare_seconds",
+        "histogram",
+        "From a request's arrival until it went to the engine: its body read, its prompt tokenized, and scored where that was"
+        " asked for.",
+        histogram=lambda known: known.model.engine.metrics.prepare,
     ),
     Shown(
         "inferc_request_queue_seconds",

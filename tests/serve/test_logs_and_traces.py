@@ -138,13 +138,13 @@ def test_a_trace_goes_from_the_request_to_its_steps(tiny_artifact: Path, collect
         assert server.process.wait(30) == 0, "what is left is sent at the end"
     spans = {span.name: span for span in collector.spans if span.trace_id.hex() == parent.split("-")[1]}
     root = spans.pop(f"generate {tiny_artifact.name}")
-    assert root.parent_span_id.hex() == parent.split("-")[2] and set(spans) == {"queue", "prefill", "decode"}
+    assert root.parent_span_id.hex() == parent.split("-")[2] and set(spans) == {"prepare", "queue", "prefill", "decode"}
     assert all(span.parent_span_id == root.span_id for span in spans.values())
     found = attributes(root)
     assert found["gen_ai.usage.input_tokens"] == 40 and found["gen_ai.usage.output_tokens"] == 10
     assert found["gen_ai.response.id"] == "mine" and 0 < found["gen_ai.server.time_to_first_token"] < 20
-    times = [spans[name].start_time_unix_nano for name in ("queue", "prefill", "decode")]
-    assert root.start_time_unix_nano <= times[0] <= times[1] <= times[2] <= root.end_time_unix_nano
+    times = [spans[name].start_time_unix_nano for name in ("prepare", "queue", "prefill", "decode")]
+    assert root.start_time_unix_nano <= times[0] and times == sorted(times) and times[-1] <= root.end_time_unix_nano
     steps = [attributes(event) for name in ("prefill", "decode") for event in spans[name].events]
     assert len(steps) == 10 and [step["inferc.tokens"] for step in steps] == [1] * 10
     numbers = [step["inferc.step"] for step in steps]
@@ -178,7 +178,7 @@ def test_a_collector_that_does_not_answer_holds_up_no_end(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         traces = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}")
         now = time.monotonic()
-        stream: Any = SimpleNamespace(opened_at=now, steps=None, traced=None, num_starts=1)
+        stream: Any = SimpleNamespace(arrived_at=now, steps=None, traced=None, num_starts=1)
         traces.begin(stream, "m")
         traces.end(stream, Ended("stop", now, 1, 0, [now], [now], [1]), "m", "r")
         traces.close()

@@ -1,10 +1,15 @@
 """What is counted of requests, and the page that tells it, read by Prometheus' own parsers."""
 
+import http.client
+import json
 import math
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from http_calls import request
@@ -30,7 +35,7 @@ def test_a_histogram_counts_by_inclusive_upper_bounds() -> None:
     assert math.isnan(Histogram((1.0,)).quantile(0.5))
 
 
-def ended(outcome: Outcome = "stop", first: float = 0.3, last: float = 0.3, count: int = 1, **more: float) -> Ended:
+def ended(outcome: Outcome = "stop", first: float = 0.3, last: float = 0.3, count: int = 1, **more: Any) -> Ended:
     """A request that came at 100 on the clock; first, last: seconds from there."""
     return Ended(outcome, 100.0, 5, 0, [100 + first], [100 + last], [count], **more)
 
@@ -129,6 +134,42 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
     assert found[f"inferc_grpc_calls_total{{code=OK,method={complete}}}"] == 2
     assert found[f"inferc_grpc_calls_total{{code=INVALID_ARGUMENT,method={complete}}}"] == 1
     assert 0 <= found["inferc_event_loop_lag_seconds"] < 10
+
+
+def test_time_to_first_token_is_from_the_arrival_of_a_request(own: Server) -> None:
+    """Of its head over HTTP, of the call over gRPC: what is before the engine counts."""
+
+    def gain(ask: Callable[[], Any]) -> list[float]:
+        before = page(own.url)
+        ask()
+        after = page(own.url)
+        names = ("time_to_first_token", "request", "request_prepare")
+        return [after[f"inferc_{name}_seconds_sum"] - before[f"inferc_{name}_seconds_sum"] for name in names]
+
+    def slow_body() -> None:
+        body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        connection = http.client.HTTPConnection(urlsplit(own.url).netloc, timeout=30)
+        connection.putrequest("POST", "/v1/completions")
+        for name, value in (("content-type", "application/json"), ("content-length", str(len(body)))):
+            connection.putheader(name, value)
+        connection.endheaders()
+        time.sleep(0.5)
+        connection.send(body)
+        assert connection.getresponse().status == 200
+        connection.close()
+
+    def scored() -> None:
+        with Client(own.address) as client, ThreadPoolExecutor() as pool:
+            own.engine.suspend()
+            try:
+                waiting = pool.submit(client.complete, [5, 6, 7], max_tokens=1, prompt_logprobs=1)
+                time.sleep(0.5)
+            finally:
+                own.engine.resume()
+            waiting.result(30)
+
+    for ask in (slow_body, scored):
+        assert all(0.4 < each < 20 for each in gain(ask)), ask
 
 
 def test_every_metric_is_there_under_its_names(own: Server) -> None:
