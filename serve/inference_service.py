@@ -11,7 +11,7 @@ from dataclasses import replace
 from inferc.errors import RequestError
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.step import Logprobs
-from inferc.serve import protocol
+from inferc.serve import protocol, text_calls
 from inferc.serve.access import CALLER
 from inferc.serve.embedding import embed
 from inferc.serve.kv_events import EventsOff
@@ -107,10 +107,10 @@ class InferenceService:
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         model = self.models.get(request.model)
         if request.WhichOneof("prompt") == "chat":
-            ids = await model.encode_chat(protocol.chat_messages(request.chat), is_prompt=False)
+            ids = await text_calls.tokenize_chat(model, protocol.chat_messages(request.chat))
         elif request.WhichOneof("prompt") == "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await model.encode(request.text, special, is_prompt=False)
+            ids = await text_calls.tokenize(model, request.text, special)
         else:
             raise RequestError("the request has no prompt; set text or chat")
         return pb.TokenizeResponse(token_ids=ids)
@@ -118,9 +118,12 @@ class InferenceService:
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         model = self.models.get(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = model.decode(request.token_ids, skip)
-        raw = b"".join(map(model.engine.text.token_bytes, request.token_ids))
-        return pb.DetokenizeResponse(text=text, raw=raw)
+
+        def made() -> pb.DetokenizeResponse:
+            text = model.decode(request.token_ids, skip)
+            return pb.DetokenizeResponse(text=text, raw=b"".join(map(model.engine.text.token_bytes, request.token_ids)))
+
+        return await text_calls.detokenize(model, request.token_ids, made)
 
     # ----------------------------------------------------------------------------------------------- models
 
