@@ -32,7 +32,7 @@ class Told:
     def __init__(self, of: Path, files: dict[str, Any]) -> None:
         self._artifact = load_artifact(of)
         self._files = files
-        listed = {**self._artifact.manifest["files"], **dict.fromkeys(self._files, {"bytes": 1})}
+        listed = {**self._artifact.manifest["files"], **{key: {"bytes": 1} for key in self._files}}
         self.manifest = {**self._artifact.manifest, "files": listed}
         self.path = of
 
