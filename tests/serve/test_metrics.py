@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,9 +20,10 @@ from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client, ServerError
 from inferc.errors import RequestError
-from inferc.serve.metrics import Ended, Histogram, ModelMetrics, Objectives, Outcome
+from inferc.serve.metrics import OUTCOMES, Ended, Histogram, ModelMetrics, Objectives, Outcome
 from inferc.serve.metrics_page import METRICS, SERVER_METRICS, documentation
 
+FINISHED_REASONS = ("stop", "length", "abort", "error")  # of vLLM
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -186,6 +188,20 @@ def test_every_metric_is_there_under_its_names(own: Server) -> None:
         *("request_generation_tokens", "iteration_tokens_total"),
     ):
         assert f"vllm:{name}" in names, name
+    reasons = {name for name in page(own.url) if name.startswith("vllm:request_success_total")}
+    assert reasons == {f"vllm:request_success_total{{finished_reason={each}}}" for each in FINISHED_REASONS}
+
+
+def test_ends_of_requests_have_the_names_that_vllm_gives_them() -> None:
+    metrics = ModelMetrics()
+    for outcome in OUTCOMES:
+        metrics.ended(ended(outcome))
+    known: Any = SimpleNamespace(model=SimpleNamespace(engine=SimpleNamespace(metrics=metrics)))
+    (shown,) = [each for each in METRICS if each.vllm == "request_success_total"]
+    assert shown.numbers is not None and shown.vllm_numbers is not None
+    assert {labels for labels, _ in shown.numbers(known)} == {(outcome,) for outcome in OUTCOMES}
+    # It hears of no request that was not begun.
+    assert dict(shown.vllm_numbers(known)) == {("stop",): 1, ("length",): 1, ("error",): 1, ("abort",): 2}
 
 
 def test_both_of_prometheus_formats(own: Server) -> None:
