@@ -65,6 +65,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         ARRIVED_AT.set(time.monotonic())
+        scope["path"] = scope["path"].rstrip("/") or "/"  # a redirect would not know what scheme a proxy is asked by
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""

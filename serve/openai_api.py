@@ -29,7 +29,7 @@ from inferc.serve.embedding import embed
 from inferc.serve.http_answers import STREAMED, Json, answered
 from inferc.serve.http_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
 from inferc.serve.http_edge import body_of, while_client_waits
-from inferc.serve.models import Models, NotServed, ServedModel
+from inferc.serve.models import Models, ServedModel
 from inferc.serve.openai_answering import Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
 from inferc.serve.responses_api import responses_routes
@@ -83,8 +83,6 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}", tags=["openai"])
     async def get_model(name: str) -> Json:
-        if not name:
-            raise NotServed("the path names no model; GET /v1/models lists them")
         return Json(_model(models.get(name)))
 
     # ---------------------------------------------------------------------------------------------- text

@@ -238,10 +238,19 @@ def test_what_is_wrong_before_the_first_token_is_no_stream(url: str) -> None:
     assert reply.status == 400 and "the prompt has 300 tokens" in reply.error["message"]
 
 
+def test_a_slash_at_the_end_of_a_path_changes_nothing(url: str) -> None:
+    """Behind a proxy that ends TLS a redirect would lead to plain HTTP."""
+    assert request(url, f"{COMPLETIONS}/", {"prompt": "a", **GREEDY}).json["choices"]
+    for path in ("/v1/models", "/health", "/version", "/metrics"):
+        assert request(url, f"{path}/").status == 200, path
+    assert request(url, "/v1/models/").json == request(url, "/v1/models").json
+
+
 def test_paths_and_methods_that_are_none(url: str) -> None:
     assert request(url, "/v1/nothing").status == 404 and request(url, "/v1/nothing").error["message"] == "Not Found"
     assert request(url, COMPLETIONS).status == 405 and request(url, COMPLETIONS).error
     assert request(url, "/v1/models/none").status == 404
+    assert request(url, "/v1/nothing/").status == 404
     reply = request(url, COMPLETIONS, b'{"prompt": "a"}', {"content-type": "text/plain"})
     assert reply.status == 400 and "content-type: application/json" in reply.error["message"]
 
