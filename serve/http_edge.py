@@ -155,6 +155,8 @@ def response_of(found: Told) -> Response:
     status, headers = found.status, {}
     if status.http == 401:
         headers["www-authenticate"] = "Bearer"
+    if status.http == 429 and found.retry_after is None:
+        headers["x-should-retry"] = "false"  # as OpenAI's clients read it: they try every 429 again otherwise
     if found.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(found.retry_after)))  # whole seconds, by the standard
     return error_response(status.http, found.message, status.kind, field_of(found.message), status.code, headers)
