@@ -92,13 +92,8 @@ def test_tokenizing_is_a_request_of_its_key(tiny_artifact: Path, tmp_path: Path)
     names = {"alice": 2, "bob": 2, "carol": None}
     write_keys(tmp_path / "k", [Key(name, digest_of(name), requests_per_minute=rate) for name, rate in names.items()])
     with Server(tiny_artifact, "--api-keys", str(tmp_path / "k")) as server:
-        tried = []
-        for path, body in (
-            ("/tokenize", {"prompt": "a"}),
-            ("/detokenize", {"tokens": [5]}),
-            ("/tokenize", {"prompt": "a"}),
-        ):
-            tried.append(request(server.url, path, body, {"x-api-key": "alice"}))
+        bodies: list[tuple[str, Any]] = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
+        tried = [request(server.url, *each, {"x-api-key": "alice"}) for each in (*bodies, bodies[0])]
         assert [reply.status for reply in tried] == [200, 200, 429] and tried[2].headers["retry-after"]
         with Client(server.address, retries=0, api_key="bob") as client:
             client.detokenize(client.tokenize("a"))
@@ -110,11 +105,12 @@ def test_tokenizing_is_a_request_of_its_key(tiny_artifact: Path, tmp_path: Path)
                 client.tokenize("a" * (MAX_CHARACTERS + 1))
             with pytest.raises(RequestError, match=f"{MAX_TOKENS} are turned into text at once"):
                 client.detokenize([5] * (MAX_TOKENS + 1))
-        for path, body in (
+        bodies = [
             ("/tokenize", {"prompt": "a" * (MAX_CHARACTERS + 1)}),
             ("/tokenize", {"messages": [{"role": "user", "content": "a" * (MAX_CHARACTERS + 1)}]}),
             ("/detokenize", {"tokens": [5] * (MAX_TOKENS + 1)}),
-        ):
+        ]
+        for path, body in bodies:
             reply = request(server.url, path, body, {"x-api-key": "carol"})
             assert reply.status == 400 and "at once, send parts" in reply.error["message"]
 
