@@ -49,6 +49,25 @@ def test_echo_with_a_stream_is_echo_without(url: str) -> None:
     assert all(set(row) == {"logprob", "rank", "decoded_token"} for row in second.values())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_into_the_text_that_comes_back(url: str, stream: bool) -> None:
+    ids = request(url, "/tokenize", {"prompt": "def add("}).json["tokens"]
+    for prompt, text in (("def add(", "def add("), ([0, *ids], "<s>def add(")):
+        body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream, **GREEDY}
+        reply = request(url, COMPLETIONS, body)
+        choices = [each["choices"][0] for each in (reply.events if stream else [reply.json])]
+        whole = "".join(choice["text"] for choice in choices)
+        rows = [
+            row
+            for choice in choices
+            if choice["logprobs"]
+            for row in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+        ]
+        of_prompt, (_, first) = rows[: -GREEDY["max_tokens"]], rows[-GREEDY["max_tokens"]]
+        assert whole.startswith(text) and first == len(text) and "".join(token for token, _ in of_prompt) == text
+        assert all(whole.startswith(token, at) for token, at in of_prompt)
+
+
 def test_a_streamed_chat_tells_of_its_prompt_what_a_whole_one_does(url: str) -> None:
     body = {"messages": MESSAGES, "n": 2, "prompt_logprobs": 1, "return_token_ids": True, **GREEDY}
     whole = request(url, CHAT, body).json
