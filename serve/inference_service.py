@@ -83,7 +83,6 @@ class InferenceService:
 
     async def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         model = self.models.get(request.model)
-        _check_embeds(model)
         inputs: list[str | list[int]] = []
         for number, each in enumerate(request.inputs):
             kind = each.WhichOneof("input")
@@ -228,18 +227,6 @@ def reason_of(entry: ModelEntry) -> str:
     if entry.state != "unloaded" or not entry.reason or (key is not None and key.admin):
         return entry.reason
     return "it cannot be loaded; the server's log has the details"
-
-
-def _check_embeds(model: ServedModel) -> None:
-    """Raise RequestError for a model that was made for vectors and is not run where they are made."""
-    if model.embeds or model.artifact.model.get("pooling") is None:
-        return
-    target, ranks = model.artifact.manifest["targets"][0], len(model.artifact.ranks)
-    found = f"target {target}" if ranks == 1 else f"target {target} in {ranks} ranks"
-    raise RequestError(
-        f"model {model.name} was made for vectors of texts, but compiled for {found} it makes none: that takes the cpu"
-        " target in one rank, and a last norm whose rows are floating-point numbers"
-    )
 
 
 def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.GenerateResponse:

@@ -20,7 +20,7 @@ from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
 from inferc.serve.access import Key, digest_of, write_keys
-from inferc.serve.embedding import MAX_INPUTS
+from inferc.serve.embedding import MAX_INPUTS, embed
 from inferc.serve.http_edge import STARTS_AT_ONCE
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -79,9 +79,11 @@ def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, r
     artifact = SimpleNamespace(
         model={"pooling": {"kind": "last", "normalize": True}}, manifest={"targets": [target]}, ranks=range(ranks)
     )
-    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(name="m", embeds=False, artifact=artifact))
-    with pytest.raises(RequestError, match=f"model m was made for vectors of texts, but {message}"):
-        asyncio.run(InferenceService(models).embed(pb.EmbedRequest()))
+    model: Any = SimpleNamespace(name="m", embeds=False, artifact=artifact)
+    models: Any = SimpleNamespace(get=lambda name: model)
+    for work in (embed(model, ["a"]), InferenceService(models).embed(pb.EmbedRequest())):  # that of HTTP, and gRPC's
+        with pytest.raises(RequestError, match=f"model m was made for vectors of texts, but {message}"):
+            asyncio.run(work)
 
 
 def test_openai_and_langchain(embedding: Server) -> None:
@@ -118,6 +120,8 @@ def test_bad_requests(embedding: Server, url: str) -> None:
         assert reply.status == 400 and reply.error["param"] == param and reply.error["message"].startswith(message)
     reply = request(url, EMBEDDINGS, {"input": "a"})
     assert reply.status == 400 and "makes no vectors of texts, it generates text" in reply.error["message"]
+    reply = request(url, EMBEDDINGS, {"input": "a", "model": "nothing"})
+    assert reply.status == 404
 
 
 def test_as_many_texts_as_are_documented(embedding: Server) -> None:
