@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ from inferc.serve.models import Models
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
 from inferc.serve.statuses import told
-from inferc.serve.trace_parent import TRACE_PARENT
+from inferc.serve.trace_context import note_trace
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,8 @@ class _Edge:
         try:
             ARRIVED_AT.set(time.monotonic())
             REQUEST_ID.set(_header(context, "x-request-id"))
-            TRACE_PARENT.set(_header(context, "traceparent"))
+            metadata = context.invocation_metadata() or ()
+            note_trace((name, value) for name, value in metadata if isinstance(value, str))
             if not self._is_open:
                 caller = self._access.caller(_secret(context))
                 if self._is_for_admins:
@@ -218,10 +219,9 @@ class _Edge:
         except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
             found = told(error)
             code = found.status.grpc
-            metadata: Iterable[tuple[str, str]] = ()
-            if found.retry_after is not None:
-                metadata = (("retry-after", f"{found.retry_after:g}"),)
-            await context.abort(grpc.StatusCode[code], found.message, tuple(metadata))
+            after = found.retry_after
+            trailing = () if after is None else (("retry-after", f"{after:g}"),)
+            await context.abort(grpc.StatusCode[code], found.message, trailing)
         finally:
             self._ended(self._method, code)
 

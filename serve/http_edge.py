@@ -22,7 +22,7 @@ from inferc.runtime.openai_answer import field_of
 from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated, secret_of
 from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.statuses import OUR_FAULT, Told, told
-from inferc.serve.trace_parent import TRACE_PARENT
+from inferc.serve.trace_context import note_trace
 from inferc.serve.web_page import is_page
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class Edge:
         scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""
         name = scope["request_id"] or f"req-{secrets.token_hex(12)}"
         REQUEST_ID.set(name)
-        TRACE_PARENT.set(headers.get(b"traceparent", b"").decode("latin-1"))
+        of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
+        note_trace((name, value.decode("latin-1")) for name, value in of_trace)
         has_begun, size, caller = False, 0, ANYBODY
         is_starting = False
 

@@ -25,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from inferc.serve.metrics import Ended
 from inferc.serve.streams import StepNote, Stream
-from inferc.serve.trace_parent import TRACE_PARENT
+from inferc.serve.trace_context import TRACE_CONTEXT
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ class Tracing:
 
     def begin(self, stream: Stream, model: str) -> None:
         """Note what belongs to a request from now on, if it is to be traced."""
-        header = TRACE_PARENT.get()
-        parent = TraceContextTextMapPropagator().extract({"traceparent": header}) if header else Context()
+        parent = TraceContextTextMapPropagator().extract(TRACE_CONTEXT.get(), Context())
         start = _epoch_ns(stream.arrived_at)
         span = self._tracer.start_span(f"generate {model}", parent, SpanKind.SERVER, start_time=start)
         if span.is_recording():

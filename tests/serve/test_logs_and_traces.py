@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from http_calls import request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -22,6 +23,7 @@ from inferc.errors import RequestError
 from inferc.log_format import REQUEST_ID, JsonFormatter, TextFormatter
 from inferc.serve import tracing
 from inferc.serve.metrics import Ended
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.tracing import Tracing
 
 COMPLETIONS = "/v1/completions"
@@ -132,11 +134,21 @@ def test_a_trace_goes_from_the_request_to_its_steps(tiny_artifact: Path, collect
     with Server(
         tiny_artifact, "--otlp-endpoint", collector.url, "--max-num-batched-tokens", "16", "--max-num-seqs", "8"
     ) as server:
-        request(server.url, COMPLETIONS, body, {"traceparent": parent, "x-request-id": "mine"})
+        request(
+            server.url, COMPLETIONS, body, {"traceparent": parent, "tracestate": "a=1,b=x y", "x-request-id": "mine"}
+        )
+        call = grpc.insecure_channel(server.address).unary_unary(
+            "/inferc.v1.InferenceService/Complete", pb.GenerateRequest.SerializeToString, pb.CompleteResponse.FromString
+        )
+        other = "00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        metadata = (("traceparent", other), ("tracestate", "a=2"), ("tracestate", "c=3"))
+        call(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])), metadata=metadata)
         request(server.url, COMPLETIONS, {"prompt": [5] * 400, "max_tokens": 1})
         server.terminate()
         assert server.process.wait(30) == 0, "what is left is sent at the end"
     spans = {span.name: span for span in collector.spans if span.trace_id.hex() == parent.split("-")[1]}
+    assert {span.trace_state for span in spans.values()} == {"a=1,b=x y"}
+    assert {span.trace_state for span in collector.spans if span.trace_id.hex() == other.split("-")[1]} == {"a=2,c=3"}
     root = spans.pop(f"generate {tiny_artifact.name}")
     assert root.parent_span_id.hex() == parent.split("-")[2] and set(spans) == {"prepare", "queue", "prefill", "decode"}
     assert all(span.parent_span_id == root.span_id for span in spans.values())
