@@ -36,6 +36,9 @@ def quantile(share: float, name: str) -> str:
     return f"histogram_quantile({share}, sum by ({BY}, le) (rate({name}_bucket[W])))"
 
 
+AT_WORK = "(avg_over_time(inferc_sequences_running[W]) + avg_over_time(inferc_sequences_waiting[W]))"
+AT_WORK_BEFORE = AT_WORK.replace("[W]", "[W] offset L")
+
 ALERT_RULES: tuple[Alert, ...] = (
     Alert(
         "InfercTimeToFirstTokenHigh",
@@ -46,10 +49,12 @@ ALERT_RULES: tuple[Alert, ...] = (
     ),
     Alert(
         "InfercThroughputDropped",
+        # All of them, and those of each sequence that runs or waits: of fewer requests fewer tokens come, but each gets as many.
         "rate(inferc_output_tokens_total[W]) < 0.5 * rate(inferc_output_tokens_total[W] offset L)"
-        " and avg_over_time(inferc_requests_open[W]) > 0",
+        f" and rate(inferc_output_tokens_total[W]) / ({AT_WORK} > 0)"
+        f" < 0.5 * rate(inferc_output_tokens_total[W] offset L) / ({AT_WORK_BEFORE} > 0)",
         "warning",
-        "Half as many tokens come as before, and requests wait for them.",
+        "Half as many tokens come as before, and the sequences that run or wait are not fewer by as much.",
         "Look at how busy the device is and how full the batch; a neighbour on the machine shows as longer steps.",
     ),
     Alert(
