@@ -212,7 +212,8 @@ class InferenceService:
             return await model.encode(request.text)
         if kind == "chat":
             goes_on = isinstance(request, pb.GenerateRequest)
-            return await model.encode_chat(protocol.chat_messages(request.chat), add_generation_prompt=goes_on)
+            variables = {"add_generation_prompt": goes_on}
+            return await model.encode_chat(protocol.chat_messages(request.chat), variables)
         raise RequestError("the request has no prompt; set one of text, token_ids or chat")
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,11 +196,11 @@ class ServedModel:
         return await asyncio.to_thread(self.engine.text.encode, text, add_special_tokens, limit)
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], is_prompt: bool = True, **options: Any
+        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template. In a thread: a template may take seconds."""
         limit = self.engine.facts.max_model_len if is_prompt else None
-        return await asyncio.to_thread(self.engine.text.encode_chat, messages, limit, **options)
+        return await asyncio.to_thread(self.engine.text.encode_chat, messages, limit, **(variables or {}))
 
     def check_open(self, num_sequences: int) -> None:
         """AsyncEngine.check_open within the time that the caller has."""

@@ -97,7 +97,7 @@ class Answering:
             return await self.model.encode(prompt, self.request.add_special_tokens)
         if prompt and isinstance(prompt[0], dict):
             messages: Any = prompt
-            return await self.model.encode_chat(messages, **self.request.template)
+            return await self.model.encode_chat(messages, self.request.template)
         ids: Any = prompt
         return list(ids)
 

@@ -28,12 +28,12 @@ async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = Tru
 
 
 async def tokenize_chat(
-    model: ServedModel, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] | None = None
+    model: ServedModel, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The same of a conversation. options: as of ServedModel.encode_chat."""
+    """The same of a conversation. variables: of its template."""
     _check_characters(model, sum(len(str(value)) for message in messages for value in message.values()))
     with _counted():
-        return await model.encode_chat(messages, is_prompt=False, **(options or {}))
+        return await model.encode_chat(messages, variables, is_prompt=False)
 
 
 async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callable[[], Result]) -> Result:
