@@ -36,6 +36,9 @@ def quantile(share: float, name: str) -> str:
     return f"histogram_quantile({share}, sum by ({BY}, le) (rate({name}_bucket[W])))"
 
 
+AT_WORK = "(avg_over_time(inferc_sequences_running[W]) + avg_over_time(inferc_sequences_waiting[W]))"
+AT_WORK_BEFORE = AT_WORK.replace("[W]", "[W] offset L")
+
 ALERT_RULES: tuple[Alert, ...] = (
     Alert(
         "InfercTimeToFirstTokenHigh",
@@ -46,10 +49,12 @@ ALERT_RULES: tuple[Alert, ...] = (
     ),
     Alert(
         "InfercThroughputDropped",
+        # All of them, and those of each sequence that runs or waits: of fewer requests fewer tokens come, but each gets as many.
         "rate(inferc_output_tokens_total[W]) < 0.5 * rate(inferc_output_tokens_total[W] offset L)"
-        " and avg_over_time(inferc_requests_open[W]) > 0",
+        f" and rate(inferc_output_tokens_total[W]) / ({AT_WORK} > 0)"
+        f" < 0.5 * rate(inferc_output_tokens_total[W] offset L) / ({AT_WORK_BEFORE} > 0)",
         "warning",
-        "Half as many tokens come as before, and requests wait for them.",
+        "Half as many tokens come as before, and the sequences that run or wait are not fewer by as much.",
         "Look at how busy the device is and how full the batch; a neighbour on the machine shows as longer steps.",
     ),
     Alert(
@@ -85,7 +90,7 @@ ALERT_RULES: tuple[Alert, ...] = (
         "InfercRequestsRefused",
         f"sum by ({BY}) (rate(inferc_requests_refused_total[W])) > 0",
         "warning",
-        "Requests are refused for want of room or time.",
+        "Requests are refused for want of room or time, or for objectives that cannot be met.",
         "The label reason of inferc_requests_refused_total says what for: more replicas, or a longer queue.",
     ),
     Alert(
@@ -222,6 +227,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _latency("Time to first token", "inferc_time_to_first_token_seconds", "From arrival.", 0.5),
             _latency("Time between tokens", "inferc_time_between_tokens_seconds", "", 0.1),
             _latency("Whole requests", "inferc_request_seconds", "Of those that were answered."),
+            _latency("Before the queue", "inferc_request_prepare_seconds", "Read, tokenized, and scored if asked for."),
             _latency("In the queue", "inferc_request_queue_seconds", "Until the engine let them in."),
             _latency("Prefill", "inferc_request_prefill_seconds", "From then to the first token."),
             _latency("Decode", "inferc_request_decode_seconds", "From the first token to the last."),

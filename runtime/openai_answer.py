@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -34,12 +34,33 @@ class EchoedPrompt:
     text: str
     token_ids: Sequence[int]
     rows: Sequence[Logprobs] | None = None
+    offsets: Sequence[int] = ()  # of each token in the text, where that was asked for
 
     @property
     def scored(self) -> list[tuple[int, Logprobs | None]]:
         """Its tokens with their log probabilities."""
         rows = [None] * len(self.token_ids) if self.rows is None else [None, *self.rows]
         return list(zip(self.token_ids, rows, strict=True))
+
+
+def prompt_offsets(text: str, token_ids: Sequence[int], token: TokenOf, special: Collection[int]) -> list[int]:
+    """Where each token of a prompt begins in its text, in characters.
+
+    Special tokens that the text does not have (the tokenizer adds them, BOS for example) take no place, nor does a first space of its.
+    """
+    data = text.encode(errors="surrogatepass")
+    starts = [index for index, char in enumerate(text) for _ in range(len(char.encode(errors="surrogatepass")))]
+    starts.append(len(text))
+    offsets, at = [], 0
+    for token_id in token_ids:
+        name, known = token(token_id)
+        spelled = name.encode(errors="surrogatepass") if known is None else bytes(known)
+        offsets.append(starts[at])
+        if not at and not data.startswith(spelled) and data.startswith(spelled.removeprefix(b" ")):
+            spelled = spelled.removeprefix(b" ")
+        if data.startswith(spelled, at) or token_id not in special:
+            at = min(at + len(spelled), len(data))
+    return offsets
 
 
 @dataclass(frozen=True)
@@ -146,25 +167,28 @@ def _completion_choice(
 ) -> dict[str, Any]:
     rows: list[tuple[int, Logprobs | None]] = [(row.token_id, row) for row in output.logprobs or ()]
     text, has_rows = output.text, output.logprobs is not None
+    known: Sequence[int] = ()
     if request.echo and answer.prompt is not None:
-        text = answer.prompt.text + text
+        text, known = answer.prompt.text + text, answer.prompt.offsets
         rows = [*answer.prompt.scored, *rows]
         has_rows = has_rows or answer.prompt.rows is not None
     return {
         "text": text,
-        "logprobs": completion_logprobs(rows, token) if has_rows else None,
+        "logprobs": completion_logprobs(rows, token, len(text) - len(output.text), known) if has_rows else None,
         "finish_reason": output.finish_reason,
     }
 
 
-def completion_logprobs(rows: Sequence[tuple[int, Logprobs | None]], token: TokenOf, offset: int = 0) -> dict[str, Any]:
+def completion_logprobs(
+    rows: Sequence[tuple[int, Logprobs | None]], token: TokenOf, offset: int = 0, known: Sequence[int] = ()
+) -> dict[str, Any]:
     """Lists with an entry for each token: of a text's first one nothing is known (None).
 
-    The chosen token is among its `top_logprobs`. offset: where in the text the first token begins.
+    The chosen token is among its `top_logprobs`. known: where in the text the first tokens begin; offset: where those behind them do.
     """
     names = [_name(each, token) for each, _ in rows]
-    offsets = []
-    for each, _ in rows:
+    offsets = list(known)
+    for each, _ in rows[len(known) :]:
         offsets.append(offset)
         offset += len(token(each)[0])
     return {

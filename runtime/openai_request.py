@@ -60,7 +60,7 @@ SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
 )
 # Variables that a template gets from here alone, and names that are no variables where they go on.
-TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "max_tokens", "is_prompt", "self")
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "max_tokens", "self")
 
 Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
 

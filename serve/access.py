@@ -212,11 +212,13 @@ class Caller:
         if self.key is not None and not self.key.admin:
             raise Forbidden(f"key {self.name!r} may not do this; it takes a key with admin")
 
-    def begin(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
+    def begin(self, prompt_len: int, params: SamplingParams, num_tokens: int | None = None) -> SamplingParams:
         """A request begins: its parameters within the caller's limits, in the caller's name. `end` must follow.
 
+        num_tokens: of all its prompts, where it has several; prompt_len is that of the longest then.
         Raises RequestError or RateLimited.
         """
+        num_tokens = prompt_len if num_tokens is None else num_tokens
         params = self.limits.apply(prompt_len, params)
         key = self.key
         if key is None:
@@ -227,7 +229,7 @@ class Caller:
                 f"key {key.name!r} has {self.num_open} requests under way, and {key.max_concurrent} are allowed at once",
                 1.0,
             )
-        for bucket, amount, what in ((self.requests, 1, "requests"), (self.tokens, prompt_len, "tokens")):
+        for bucket, amount, what in ((self.requests, 1, "requests"), (self.tokens, num_tokens, "tokens")):
             if bucket is not None and (wait := bucket.wait_for(amount)) > 0:
                 raise RateLimited(
                     f"key {key.name!r} has used its {bucket.per_minute:g} {what} a minute; try again in"
@@ -237,7 +239,7 @@ class Caller:
         if self.requests is not None:
             self.requests.take(1)
         if self.tokens is not None:
-            self.tokens.take(prompt_len)
+            self.tokens.take(num_tokens)
         self.num_open += 1
         # Keys share the engine evenly, whatever names their requests give.
         salt = f"{key.sha256[:16]}:{params.cache_salt}"[:MAX_NAME] if key.salted else params.cache_salt

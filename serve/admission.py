@@ -12,6 +12,10 @@ MOST_FIRSTS = 4096  # first tokens that are remembered
 WITHIN: ContextVar[float | None] = ContextVar("WITHIN", default=None)
 
 
+# When the call that runs came to the server, on the monotonic clock.
+ARRIVED_AT: ContextVar[float | None] = ContextVar("ARRIVED_AT", default=None)
+
+
 class QueueForecast:
     """Counts sequences that wait for a first token, and how fast first tokens come while any do. Times in seconds."""
 

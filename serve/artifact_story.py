@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from inferc.config import available_cores
 from inferc.cost import CostLog, PassCost, Step
-from inferc.errors import InfercError, RequestError
+from inferc.errors import ArtifactError, InfercError, RequestError
 from inferc.manifest import CERTIFICATE, COSTS
 from inferc.runtime.artifact import Artifact
 from inferc.serve.models import ServedModel
+
+log = logging.getLogger(__name__)
 
 GRAPH = re.compile(r"graph/(?:[^/]+/)?((\d+)_([^/]+))\.txt")
 INPUT_LEN, CONTEXT = 1024, 4096  # of the two steps whose bytes are told, as far as the model takes them
@@ -20,8 +24,8 @@ STATS_SECONDS = 1.0
 
 
 async def story(model: ServedModel) -> dict[str, Any]:
-    """All but the programs' texts. `kv_bytes` is null while no engine runs."""
-    found = await asyncio.to_thread(_of_artifact, model.artifact)
+    """All but the programs' texts. `kv_bytes` is null while no engine runs; `unreadable` names files that cannot be read."""
+    found = await asyncio.to_thread(of_artifact, model.artifact)
     return {
         "name": model.name,
         "fingerprint": model.fingerprint,
@@ -48,12 +52,16 @@ def _graphs(artifact: Artifact) -> dict[str, str]:
     return found
 
 
-def _of_artifact(artifact: Artifact) -> dict[str, Any]:
+def of_artifact(artifact: Artifact) -> dict[str, Any]:
+    """What its files tell."""
     manifest, files = artifact.manifest, artifact.manifest["files"]
-    model = manifest["model"]
-    certificate = json.loads(artifact.read(CERTIFICATE)) if CERTIFICATE in files else None
-    if certificate is not None:
-        certificate["num_prompts"] = len(certificate.pop("prompts"))
+    model, graphs = manifest["model"], list(_graphs(artifact))
+    unreadable: list[str] = []
+    certificate = _told_by(artifact, CERTIFICATE, _certificate, unreadable)
+    passes = _told_by(artifact, COSTS, lambda data: _passes(CostLog.from_json(data), graphs), unreadable)
+    if passes is None:
+        rows = [{**row, "decode": None, "prefill": None} for row in manifest["passes"]]
+        passes = {"workload": None, "passes": _with_graphs(rows, graphs[1:])}
     facts = ("model_type", "architecture", "num_parameters", "num_attention_layers", "vocab_size", "hidden_size")
     return {
         "model": {name: model.get(name) for name in (*facts, "quantization")},
@@ -64,20 +72,38 @@ def _of_artifact(artifact: Artifact) -> dict[str, Any]:
         "sha256": manifest["sha256"],
         "determinism": manifest.get("determinism"),
         "config": manifest["config"],
-        **_passes(artifact),
+        **passes,
         "certificate": certificate,
         "kernels": manifest["kernels"],
         "files": {"number": len(files), "bytes": sum(entry["bytes"] for entry in files.values())},
+        "unreadable": unreadable,
     }
 
 
-def _passes(artifact: Artifact) -> dict[str, Any]:
+def _told_by(
+    artifact: Artifact, name: str, made: Callable[[Any], dict[str, Any]], unreadable: list[str]
+) -> dict[str, Any] | None:
+    """What is made of one of its JSON files; None without one, and of one that was harmed, which is noted and logged."""
+    if name not in artifact.manifest["files"]:
+        return None
+    try:
+        return made(json.loads(artifact.read(name)))
+    except (ArtifactError, ValueError, LookupError, TypeError, AttributeError) as error:
+        log.error("%s of %s cannot be read: %s: %s", name, artifact.path, type(error).__name__, error)
+        unreadable.append(name)
+        return None
+
+
+def _certificate(data: dict[str, Any]) -> dict[str, Any]:
+    """Raises KeyError for one without what the page shows."""
+    rows = [{**row, **{name: row[name] for name in ("name", "ran_by", "ok")}} for row in data["rows"]]
+    shown = {name: data[name] for name in ("ok", "scope", "num_positions", "budgets")}
+    others = {name: value for name, value in data.items() if name != "prompts"}
+    return {**others, **shown, "rows": rows, "num_prompts": len(data["prompts"])}
+
+
+def _passes(costs: CostLog, graphs: list[str]) -> dict[str, Any]:
     """`workload` says which steps the passes' numbers are of."""
-    files, graphs = artifact.manifest["files"], list(_graphs(artifact))
-    if COSTS not in files:
-        rows = [{**row, "decode": None, "prefill": None} for row in artifact.manifest["passes"]]
-        return {"workload": None, "passes": _with_graphs(rows, graphs[1:])}
-    costs = CostLog.from_json(json.loads(artifact.read(COSTS)))
     longest = costs.facts.max_model_len
     workload = {"input_len": min(INPUT_LEN, longest), "batch": 1, "context": min(CONTEXT, longest)}
     steps = {

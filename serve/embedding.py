@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from inferc.errors import RequestError
 from inferc.serve.models import ServedModel
-from inferc.serve.waiting import gather
 
 MAX_INPUTS = 2048
 
@@ -26,16 +25,13 @@ class Vectors:
 
 async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimensions: Any = None) -> Vectors:
     """The vector of each input, cut to `dimensions`. Raises RequestError, and as ServedModel.embed."""
-    if not model.embeds:
-        raise RequestError(
-            f"input: model {model.name} makes no vectors of texts, it generates text; use a model that was made for it"
-        )
+    check_embeds(model)
     if not inputs or len(inputs) > MAX_INPUTS:
         raise RequestError(f"input: found {len(inputs)} texts; expected 1 to {MAX_INPUTS}")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise RequestError(f"dimensions is {dimensions!r:.40}; expected a number of at least 1")
     ids = [await model.encode(each) if isinstance(each, str) else list(each) for each in inputs]
-    values = np.array(await gather(model.embed(each) for each in ids), np.float32)
+    values = np.array(await model.embed(ids), np.float32)
     if dimensions is not None:
         if dimensions > values.shape[1]:
             raise RequestError(f"dimensions is {dimensions}; the model's vectors have {values.shape[1]}")
@@ -43,3 +39,19 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
         if model.pooling is not None and model.pooling.normalize:
             values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
     return Vectors(values, sum(map(len, ids)))
+
+
+def check_embeds(model: ServedModel) -> None:
+    """Raise RequestError for a model that makes no vectors: it was not made for them, or is not run where they are made."""
+    if model.embeds:
+        return
+    if model.artifact.model.get("pooling") is None:
+        raise RequestError(
+            f"input: model {model.name} makes no vectors of texts, it generates text; use a model that was made for it"
+        )
+    target, ranks = model.artifact.manifest["targets"][0], len(model.artifact.ranks)
+    found = f"target {target}" if ranks == 1 else f"target {target} in {ranks} ranks"
+    raise RequestError(
+        f"input: model {model.name} was made for vectors of texts, but compiled for {found} it makes none: that takes the cpu"
+        " target in one rank, and a last norm whose rows are floating-point numbers"
+    )

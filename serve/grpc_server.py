@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -20,14 +21,14 @@ from inferc.errors import ConfigError, RequestError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.serve import protocol
 from inferc.serve.access import CALLER, Access, secret_of
-from inferc.serve.admission import WITHIN
+from inferc.serve.admission import ARRIVED_AT, WITHIN
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
 from inferc.serve.models import Models
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
 from inferc.serve.statuses import told
-from inferc.serve.trace_parent import TRACE_PARENT
+from inferc.serve.trace_context import note_trace
 
 log = logging.getLogger(__name__)
 
@@ -198,8 +199,10 @@ class _Edge:
     async def around(self, context: Context) -> AsyncIterator[None]:
         code = "CANCELLED"  # unless one of the ends below is reached
         try:
+            ARRIVED_AT.set(time.monotonic())
             REQUEST_ID.set(_header(context, "x-request-id"))
-            TRACE_PARENT.set(_header(context, "traceparent"))
+            metadata = context.invocation_metadata() or ()
+            note_trace((name, value) for name, value in metadata if isinstance(value, str))
             if not self._is_open:
                 caller = self._access.caller(_secret(context))
                 if self._is_for_admins:
@@ -216,10 +219,9 @@ class _Edge:
         except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
             found = told(error)
             code = found.status.grpc
-            metadata: Iterable[tuple[str, str]] = ()
-            if found.retry_after is not None:
-                metadata = (("retry-after", f"{found.retry_after:g}"),)
-            await context.abort(grpc.StatusCode[code], found.message, tuple(metadata))
+            after = found.retry_after
+            trailing = () if after is None else (("retry-after", f"{after:g}"),)
+            await context.abort(grpc.StatusCode[code], found.message, trailing)
         finally:
             self._ended(self._method, code)
 

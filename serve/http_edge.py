@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -19,8 +20,9 @@ from inferc.errors import InfercError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.runtime.openai_answer import field_of
 from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated, secret_of
+from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.statuses import OUR_FAULT, Told, told
-from inferc.serve.trace_parent import TRACE_PARENT
+from inferc.serve.trace_context import note_trace
 from inferc.serve.web_page import is_page
 
 log = logging.getLogger(__name__)
@@ -62,12 +64,15 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        ARRIVED_AT.set(time.monotonic())
+        scope["path"] = scope["path"].rstrip("/") or "/"  # a redirect would not know what scheme a proxy is asked by
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""
         name = scope["request_id"] or f"req-{secrets.token_hex(12)}"
         REQUEST_ID.set(name)
-        TRACE_PARENT.set(headers.get(b"traceparent", b"").decode("latin-1"))
+        of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
+        note_trace((name, value.decode("latin-1")) for name, value in of_trace)
         has_begun, size, caller = False, 0, ANYBODY
         is_starting = False
 
@@ -151,6 +156,8 @@ def response_of(found: Told) -> Response:
     status, headers = found.status, {}
     if status.http == 401:
         headers["www-authenticate"] = "Bearer"
+    if status.http == 429 and found.retry_after is None:
+        headers["x-should-retry"] = "false"  # as OpenAI's clients read it: they try every 429 again otherwise
     if found.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(found.retry_after)))  # whole seconds, by the standard
     return error_response(status.http, found.message, status.kind, field_of(found.message), status.code, headers)

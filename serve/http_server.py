@@ -36,6 +36,7 @@ def make_app(models: Models, metrics: MetricsPage, access: Access, max_body_byte
         # The pages about it would fetch scripts from elsewhere; /openapi.json is there for tools.
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the edge takes them away
     )
     app.include_router(openai_routes(models))
     app.include_router(page_routes(models))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from inferc.errors import RequestError
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.step import Logprobs
-from inferc.serve import protocol
+from inferc.serve import protocol, text_calls
 from inferc.serve.access import CALLER
 from inferc.serve.embedding import embed
 from inferc.serve.kv_events import EventsOff
@@ -83,7 +83,6 @@ class InferenceService:
 
     async def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         model = self.models.get(request.model)
-        _check_embeds(model)
         inputs: list[str | list[int]] = []
         for number, each in enumerate(request.inputs):
             kind = each.WhichOneof("input")
@@ -107,10 +106,10 @@ class InferenceService:
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         model = self.models.get(request.model)
         if request.WhichOneof("prompt") == "chat":
-            ids = await model.encode_chat(protocol.chat_messages(request.chat), is_prompt=False)
+            ids = await text_calls.tokenize_chat(model, protocol.chat_messages(request.chat))
         elif request.WhichOneof("prompt") == "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await model.encode(request.text, special, is_prompt=False)
+            ids = await text_calls.tokenize(model, request.text, special)
         else:
             raise RequestError("the request has no prompt; set text or chat")
         return pb.TokenizeResponse(token_ids=ids)
@@ -118,9 +117,12 @@ class InferenceService:
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         model = self.models.get(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = model.decode(request.token_ids, skip)
-        raw = b"".join(map(model.engine.text.token_bytes, request.token_ids))
-        return pb.DetokenizeResponse(text=text, raw=raw)
+
+        def made() -> pb.DetokenizeResponse:
+            text = model.decode(request.token_ids, skip)
+            return pb.DetokenizeResponse(text=text, raw=b"".join(map(model.engine.text.token_bytes, request.token_ids)))
+
+        return await text_calls.detokenize(model, request.token_ids, made)
 
     # ----------------------------------------------------------------------------------------------- models
 
@@ -210,7 +212,8 @@ class InferenceService:
             return await model.encode(request.text)
         if kind == "chat":
             goes_on = isinstance(request, pb.GenerateRequest)
-            return await model.encode_chat(protocol.chat_messages(request.chat), add_generation_prompt=goes_on)
+            variables = {"add_generation_prompt": goes_on}
+            return await model.encode_chat(protocol.chat_messages(request.chat), variables)
         raise RequestError("the request has no prompt; set one of text, token_ids or chat")
 
 
@@ -225,18 +228,6 @@ def reason_of(entry: ModelEntry) -> str:
     if entry.state != "unloaded" or not entry.reason or (key is not None and key.admin):
         return entry.reason
     return "it cannot be loaded; the server's log has the details"
-
-
-def _check_embeds(model: ServedModel) -> None:
-    """Raise RequestError for a model that was made for vectors and is not run where they are made."""
-    if model.embeds or model.artifact.model.get("pooling") is None:
-        return
-    target, ranks = model.artifact.manifest["targets"][0], len(model.artifact.ranks)
-    found = f"target {target}" if ranks == 1 else f"target {target} in {ranks} ranks"
-    raise RequestError(
-        f"model {model.name} was made for vectors of texts, but compiled for {found} it makes none: that takes the cpu"
-        " target in one rank, and a last norm whose rows are floating-point numbers"
-    )
 
 
 def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.GenerateResponse:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import json
 import struct
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from inferc.errors import InfercError, RequestError
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve import protocol
 from inferc.serve.access import CALLER
+from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.inference_service import engine_stats, reason_of
 from inferc.serve.models import ModelEntry, Models, NotServed, ServedModel
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
@@ -216,6 +218,7 @@ class KServeService:
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(request: pb.ModelInferRequest) -> None:
+            ARRIVED_AT.set(time.monotonic())  # later than the stream that it came by
             try:
                 work = self._work(request)
                 # Around the wait for a slow client too: its time may be over in it.

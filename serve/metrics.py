@@ -24,9 +24,9 @@ TOKEN_BOUNDS = (
 )
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
 # How a request ended: by an end token or stop string; at its limit; by a fault; by Abort; because its client left; never
-# begun, for want of room, time or rights.
-Outcome = Literal["stop", "length", "error", "aborted", "left", "refused"]
-OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error", "aborted", "left", "refused")
+# begun, for want of room, time or rights; never begun, as it is wrong itself.
+Outcome = Literal["stop", "length", "error", "aborted", "left", "refused", "invalid"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error", "aborted", "left", "refused", "invalid")
 
 
 class Histogram:
@@ -72,15 +72,17 @@ class Ended:
     """A request that is over. Times are on the monotonic clock; those of tokens are by output."""
 
     outcome: Outcome
-    opened_at: float
+    opened_at: float  # when it came to the server
     prompt_tokens: int
     cached_tokens: int
     first_at: Sequence[float]  # nan where none came
     last_at: Sequence[float]
     output_tokens: Sequence[int]
-    queue_seconds: float | None = None  # until the engine let it in
+    queue_seconds: float | None = None  # from when it came to the engine until it was let in
     ttft_ms: float | None = None  # its own objectives
     tbt_ms: float | None = None
+    refusal: str = ""  # why it was refused, in a word, where that has not been counted yet
+    prepare_seconds: float = 0.0  # from when it came until it went to the engine
 
 
 @dataclass
@@ -99,6 +101,7 @@ class ModelMetrics:
     tbt: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     e2e: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))  # of those that ended by themselves
     failed: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    prepare: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     queue: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     prefill: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     decode: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
@@ -107,7 +110,8 @@ class ModelMetrics:
 
     @property
     def num_counted(self) -> int:
-        """Requests of which each was good or not: all but those whose client left or somebody ended."""
+        """Requests of which each was good or not: all but those that were wrong, or that their client left or somebody
+        ended."""
         return sum(self.outcomes[each] for each in ("stop", "length", "error", "refused"))
 
     def refused(self, code: str) -> None:
@@ -119,14 +123,17 @@ class ModelMetrics:
         now = time.monotonic()
         self.last_at = time.time()
         self.outcomes[request.outcome] += 1
+        if request.refusal:
+            self.refusals[request.refusal] += 1
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         self.output_tokens += sum(request.output_tokens)
         first = request.first_at[0]
         if not math.isnan(first):
             queued = request.queue_seconds or 0.0
+            self.prepare.observe(request.prepare_seconds)
             self.queue.observe(queued)
-            self.prefill.observe(max(0.0, first - request.opened_at - queued))
+            self.prefill.observe(max(0.0, first - request.opened_at - request.prepare_seconds - queued))
         if request.outcome == "error":
             self.failed.observe(now - request.opened_at)
         if request.outcome not in ("stop", "length"):

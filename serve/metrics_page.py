@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from inferc.errors import InfercError
 from inferc.runtime.engine import STEP_TOKENS, EngineStats
-from inferc.serve.metrics import OUTCOMES, Histogram
+from inferc.serve.metrics import OUTCOMES, Histogram, Outcome
 from inferc.serve.models import Models, ServedModel
 
 SCRAPE_SECONDS = 0.5  # for engines to tell their counters; what did not answer is told as of last time
@@ -39,7 +39,7 @@ class Known:
 class Shown:
     """A metric. labels: beside model_name. numbers: of one model; histogram: the same of its buckets.
 
-    vllm: what vLLM calls it, where it has the same; to_vllm: its labels there.
+    vllm: what vLLM calls it, where it has the same; to_vllm: its labels there; vllm_numbers: its numbers, where it tells others.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Shown:
     labels: Labels = ()
     vllm: str | None = None
     to_vllm: Labels | None = None
+    vllm_numbers: Callable[[Known], Numbers] | None = None
 
 
 def _one(value: Callable[[Known], float]) -> Callable[[Known], Numbers]:
@@ -79,11 +80,23 @@ def _sizes(known: Known) -> Numbers:
     return [((str(known.stats.block_size), str(blocks)), 1.0)]
 
 
+def _finished(known: Known) -> Numbers:
+    """As vLLM has it, which counts no request that was not begun."""
+    counts = known.model.engine.metrics.outcomes
+    reasons: dict[str, tuple[Outcome, ...]] = {
+        "stop": ("stop",),
+        "length": ("length",),
+        "abort": ("aborted", "left"),
+        "error": ("error",),
+    }
+    return [((reason,), float(sum(counts[each] for each in outcomes))) for reason, outcomes in reasons.items()]
+
+
 METRICS: tuple[Shown, ...] = (
     Shown(
         "inferc_time_to_first_token_seconds",
         "histogram",
-        "From a request's arrival to its first token.",
+        "From a request's arrival at the server to its first token.",
         histogram=lambda known: known.model.engine.metrics.ttft,
         vllm="time_to_first_token_seconds",
     ),
@@ -97,9 +110,16 @@ METRICS: tuple[Shown, ...] = (
     Shown(
         "inferc_request_seconds",
         "histogram",
-        "From a request's arrival to its end, of those that were answered.",
+        "From a request's arrival at the server to its end, of those that were answered.",
         histogram=lambda known: known.model.engine.metrics.e2e,
         vllm="e2e_request_latency_seconds",
+    ),
+    Shown(
+        "inferc_request_prepare_seconds",
+        "histogram",
+        "From a request's arrival until it went to the engine: its body read, its prompt tokenized, and scored where that was"
+        " asked for.",
+        histogram=lambda known: known.model.engine.metrics.prepare,
     ),
     Shown(
         "inferc_request_queue_seconds",
@@ -140,23 +160,24 @@ METRICS: tuple[Shown, ...] = (
         "inferc_requests_total",
         "counter",
         "Requests that are over: by an end token or stop string, at their limit, by a fault, by Abort, because the client"
-        " left, or never begun.",
+        " left, or never begun: for want of room, time or rights (refused), or because they are wrong (invalid).",
         lambda known: [((each,), float(known.model.engine.metrics.outcomes[each])) for each in OUTCOMES],
         labels=("outcome",),
         vllm="request_success_total",
         to_vllm=("finished_reason",),
+        vllm_numbers=_finished,
     ),
     Shown(
         "inferc_requests_refused_total",
         "counter",
-        "Requests that were never begun, by what kept them out.",
+        "Requests that were never begun, by what kept them out: queue_full, queue_time, rate_limit, objective, unavailable.",
         lambda known: [((code,), float(count)) for code, count in sorted(known.model.engine.metrics.refusals.items())],
         labels=("reason",),
     ),
     Shown(
         "inferc_requests_judged_total",
         "counter",
-        "Requests that count for goodput: answered, failed or refused; not those whose client left.",
+        "Requests that count for goodput: answered, failed or refused; not those whose client left, or that were wrong.",
         _one(lambda known: known.model.engine.metrics.num_counted),
     ),
     Shown(
@@ -349,10 +370,11 @@ class MetricsPage:
     def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
         for shown in METRICS:
-            yield self._family(shown, shown.name, ("model_name", *shown.labels))
+            yield self._family(shown, shown.name, ("model_name", *shown.labels), shown.numbers)
             if self._compat == "vllm" and shown.vllm is not None:
                 labels = shown.labels if shown.to_vllm is None else shown.to_vllm
-                yield self._family(shown, f"vllm:{shown.vllm}", ("model_name", *labels))
+                numbers = shown.vllm_numbers or shown.numbers
+                yield self._family(shown, f"vllm:{shown.vllm}", ("model_name", *labels), numbers)
         counts: dict[str, Counter[Labels]] = {RESPONSES: self.responses, CALLS: self.calls}
         for name, _, text, names in SERVER_METRICS:
             if name == LAG:
@@ -363,18 +385,18 @@ class MetricsPage:
                 family.add_metric(values, count)
             yield family
 
-    def _family(self, shown: Shown, name: str, labels: Labels) -> Metric:
+    def _family(self, shown: Shown, name: str, labels: Labels, numbers: Callable[[Known], Numbers] | None) -> Metric:
         if shown.histogram is not None:
             histograms = HistogramMetricFamily(name, shown.help, labels=labels)
             for known in self._known:
                 histograms.add_metric([known.model.name], *_buckets(shown.histogram(known)))
             return histograms
-        assert shown.numbers is not None, "a metric has numbers or a histogram"
+        assert numbers is not None, "a metric has numbers or a histogram"
         kind: type[CounterMetricFamily | GaugeMetricFamily]
         kind = CounterMetricFamily if shown.kind == "counter" else GaugeMetricFamily
         family = kind(name, shown.help, labels=labels)
         for known in self._known:
-            for values, number in shown.numbers(known):
+            for values, number in numbers(known):
                 family.add_metric([known.model.name, *values], number)
         return family
 

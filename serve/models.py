@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
-from inferc.serve.waiting import deadline
+from inferc.serve.waiting import deadline, gather_some
 
 if TYPE_CHECKING:
     from inferc.serve.tracing import Tracing
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 # Characters that are tokenized at once, in less time than a thread costs; a text of a megabyte takes a second.
 SHORT_TEXT = 500
+TEXTS_AT_ONCE = 128  # of one call for vectors: enough to fill steps, and room for others
 NAME = re.compile(r"[\w.:@+-]{1,128}")
 ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "dead", "unloading"]
 
@@ -195,11 +196,11 @@ class ServedModel:
         return await asyncio.to_thread(self.engine.text.encode, text, add_special_tokens, limit)
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], is_prompt: bool = True, **options: Any
+        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template. In a thread: a template may take seconds."""
         limit = self.engine.facts.max_model_len if is_prompt else None
-        return await asyncio.to_thread(self.engine.text.encode_chat, messages, limit, **options)
+        return await asyncio.to_thread(self.engine.text.encode_chat, messages, limit, **(variables or {}))
 
     def check_open(self, num_sequences: int) -> None:
         """AsyncEngine.check_open within the time that the caller has."""
@@ -238,13 +239,13 @@ class ServedModel:
         finally:
             caller.end(0)
 
-    async def embed(self, token_ids: Sequence[int], request_id: str = "") -> list[float]:
-        """AsyncEngine.embed within what the caller may."""
-        caller = CALLER.get()
-        self._begin(caller, len(token_ids), SamplingParams(max_tokens=1))
+    async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """AsyncEngine.embed of each, a wave at a time; together they are one request of the caller's."""
+        caller, lengths = CALLER.get(), [len(each) for each in texts]
+        self._begin(caller, max(lengths), SamplingParams(max_tokens=1), sum(lengths))
         try:
             async with deadline(caller.limits.max_request_seconds):
-                return await self.engine.embed(token_ids, request_id, caller.name)
+                return await gather_some((self.engine.embed(each, "", caller.name) for each in texts), TEXTS_AT_ONCE)
         finally:
             caller.end(0)
 
@@ -253,9 +254,11 @@ class ServedModel:
         """Whether the model makes vectors of texts."""
         return self.pooling is not None
 
-    def _begin(self, caller: Caller, prompt_len: int, params: SamplingParams) -> SamplingParams:
+    def _begin(
+        self, caller: Caller, prompt_len: int, params: SamplingParams, num_tokens: int | None = None
+    ) -> SamplingParams:
         try:
-            return caller.begin(prompt_len, params)
+            return caller.begin(prompt_len, params, num_tokens)
         except RateLimited:
             self.engine.metrics.refused("rate_limit")
             raise

@@ -9,7 +9,7 @@ from typing import Any
 
 from inferc.errors import RequestError
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token
+from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token, prompt_offsets
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve.access import CALLER
@@ -97,9 +97,14 @@ class Answering:
             return await self.model.encode(prompt, self.request.add_special_tokens)
         if prompt and isinstance(prompt[0], dict):
             messages: Any = prompt
-            return await self.model.encode_chat(messages, **self.request.template)
+            return await self.model.encode_chat(messages, self.request.template)
         ids: Any = prompt
         return list(ids)
+
+    def _offsets(self, text: str, ids: list[int]) -> list[int]:
+        if not self.request.echo:
+            return []
+        return prompt_offsets(text, ids, self.token, self.model.engine.text.special_ids)
 
     async def _echoed(self, prompt: Prompt, ids: list[int]) -> EchoedPrompt:
         request = self.request
@@ -114,6 +119,7 @@ class Answering:
         if len(ids) < 2:  # nothing comes before the only token
             if not ids:
                 raise RequestError("prompt: it is empty; give at least one token")
-            return EchoedPrompt(text, ids, [])
+            return EchoedPrompt(text, ids, [], self._offsets(text, ids))
         score = await self.model.score(ids, max(top, 1), cache_salt=self.params.cache_salt)
-        return EchoedPrompt(text, ids, score.rows if top else [replace(row, top=()) for row in score.rows])
+        rows = score.rows if top else [replace(row, top=()) for row in score.rows]
+        return EchoedPrompt(text, ids, rows, self._offsets(text, ids))

@@ -24,11 +24,12 @@ from inferc.runtime.openai_request import (
     embedding_inputs,
     parse_request,
 )
+from inferc.serve import text_calls
 from inferc.serve.embedding import embed
 from inferc.serve.http_answers import STREAMED, Json, answered
 from inferc.serve.http_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
 from inferc.serve.http_edge import body_of, while_client_waits
-from inferc.serve.models import Models, NotServed, ServedModel
+from inferc.serve.models import Models, ServedModel
 from inferc.serve.openai_answering import Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
 from inferc.serve.responses_api import responses_routes
@@ -82,8 +83,6 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}", tags=["openai"])
     async def get_model(name: str) -> Json:
-        if not name:
-            raise NotServed("the path names no model; GET /v1/models lists them")
         return Json(_model(models.get(name)))
 
     # ---------------------------------------------------------------------------------------------- text
@@ -96,14 +95,14 @@ def openai_routes(models: Models) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: expected one of prompt and messages")
         if body.prompt is not None:
-            ids = await model.encode(body.prompt, body.add_special_tokens is not False, is_prompt=False)
+            ids = await text_calls.tokenize(model, body.prompt, body.add_special_tokens is not False)
         else:
             request = parse_request(CHAT, body.said(), is_served=True)
             messages: Any = request.prompts[0]
-            ids = await model.encode_chat(messages, is_prompt=False, **request.template)
+            ids = await text_calls.tokenize_chat(model, messages, request.template)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = [model.engine.text.token_bytes(token).decode(errors="replace") for token in ids]
+            found["token_strs"] = await asyncio.to_thread(_spelled, model, ids)
         return Json(found)
 
     @routes.post("/detokenize", tags=["text"])
@@ -112,8 +111,9 @@ def openai_routes(models: Models) -> APIRouter:
         model = models.get(body.model or "")
         http.scope["started"]()
         skip = bool(body.skip_special_tokens)
-        # In a thread, as there may be millions of them.
-        return Json({"prompt": await asyncio.to_thread(model.decode, body.tokens, skip)})
+        return Json(
+            {"prompt": await text_calls.detokenize(model, body.tokens, lambda: model.decode(body.tokens, skip))}
+        )
 
     @routes.get("/tokenizer_info", tags=["text"])
     async def tokenizer_info(model: str = "") -> Json:
@@ -161,6 +161,10 @@ def _model(model: ServedModel) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.engine.facts.max_model_len,
     }
+
+
+def _spelled(model: ServedModel, ids: list[int]) -> list[str]:
+    return [model.engine.text.token_bytes(token).decode(errors="replace") for token in ids]
 
 
 async def _generate(models: Models, url: str, body: Sampling, http: Request) -> Response:

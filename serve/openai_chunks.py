@@ -101,7 +101,8 @@ class Chunks:
             "finish_reason": None,
         }
         if self._request.echo and prompt.rows is not None:
-            body["logprobs"] = self._completion_logprobs(index, prompt.scored)
+            body["logprobs"] = completion_logprobs(prompt.scored, self._token, len(prompt.text), prompt.offsets)
+            self._offsets[index] = len(prompt.text)
         return self._dump(index, {**body, **self._prompt(prompt)}, usage)
 
     def _prompt(self, prompt: EchoedPrompt) -> dict[str, Any]:

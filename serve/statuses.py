@@ -17,6 +17,8 @@ from inferc.serve.waiting import RequestTimeout
 
 log = logging.getLogger(__name__)
 
+# Until whoever watches /live has started a server again whose engine was given up; and where else nobody knows.
+GIVEN_UP_SECONDS = 30.0
 OUR_FAULT = "internal error; the server's log has the details"
 
 
@@ -65,7 +67,10 @@ def told(error: Exception) -> Told:
     """What to tell a client; logs what is our fault."""
     for kind, status in STATUSES:
         if isinstance(error, kind):
-            return Told(status, str(error), getattr(error, "retry_after", None))
+            retry_after = getattr(error, "retry_after", None)
+            if retry_after is None and isinstance(error, EngineUnavailable):
+                retry_after = GIVEN_UP_SECONDS
+            return Told(status, str(error), retry_after)
     if isinstance(error, NOT_LOADABLE):
         log.error("%s", error)
         status = Status("FAILED_PRECONDITION", 409, "invalid_request_error", "model_not_loadable")

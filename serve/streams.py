@@ -15,6 +15,7 @@ from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
 from inferc.runtime.text import TextStream
+from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.metrics import Ended, Outcome
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Stream:
         self.num_sequences = params.n
         self.prompt_len = len(prompt_token_ids)
         self.opened_at = time.monotonic()
+        self.arrived_at = ARRIVED_AT.get() or self.opened_at  # at the server: before its prompt was tokenized
         self._first_at = [math.nan] * params.n
         self._last_at = [math.nan] * params.n
         self._counts = [0] * params.n
@@ -169,7 +171,9 @@ class Stream:
         outcome: Outcome = "left"
         if isinstance(self._error, RequestAborted):
             outcome = "aborted"
-        elif isinstance(self._error, RequestError | ObjectiveError | QueueFull | NoPlace):
+        elif isinstance(self._error, RequestError):
+            outcome = "invalid"
+        elif isinstance(self._error, ObjectiveError | QueueFull | NoPlace):
             outcome = "refused"
         elif self._error is not None:
             outcome = "error"
@@ -177,7 +181,7 @@ class Stream:
             outcome = "length" if self._reason == "length" else "stop"
         return Ended(
             outcome,
-            self.opened_at,
+            self.arrived_at,
             self.prompt_len,
             self.num_cached,
             self._first_at,
@@ -186,6 +190,8 @@ class Stream:
             self._queue_seconds,
             self._params.ttft_ms,
             self._params.tbt_ms,
+            "objective" if isinstance(self._error, ObjectiveError) else "",
+            self.opened_at - self.arrived_at,
         )
 
     @property
@@ -250,7 +256,7 @@ class Stream:
             self._first_at[index] = now
             self._engine.queue.first_token(now)
             if index == 0:
-                self._engine.metrics.ttft.observe(now - self.opened_at)
+                self._engine.metrics.ttft.observe(now - self.arrived_at)
         self._counts[index] += num_tokens
         self._last_at[index] = now
 

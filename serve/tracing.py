@@ -1,6 +1,6 @@
 """Traces of requests by OpenTelemetry, from the request down to the engine's steps; imported only where they are asked for.
 
-A request is a span with three inside: `queue`, `prefill` and `decode`. Each step that brought it a token is an event of
+A request is a span with four inside: `prepare`, until it went to the engine, `queue`, `prefill` and `decode`. Each step that brought it a token is an event of
 the span in which it fell, with the engine's number of that step and how long it took on the device. Spans are made when a
 request is over, of times that were noted, so that a token costs a request that is traced one entry in a list.
 """
@@ -25,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from inferc.serve.metrics import Ended
 from inferc.serve.streams import StepNote, Stream
-from inferc.serve.trace_parent import TRACE_PARENT
+from inferc.serve.trace_context import TRACE_CONTEXT
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,8 @@ class Tracing:
 
     def begin(self, stream: Stream, model: str) -> None:
         """Note what belongs to a request from now on, if it is to be traced."""
-        header = TRACE_PARENT.get()
-        parent = TraceContextTextMapPropagator().extract({"traceparent": header}) if header else Context()
-        start = _epoch_ns(stream.opened_at)
+        parent = TraceContextTextMapPropagator().extract(TRACE_CONTEXT.get(), Context())
+        start = _epoch_ns(stream.arrived_at)
         span = self._tracer.start_span(f"generate {model}", parent, SpanKind.SERVER, start_time=start)
         if span.is_recording():
             stream.steps = []
@@ -74,16 +73,18 @@ class Tracing:
                 "inferc.num_starts": stream.num_starts,
             }
         )
-        if ended.outcome in ("error", "refused"):
+        if ended.outcome in ("error", "refused", "invalid"):
             span.set_status(Status(StatusCode.ERROR, ended.outcome))
         first = ended.first_at[0]
-        queued = ended.opened_at + (ended.queue_seconds or 0.0)
+        sent = ended.opened_at + ended.prepare_seconds
+        queued = sent + (ended.queue_seconds or 0.0)
         steps = (stream.steps or [])[:MAX_STEPS]
+        self._child(span, "prepare", ended.opened_at, sent, ())
         if math.isnan(first):
-            self._child(span, "queue", ended.opened_at, now, ())
+            self._child(span, "queue", sent, now, ())
         else:
             span.set_attribute("gen_ai.server.time_to_first_token", first - ended.opened_at)
-            self._child(span, "queue", ended.opened_at, min(queued, first), ())
+            self._child(span, "queue", sent, min(queued, first), ())
             self._child(span, "prefill", min(queued, first), first, [step for step in steps if step.at <= first])
             last = max((at for at in ended.last_at if not math.isnan(at)), default=first)
             self._child(span, "decode", first, last, [step for step in steps if step.at > first])

@@ -48,3 +48,15 @@ async def gather(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gather_some(works: Iterable[Coroutine[Any, Any, Result]], at_once: int) -> list[Result]:
+    """As `gather`, with so many under way at the same time; `works` is asked for the next one when another is done."""
+    numbered, results = enumerate(works), dict[int, Result]()
+
+    async def take() -> None:
+        for index, work in numbered:
+            results[index] = await work
+
+    await gather(take() for _ in range(at_once))
+    return [results[index] for index in range(len(results))]

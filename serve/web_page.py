@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
+from inferc.errors import ArtifactError
 from inferc.serve.artifact_story import graph_text, story
 from inferc.serve.models import Models
+
+log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).with_name("web")
 FILES = "/web/"  # where the page's files are
@@ -87,7 +91,11 @@ def page_routes(models: Models) -> APIRouter:
     @routes.get("/artifact/graphs/{name}", tags=["server"])
     async def graph(name: str, model: str = "") -> Response:
         """The program after a pass, as text."""
-        text = await asyncio.to_thread(graph_text, models.get(model).artifact, name)
+        try:
+            text = await asyncio.to_thread(graph_text, models.get(model).artifact, name)
+        except ArtifactError as error:
+            log.error("%s", error)
+            raise HTTPException(500, f"graph {name!r:.80} cannot be read: its file is damaged or gone") from None
         return Response(text, media_type="text/plain; charset=utf-8")
 
     return routes

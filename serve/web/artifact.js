@@ -55,7 +55,9 @@ export class ArtifactStory {
     const changed = passes.filter((row, index) => index === 0 || row.rewrites);
     const about = workload
       ? `Bytes and FLOPs are those of two steps: decode, one new token at a context of ${number(workload.context)}; prefill, a prompt of ${number(workload.input_len)}.`
-      : "";
+      : this.story.unreadable.includes("graph/costs.json")
+        ? "What each of them cost cannot be read: its file is damaged or gone."
+        : "";
     const body = el("tbody");
     const fill = () => {
       const rows = this.showsAll ? passes : changed;
@@ -127,6 +129,7 @@ export class ArtifactStory {
 
   #certificate() {
     const found = this.story.certificate;
+    if (this.story.unreadable.includes("certificate.json")) return card("Certificate", "It cannot be read: its file is damaged or gone.");
     if (!found) return card("Certificate", "It has none: it was compiled with --certify none.");
     const rows = found.rows;
     const worst = (name) => Math.max(...rows.map((row) => row[name] || 0));

@@ -24,6 +24,8 @@ def text(prompt: str, *others: triton.InferInput) -> list[triton.InferInput]:
 
 
 SAMPLING = json.dumps({"temperature": 0, "max_tokens": 8, "ignore_eos": True}).encode()
+# So many that a reader who comes late finds them in several pieces: those that it has not taken yet are put together.
+LONG = json.dumps({"temperature": 0, "max_tokens": 200, "ignore_eos": True}).encode()
 
 
 def stream(client: triton.InferenceServerClient, model: str, inputs: list[triton.InferInput], **options: Any) -> Any:
@@ -81,10 +83,9 @@ def main(address: str, model: str) -> dict[str, Any]:
     ids = tensor("input_ids", [5, 6, 7], "INT32")
     seen["by_ids"] = client.infer(model, [ids, sampling], outputs=outputs[1:2]).as_numpy("output_ids").tolist()
     streams = tensor("stream", [True], "BOOL")
-    seen["stream"] = stream(client, model, text("def add(", sampling, streams))
-    seen["stream_with_end"] = stream(
-        client, model, text("def add(", sampling, streams), enable_empty_final_response=True
-    )
+    long = tensor("sampling_parameters", [LONG], "BYTES")
+    seen["stream"] = stream(client, model, text("def add(", long, streams))
+    seen["stream_with_end"] = stream(client, model, text("def add(", long, streams), enable_empty_final_response=True)
     seen["stream_whole"] = stream(client, model, text("def add(", sampling))
     seen["stream_error"] = stream(client, model, text("def add(", tensor("sampling_parameters", [b"{"], "BYTES")))
     seen["statistics"] = client.get_inference_statistics(model, as_json=True)

@@ -99,8 +99,17 @@ SERIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         },
     ),
     "InfercThroughputDropped": (
-        {"inferc_output_tokens_total{LABELS}": "0+600x15 9100+100x15", "inferc_requests_open{LABELS}": "3x15 0x15"},
-        {"inferc_output_tokens_total{LABELS}": "0+600x15 9100+100x15", "inferc_requests_open{LABELS}": "3x30"},
+        # A sixth of the requests come, and of the tokens; then as many as before, of a device that is slower.
+        {
+            "inferc_output_tokens_total{LABELS}": "0+600x15 9100+100x15",
+            "inferc_sequences_running{LABELS}": "6x15 1x15",
+            "inferc_sequences_waiting{LABELS}": "0x31",
+        },
+        {
+            "inferc_output_tokens_total{LABELS}": "0+600x15 9100+100x15",
+            "inferc_sequences_running{LABELS}": "4x31",
+            "inferc_sequences_waiting{LABELS}": "2x31",
+        },
     ),
     "InfercDeviceIdle": (
         {"inferc_device_busy_seconds_total{LABELS}": "0+50x30", "inferc_requests_open{LABELS}": "3x30"},

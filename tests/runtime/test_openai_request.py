@@ -7,7 +7,7 @@ from batches import CHAT, COMPLETIONS, EMBEDDINGS
 
 from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_answer import Answer, Token, error_body, response_body
+from inferc.runtime.openai_answer import Answer, Token, error_body, prompt_offsets, response_body
 from inferc.runtime.openai_request import OpenAIRequest, parse_request
 from inferc.runtime.step import Logprobs
 
@@ -177,6 +177,29 @@ def token(token_id: int) -> Token:
 
 
 ROWS = [Logprobs(1, -0.5, 1, ((1, -0.5), (2, -1.0))), Logprobs(9, float("-inf"), 7, ((3, -0.25),))]
+
+
+SPELLED = {0: b"<s>", 1: b" a", 2: b" b", 3: "é".encode()[:1], 4: "é".encode()[1:], 5: b"b", 6: b"?"}
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "offsets"),
+    [
+        ("<s> a b", [0, 1, 2], [0, 3, 5]),
+        (" a b", [0, 1, 2], [0, 0, 2]),
+        ("a b", [0, 1, 2], [0, 0, 1]),  # the first space is the tokenizer's
+        (" a b", [1, 2, 0], [0, 2, 4]),
+        ("éb", [0, 3, 4, 5], [0, 0, 0, 1]),  # the parts of a character are where it is
+        (" a! b", [1, 6, 2], [0, 2, 3]),  # what the tokenizer took for something else has its own length
+        (" a", [1, 6, 6], [0, 2, 2]),
+        ("", [], []),
+    ],
+)
+def test_where_a_prompts_tokens_are_in_its_text(text: str, ids: list[int], offsets: list[int]) -> None:
+    def spelled(token_id: int) -> Token:
+        return SPELLED[token_id].decode(errors="replace"), list(SPELLED[token_id])
+
+    assert prompt_offsets(text, ids, spelled, frozenset((0,))) == offsets
 
 
 def test_a_completion() -> None:

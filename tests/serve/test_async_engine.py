@@ -1,13 +1,14 @@
 """Streams over a scripted engine: merging, stop strings, aborts, drain and death."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
 
-from inferc.errors import GenerationError, RequestError
+from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.engine_loop import Failed, Scored, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
@@ -15,6 +16,7 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.text import Text
 from inferc.serve import async_engine
+from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.async_engine import MAX_STARTS, AsyncEngine
 from inferc.serve.streams import (
     EngineUnavailable,
@@ -231,6 +233,44 @@ def test_a_refused_request_says_why() -> None:
         script.sinks["a"](Failed("a", "the prompt is too long", is_request_error=True))
         with pytest.raises(RequestError, match="too long"):
             await rest(stream)
+        stream.close()
+        # What is wrong with a request is no word on how well this server keeps objectives, nor on how much room it has.
+        metrics = engine.metrics
+        assert dict(metrics.outcomes) == {"invalid": 1} and not metrics.refusals and metrics.num_counted == 0
+
+    run(work())
+
+
+def test_an_objective_that_cannot_be_met_is_a_refusal_with_its_reason() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        stream = engine.open([1], SamplingParams(ttft_ms=1), "a")
+        script.sinks["a"](Failed("a", "it takes 2 ms", kind="ObjectiveError"))
+        with pytest.raises(ObjectiveError, match="2 ms"):
+            await rest(stream)
+        stream.close()
+        metrics = engine.metrics
+        assert dict(metrics.outcomes) == {"refused": 1} and dict(metrics.refusals) == {"objective": 1}
+
+    run(work())
+
+
+def test_times_count_from_when_the_call_came() -> None:
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        ARRIVED_AT.set(time.monotonic() - 5)  # since then its prompt was tokenized
+        stream = engine.open([1], SamplingParams(), "a")
+        await script.say("a", b"x", "length")
+        await rest(stream)
+        stream.close()
+        metrics = engine.metrics
+        assert all(5 <= each.sum < 6 for each in (metrics.ttft, metrics.e2e, metrics.prepare))
+        assert metrics.prefill.sum < 1 and metrics.num_good == 0
+        parts = (metrics.prepare, metrics.queue, metrics.prefill, metrics.decode)
+        assert sum(each.sum for each in parts) == pytest.approx(metrics.e2e.sum, abs=0.05)
+        assert engine.queue.seconds(time.monotonic()) < 1, "nobody waited for the engine meanwhile"
 
     run(work())
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from http_calls import request
 from random_models import make_random_model
 from serving import Server, wait_until
 
-from inferc.client import Client
+from inferc.client import Client, ServerError
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
+from inferc.serve.access import Key, digest_of, write_keys
+from inferc.serve.embedding import MAX_INPUTS, embed
 from inferc.serve.http_edge import STARTS_AT_ONCE
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -76,9 +79,11 @@ def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, r
     artifact = SimpleNamespace(
         model={"pooling": {"kind": "last", "normalize": True}}, manifest={"targets": [target]}, ranks=range(ranks)
     )
-    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(name="m", embeds=False, artifact=artifact))
-    with pytest.raises(RequestError, match=f"model m was made for vectors of texts, but {message}"):
-        asyncio.run(InferenceService(models).embed(pb.EmbedRequest()))
+    model: Any = SimpleNamespace(name="m", embeds=False, artifact=artifact)
+    models: Any = SimpleNamespace(get=lambda name: model)
+    for work in (embed(model, ["a"]), InferenceService(models).embed(pb.EmbedRequest())):  # that of HTTP, and gRPC's
+        with pytest.raises(RequestError, match=f"model m was made for vectors of texts, but {message}"):
+            asyncio.run(work)
 
 
 def test_openai_and_langchain(embedding: Server) -> None:
@@ -115,6 +120,35 @@ def test_bad_requests(embedding: Server, url: str) -> None:
         assert reply.status == 400 and reply.error["param"] == param and reply.error["message"].startswith(message)
     reply = request(url, EMBEDDINGS, {"input": "a"})
     assert reply.status == 400 and "makes no vectors of texts, it generates text" in reply.error["message"]
+    reply = request(url, EMBEDDINGS, {"input": "a", "model": "nothing"})
+    assert reply.status == 404
+
+
+def test_as_many_texts_as_are_documented(embedding: Server) -> None:
+    """More than there are places for sequences; those of one call are computed a wave at a time."""
+    texts = ["a text", "other"] * (MAX_INPUTS // 2)
+    with Client(embedding.address, retries=0) as client:
+        found = np.array(client.embed(texts))
+        np.testing.assert_allclose(found, np.tile(client.embed(texts[:2]), (MAX_INPUTS // 2, 1)), atol=1e-6)
+    reply = request(embedding.url, EMBEDDINGS, {"input": [[8]] * MAX_INPUTS})
+    assert reply.status == 200 and [each["index"] for each in reply.json["data"]] == list(range(MAX_INPUTS))
+
+
+def test_a_call_is_one_request_of_its_key(embedding: Server, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    write_keys(file, [Key("a", digest_of("k"), requests_per_minute=10, tokens_per_minute=1000, max_concurrent=1)])
+    with (
+        Server(embedding.artifact, "--api-keys", str(file), "--max-prompt-tokens", "8") as server,
+        Client(server.address, retries=0, api_key="k") as client,
+    ):
+        assert len(client.embed([[5, 6]] * 50)) == 50
+        reply = request(server.url, EMBEDDINGS, {"input": [[5, 6]] * 50}, {"x-api-key": "k"})
+        assert reply.status == 200 and reply.headers["x-ratelimit-remaining-requests"] == "8"
+        assert 800 <= int(reply.headers["x-ratelimit-remaining-tokens"]) < 1000
+        with pytest.raises(RequestError, match="the prompt has 9 tokens, and 8 are allowed here"):
+            client.embed([[5], [5] * 9])
+        with pytest.raises(ServerError, match="1000 tokens a minute"):
+            client.embed([[5] * 8] * 120)
 
 
 def test_texts_that_wait_for_the_engine_hold_up_no_other_request(embedding: Server) -> None:

@@ -49,6 +49,25 @@ def test_echo_with_a_stream_is_echo_without(url: str) -> None:
     assert all(set(row) == {"logprob", "rank", "decoded_token"} for row in second.values())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_into_the_text_that_comes_back(url: str, stream: bool) -> None:
+    ids = request(url, "/tokenize", {"prompt": "def add("}).json["tokens"]
+    for prompt, text in (("def add(", "def add("), ([0, *ids], "<s>def add(")):
+        body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream, **GREEDY}
+        reply = request(url, COMPLETIONS, body)
+        choices = [each["choices"][0] for each in (reply.events if stream else [reply.json])]
+        whole = "".join(choice["text"] for choice in choices)
+        rows = [
+            row
+            for choice in choices
+            if choice["logprobs"]
+            for row in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+        ]
+        of_prompt, (_, first) = rows[: -GREEDY["max_tokens"]], rows[-GREEDY["max_tokens"]]
+        assert whole.startswith(text) and first == len(text) and "".join(token for token, _ in of_prompt) == text
+        assert all(whole.startswith(token, at) for token, at in of_prompt)
+
+
 def test_a_streamed_chat_tells_of_its_prompt_what_a_whole_one_does(url: str) -> None:
     body = {"messages": MESSAGES, "n": 2, "prompt_logprobs": 1, "return_token_ids": True, **GREEDY}
     whole = request(url, CHAT, body).json
@@ -127,12 +146,12 @@ def test_a_template_gets_variables(url: str, served: str) -> None:
         assert client.tokenize(MESSAGES) == ids
     body = {
         "messages": MESSAGES,
-        "chat_template_kwargs": {"enable_thinking": False},
+        "chat_template_kwargs": {"enable_thinking": False, "is_prompt": 1, "variables": 2},
         "return_token_ids": True,
         **GREEDY,
     }
     assert request(url, CHAT, body).json["prompt_token_ids"] == ids
-    for name in ("messages", "self", "max_tokens", "is_prompt"):
+    for name in ("messages", "self", "max_tokens"):
         error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
         assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
 
@@ -238,10 +257,19 @@ def test_what_is_wrong_before_the_first_token_is_no_stream(url: str) -> None:
     assert reply.status == 400 and "the prompt has 300 tokens" in reply.error["message"]
 
 
+def test_a_slash_at_the_end_of_a_path_changes_nothing(url: str) -> None:
+    """Behind a proxy that ends TLS a redirect would lead to plain HTTP."""
+    assert request(url, f"{COMPLETIONS}/", {"prompt": "a", **GREEDY}).json["choices"]
+    for path in ("/v1/models", "/health", "/version", "/metrics"):
+        assert request(url, f"{path}/").status == 200, path
+    assert request(url, "/v1/models/").json == request(url, "/v1/models").json
+
+
 def test_paths_and_methods_that_are_none(url: str) -> None:
     assert request(url, "/v1/nothing").status == 404 and request(url, "/v1/nothing").error["message"] == "Not Found"
     assert request(url, COMPLETIONS).status == 405 and request(url, COMPLETIONS).error
     assert request(url, "/v1/models/none").status == 404
+    assert request(url, "/v1/nothing/").status == 404
     reply = request(url, COMPLETIONS, b'{"prompt": "a"}', {"content-type": "text/plain"})
     assert reply.status == 400 and "content-type: application/json" in reply.error["message"]
 

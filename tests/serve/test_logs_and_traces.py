@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from http_calls import request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -22,6 +23,7 @@ from inferc.errors import RequestError
 from inferc.log_format import REQUEST_ID, JsonFormatter, TextFormatter
 from inferc.serve import tracing
 from inferc.serve.metrics import Ended
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.tracing import Tracing
 
 COMPLETIONS = "/v1/completions"
@@ -71,7 +73,7 @@ def test_a_server_logs_requests_as_objects(tiny_artifact: Path) -> None:
         ("by-http", "request over: length"),
         ("by-grpc", "request over: length"),
     ]
-    assert over[2]["message"] == "request over: refused" and over[2]["ttft_ms"] is None
+    assert over[2]["message"] == "request over: invalid" and over[2]["ttft_ms"] is None
     first, second = over[:2]
     assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (40, 0, 4)
     assert second["cached_tokens"] == 39 and second["output_tokens"] == 3 and second["model"] == tiny_artifact.name
@@ -132,26 +134,36 @@ def test_a_trace_goes_from_the_request_to_its_steps(tiny_artifact: Path, collect
     with Server(
         tiny_artifact, "--otlp-endpoint", collector.url, "--max-num-batched-tokens", "16", "--max-num-seqs", "8"
     ) as server:
-        request(server.url, COMPLETIONS, body, {"traceparent": parent, "x-request-id": "mine"})
+        request(
+            server.url, COMPLETIONS, body, {"traceparent": parent, "tracestate": "a=1,b=x y", "x-request-id": "mine"}
+        )
+        call = grpc.insecure_channel(server.address).unary_unary(
+            "/inferc.v1.InferenceService/Complete", pb.GenerateRequest.SerializeToString, pb.CompleteResponse.FromString
+        )
+        other = "00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        metadata = (("traceparent", other), ("tracestate", "a=2"), ("tracestate", "c=3"))
+        call(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])), metadata=metadata)
         request(server.url, COMPLETIONS, {"prompt": [5] * 400, "max_tokens": 1})
         server.terminate()
         assert server.process.wait(30) == 0, "what is left is sent at the end"
     spans = {span.name: span for span in collector.spans if span.trace_id.hex() == parent.split("-")[1]}
+    assert {span.trace_state for span in spans.values()} == {"a=1,b=x y"}
+    assert {span.trace_state for span in collector.spans if span.trace_id.hex() == other.split("-")[1]} == {"a=2,c=3"}
     root = spans.pop(f"generate {tiny_artifact.name}")
-    assert root.parent_span_id.hex() == parent.split("-")[2] and set(spans) == {"queue", "prefill", "decode"}
+    assert root.parent_span_id.hex() == parent.split("-")[2] and set(spans) == {"prepare", "queue", "prefill", "decode"}
     assert all(span.parent_span_id == root.span_id for span in spans.values())
     found = attributes(root)
     assert found["gen_ai.usage.input_tokens"] == 40 and found["gen_ai.usage.output_tokens"] == 10
     assert found["gen_ai.response.id"] == "mine" and 0 < found["gen_ai.server.time_to_first_token"] < 20
-    times = [spans[name].start_time_unix_nano for name in ("queue", "prefill", "decode")]
-    assert root.start_time_unix_nano <= times[0] <= times[1] <= times[2] <= root.end_time_unix_nano
+    times = [spans[name].start_time_unix_nano for name in ("prepare", "queue", "prefill", "decode")]
+    assert root.start_time_unix_nano <= times[0] and times == sorted(times) and times[-1] <= root.end_time_unix_nano
     steps = [attributes(event) for name in ("prefill", "decode") for event in spans[name].events]
     assert len(steps) == 10 and [step["inferc.tokens"] for step in steps] == [1] * 10
     numbers = [step["inferc.step"] for step in steps]
     assert numbers == list(range(numbers[0], numbers[0] + 10)) and numbers[0] == 3, "after two chunks of the prompt"
     assert all(0 < step["inferc.step_ms"] < 20_000 for step in steps)
-    (refused,) = [span for span in collector.spans if span.status.code == 2]
-    assert refused.status.message == "refused"
+    (failed,) = [span for span in collector.spans if span.status.code == 2]
+    assert failed.status.message == "invalid"
 
 
 def test_only_a_share_of_requests_is_traced(tiny_artifact: Path, collector: Collector) -> None:
@@ -178,7 +190,7 @@ def test_a_collector_that_does_not_answer_holds_up_no_end(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         traces = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}")
         now = time.monotonic()
-        stream: Any = SimpleNamespace(opened_at=now, steps=None, traced=None, num_starts=1)
+        stream: Any = SimpleNamespace(arrived_at=now, steps=None, traced=None, num_starts=1)
         traces.begin(stream, "m")
         traces.end(stream, Ended("stop", now, 1, 0, [now], [now], [1]), "m", "r")
         traces.close()

@@ -1,10 +1,16 @@
 """What is counted of requests, and the page that tells it, read by Prometheus' own parsers."""
 
+import http.client
+import json
 import math
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from http_calls import request
@@ -14,9 +20,10 @@ from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client, ServerError
 from inferc.errors import RequestError
-from inferc.serve.metrics import Ended, Histogram, ModelMetrics, Objectives, Outcome
+from inferc.serve.metrics import OUTCOMES, Ended, Histogram, ModelMetrics, Objectives, Outcome
 from inferc.serve.metrics_page import METRICS, SERVER_METRICS, documentation
 
+FINISHED_REASONS = ("stop", "length", "abort", "error")  # of vLLM
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -30,7 +37,7 @@ def test_a_histogram_counts_by_inclusive_upper_bounds() -> None:
     assert math.isnan(Histogram((1.0,)).quantile(0.5))
 
 
-def ended(outcome: Outcome = "stop", first: float = 0.3, last: float = 0.3, count: int = 1, **more: float) -> Ended:
+def ended(outcome: Outcome = "stop", first: float = 0.3, last: float = 0.3, count: int = 1, **more: Any) -> Ended:
     """A request that came at 100 on the clock; first, last: seconds from there."""
     return Ended(outcome, 100.0, 5, 0, [100 + first], [100 + last], [count], **more)
 
@@ -107,10 +114,12 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
     request(own.url, "/v1/completions", {"prompt": "a", "max_tokens": 0})
     request(own.url, "/no/such/path")
     seconds, found = time.monotonic() - start, page(own.url)
-    outcomes = {each: found[f"inferc_requests_total{{outcome={each}}}"] for each in ("length", "stop", "refused")}
-    assert outcomes == {"length": 1, "stop": 1, "refused": 1}
+    outcomes = {
+        each: found[f"inferc_requests_total{{outcome={each}}}"] for each in ("length", "stop", "invalid", "refused")
+    }
+    assert outcomes == {"length": 1, "stop": 1, "invalid": 1, "refused": 0}
     assert (found["inferc_requests_total{outcome=aborted}"], found["inferc_requests_total{outcome=left}"]) == (1, 1)
-    assert found["inferc_requests_judged_total"] == 3 and found["inferc_requests_good_total"] == 2
+    assert found["inferc_requests_judged_total"] == 2 and found["inferc_requests_good_total"] == 2
     for name in ("time_to_first_token", "request_queue"):
         assert found[f"inferc_{name}_seconds_count"] == 4 and 0 < found[f"inferc_{name}_seconds_sum"] < seconds
     assert found["inferc_request_seconds_count"] == 2 and found["inferc_request_output_tokens_count"] == 3
@@ -129,6 +138,42 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
     assert 0 <= found["inferc_event_loop_lag_seconds"] < 10
 
 
+def test_time_to_first_token_is_from_the_arrival_of_a_request(own: Server) -> None:
+    """Of its head over HTTP, of the call over gRPC: what is before the engine counts."""
+
+    def gain(ask: Callable[[], Any]) -> list[float]:
+        before = page(own.url)
+        ask()
+        after = page(own.url)
+        names = ("time_to_first_token", "request", "request_prepare")
+        return [after[f"inferc_{name}_seconds_sum"] - before[f"inferc_{name}_seconds_sum"] for name in names]
+
+    def slow_body() -> None:
+        body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        connection = http.client.HTTPConnection(urlsplit(own.url).netloc, timeout=30)
+        connection.putrequest("POST", "/v1/completions")
+        for name, value in (("content-type", "application/json"), ("content-length", str(len(body)))):
+            connection.putheader(name, value)
+        connection.endheaders()
+        time.sleep(0.5)
+        connection.send(body)
+        assert connection.getresponse().status == 200
+        connection.close()
+
+    def scored() -> None:
+        with Client(own.address) as client, ThreadPoolExecutor() as pool:
+            own.engine.suspend()
+            try:
+                waiting = pool.submit(client.complete, [5, 6, 7], max_tokens=1, prompt_logprobs=1)
+                time.sleep(0.5)
+            finally:
+                own.engine.resume()
+            waiting.result(30)
+
+    for ask in (slow_body, scored):
+        assert all(0.4 < each < 20 for each in gain(ask)), ask
+
+
 def test_every_metric_is_there_under_its_names(own: Server) -> None:
     names = {re.split(r"[{]|_bucket|_count$|_sum$", name)[0] for name in page(own.url)}
     shown = {each.name for each in METRICS} - {"inferc_requests_refused_total"}  # which has labels once one was refused
@@ -143,6 +188,20 @@ def test_every_metric_is_there_under_its_names(own: Server) -> None:
         *("request_generation_tokens", "iteration_tokens_total"),
     ):
         assert f"vllm:{name}" in names, name
+    reasons = {name for name in page(own.url) if name.startswith("vllm:request_success_total")}
+    assert reasons == {f"vllm:request_success_total{{finished_reason={each}}}" for each in FINISHED_REASONS}
+
+
+def test_ends_of_requests_have_the_names_that_vllm_gives_them() -> None:
+    metrics = ModelMetrics()
+    for outcome in OUTCOMES:
+        metrics.ended(ended(outcome))
+    known: Any = SimpleNamespace(model=SimpleNamespace(engine=SimpleNamespace(metrics=metrics)))
+    (shown,) = [each for each in METRICS if each.vllm == "request_success_total"]
+    assert shown.numbers is not None and shown.vllm_numbers is not None
+    assert {labels for labels, _ in shown.numbers(known)} == {(outcome,) for outcome in OUTCOMES}
+    # It hears of no request that was not begun.
+    assert dict(shown.vllm_numbers(known)) == {("stop",): 1, ("length",): 1, ("error",): 1, ("abort",): 2}
 
 
 def test_both_of_prometheus_formats(own: Server) -> None:

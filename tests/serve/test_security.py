@@ -23,6 +23,7 @@ from serving import Server, run_inferc, wait_until
 from inferc.client import AsyncClient, Client, ServerError, Tls
 from inferc.errors import RequestError
 from inferc.serve.access import Key, Limits, digest_of, read_keys, write_keys
+from inferc.serve.text_calls import MAX_CHARACTERS, MAX_TOKENS
 from inferc.serve.tls import Certificates, TlsFiles
 
 COMPLETIONS = "/v1/completions"
@@ -85,6 +86,33 @@ def test_nobody_without_a_key(locked: Server) -> None:
     assert request(locked.url, "/v1/models", headers={"x-api-key": "alice-key"}).status == 200
     with Client(locked.address, api_key="alice-key") as client:
         assert client.complete("abc", **SHORT)
+
+
+def test_tokenizing_is_a_request_of_its_key(tiny_artifact: Path, tmp_path: Path) -> None:
+    names = {"alice": 2, "bob": 2, "carol": None}
+    write_keys(tmp_path / "k", [Key(name, digest_of(name), requests_per_minute=rate) for name, rate in names.items()])
+    with Server(tiny_artifact, "--api-keys", str(tmp_path / "k")) as server:
+        bodies: list[tuple[str, Any]] = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
+        tried = [request(server.url, *each, {"x-api-key": "alice"}) for each in (*bodies, bodies[0])]
+        assert [reply.status for reply in tried] == [200, 200, 429] and tried[2].headers["retry-after"]
+        with Client(server.address, retries=0, api_key="bob") as client:
+            client.detokenize(client.tokenize("a"))
+            for call in (lambda: client.tokenize("a"), lambda: client.detokenize([5])):
+                with pytest.raises(ServerError, match="used its 2 requests a minute"):
+                    call()
+        with Client(server.address, retries=0, api_key="carol") as client:
+            with pytest.raises(RequestError, match=f"{MAX_CHARACTERS} are tokenized at once"):
+                client.tokenize("a" * (MAX_CHARACTERS + 1))
+            with pytest.raises(RequestError, match=f"{MAX_TOKENS} are turned into text at once"):
+                client.detokenize([5] * (MAX_TOKENS + 1))
+        bodies = [
+            ("/tokenize", {"prompt": "a" * (MAX_CHARACTERS + 1)}),
+            ("/tokenize", {"messages": [{"role": "user", "content": "a" * (MAX_CHARACTERS + 1)}]}),
+            ("/detokenize", {"tokens": [5] * (MAX_TOKENS + 1)}),
+        ]
+        for path, body in bodies:
+            reply = request(server.url, path, body, {"x-api-key": "carol"})
+            assert reply.status == 400 and "at once, send parts" in reply.error["message"]
 
 
 def test_probes_need_no_key(locked: Server) -> None:

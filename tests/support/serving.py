@@ -42,6 +42,7 @@ class Server:
 
     def __init__(self, artifact: Path | str, *options: str, under: tuple[str, ...] = ()) -> None:
         """under: a command that runs it."""
+        self.artifact = artifact
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the server is)
         self.process = subprocess.Popen(
             [*under, *INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0", *options],

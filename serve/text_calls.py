@@ -1,0 +1,62 @@
+"""Text to token ids and back, asked for on their own, over both interfaces. Each is a request of its key's, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from inferc.errors import RequestError
+from inferc.runtime.sampling_params import SamplingParams
+from inferc.serve.access import CALLER
+from inferc.serve.models import ServedModel
+
+# Longer than any prompt of most models, so that texts can be counted before they are cut; some seconds of one core.
+MAX_CHARACTERS = 4 << 20
+MAX_TOKENS = 1 << 20
+CHARACTERS_OF_TOKEN = 8  # a prompt of a model that takes more than a million tokens may be longer
+
+Result = TypeVar("Result")
+
+
+async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Raises RequestError for a text that is too long, and as Caller.begin."""
+    _check_characters(model, len(text))
+    with _counted():
+        return await model.encode(text, add_special_tokens, is_prompt=False)
+
+
+async def tokenize_chat(
+    model: ServedModel, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """The same of a conversation. variables: of its template."""
+    _check_characters(model, sum(len(str(value)) for message in messages for value in message.values()))
+    with _counted():
+        return await model.encode_chat(messages, variables, is_prompt=False)
+
+
+async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callable[[], Result]) -> Result:
+    """What `made` makes of the ids, in a thread, as there may be many. Raises RequestError for too many, and as Caller.begin."""
+    limit = max(MAX_TOKENS, model.engine.facts.max_model_len)
+    if len(token_ids) > limit:
+        raise RequestError(f"tokens: found {len(token_ids)}; at most {limit} are turned into text at once, send parts")
+    with _counted():
+        return await asyncio.to_thread(made)
+
+
+def _check_characters(model: ServedModel, count: int) -> None:
+    limit = max(MAX_CHARACTERS, CHARACTERS_OF_TOKEN * model.engine.facts.max_model_len)
+    if count > limit:
+        raise RequestError(f"the text has {count} characters; at most {limit} are tokenized at once, send parts")
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """As a request of no tokens: none are computed."""
+    caller = CALLER.get()
+    caller.begin(0, SamplingParams(max_tokens=1))
+    try:
+        yield
+    finally:
+        caller.end(0)

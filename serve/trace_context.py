@@ -1,0 +1,21 @@
+"""The trace that a call belongs to, as its client named it by the headers of W3C Trace Context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+
+PARENT, STATE = "traceparent", "tracestate"
+TRACE_CONTEXT: ContextVar[Mapping[str, str]] = ContextVar("TRACE_CONTEXT", default=MappingProxyType({}))
+
+
+def note_trace(headers: Iterable[tuple[str, str]]) -> None:
+    """Keep what a call's headers say of its trace; several of `tracestate` are one list."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        if name == PARENT:
+            found[PARENT] = value
+        elif name == STATE:
+            found[STATE] = f"{found[STATE]},{value}" if STATE in found else value
+    TRACE_CONTEXT.set(found)

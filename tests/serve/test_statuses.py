@@ -1,0 +1,24 @@
+"""What a client is told of an error, and when to come again."""
+
+import pytest
+
+from inferc.errors import InfercError, ObjectiveError
+from inferc.serve.http_edge import response_of
+from inferc.serve.statuses import GIVEN_UP_SECONDS, told
+from inferc.serve.streams import EngineUnavailable, QueueFull
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "headers"),
+    [
+        (QueueFull("full", 0.2), 429, {"retry-after": "1"}),
+        (EngineUnavailable("it starts", 2.0), 503, {"retry-after": "2"}),
+        (EngineUnavailable("it was given up"), 503, {"retry-after": f"{GIVEN_UP_SECONDS:g}"}),
+        (ObjectiveError("the first token takes 2 s"), 429, {"x-should-retry": "false"}),
+    ],
+)
+def test_whether_and_when_another_try_is_worth_while(error: InfercError, status: int, headers: dict[str, str]) -> None:
+    """No schedule keeps an objective that cannot be met, so nothing says when to ask again, and OpenAI's clients do not."""
+    reply = response_of(told(error))
+    assert reply.status_code == status
+    assert {name: reply.headers[name] for name in ("retry-after", "x-should-retry") if name in reply.headers} == headers
