@@ -8,7 +8,7 @@
   resident memory after a third of the time and at the end, and what a health check takes meanwhile, of a new connection.
 - **Swap**: seconds to put a model to sleep, to wake it, to unload and to load it; medians of 5.
 - **Served over offline** (--large): output tokens a second over HTTP, 16 requests at a time of 128 tokens in and 128 out, over those of
-  `inferc bench throughput` with the same, by turns.
+  `inferc bench throughput` with the same, by turns; of a server whose KV cache was filled once, and of one that has just started.
 
 Clients and the server share this machine's cores.
 """
@@ -41,6 +41,7 @@ SMALL_STREAMS, SMALL_TOKENS = 200, 200
 MANY_STREAMS, MANY_TOKENS = 1000, 200
 CHANNELS = 8
 INPUT_LEN, OUTPUT_LEN, CONCURRENCY, REQUESTS = 128, 128, 16, 48
+FILLED_KV, FILLING = "1GiB", 48  # requests that fill so much: of Qwen3-0.6B's shape 36 do
 
 
 @dataclass
@@ -243,28 +244,32 @@ def swap(artifact: Path) -> dict[str, Any]:
 
 
 def served_over_offline(artifact: Path, turns: int) -> dict[str, Any]:
+    """Of a server whose KV cache has been filled once, and of one that touches its memory for the first time.
+
+    The prefix cache keeps what has ended, so a server takes fresh memory until all of its KV cache was used; offline runs take
+    the blocks that came free last.
+    """
     lengths = ("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN))
     options = (*lengths, "--concurrency", str(CONCURRENCY), "--requests", str(REQUESTS), "--json")
-    ratios, speeds = [], []
+    speeds: dict[str, list[float]] = {"filled": [], "fresh": [], "offline": []}
     for _ in range(turns):
-        with serving(artifact, "--max-num-seqs", str(CONCURRENCY)) as server:
-            served = asyncio.run(closed_loop(server))
+        for name, kv_memory, warm_up in (("filled", FILLED_KV, FILLING), ("fresh", "auto", CONCURRENCY)):
+            with serving(artifact, "--max-num-seqs", str(CONCURRENCY), "--kv-memory", kv_memory) as server:
+                speeds[name].append(asyncio.run(closed_loop(server, warm_up)))
         done = subprocess.run(
             [*INFERC, "bench", "throughput", str(artifact), *options], capture_output=True, text=True, check=True
         )
-        offline = float(json.loads(done.stdout)["output_tokens_per_s"])
-        ratios.append(served / offline)
-        speeds.append((served, offline))
-    return {
-        "served_over_offline": round(statistics.median(ratios), 3),
-        "all": [round(ratio, 3) for ratio in ratios],
-        "served_and_offline_tokens_per_s": [[round(speed, 1) for speed in pair] for pair in speeds],
-        "options": " ".join(options),
-    }
+        speeds["offline"].append(float(json.loads(done.stdout)["output_tokens_per_s"]))
+    found: dict[str, Any] = {}
+    for name, what in (("filled", "served_over_offline"), ("fresh", "served_over_offline_in_fresh_memory")):
+        ratios = [served / offline for served, offline in zip(speeds[name], speeds["offline"], strict=True)]
+        found[what] = {"median": round(statistics.median(ratios), 3), "all": [round(ratio, 3) for ratio in ratios]}
+    found["output_tokens_per_s"] = {name: [round(speed, 1) for speed in all] for name, all in speeds.items()}
+    return {**found, "options": " ".join(options), "filled_kv_memory": FILLED_KV}
 
 
-async def closed_loop(server: Running) -> float:
-    """Output tokens a second of REQUESTS over HTTP, CONCURRENCY at a time, after as many to warm up."""
+async def closed_loop(server: Running, warm_up: int) -> float:
+    """Output tokens a second of REQUESTS over HTTP, CONCURRENCY at a time, after `warm_up` others."""
     places = asyncio.Semaphore(CONCURRENCY)
 
     async def one(number: int) -> None:
@@ -272,7 +277,7 @@ async def closed_loop(server: Running) -> float:
         async with places:
             await over_http(server.http, number, OUTPUT_LEN, prompt)
 
-    await asyncio.gather(*(one(10_000 + number) for number in range(CONCURRENCY)))
+    await asyncio.gather(*(one(10_000 + number) for number in range(warm_up)))
     start = time.perf_counter()
     await asyncio.gather(*(one(number) for number in range(REQUESTS)))
     return REQUESTS * OUTPUT_LEN / (time.perf_counter() - start)
@@ -282,15 +287,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--large", type=Path, help="an artifact whose steps take long, for the ratio to offline speed")
+    parser.add_argument("--large-only", action="store_true", help="leave the other artifact out")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument(
         "--out", type=Path, default=None, help=f"for example {ROOT}/benchmarks/results/serving-cost.json"
     )
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"own_time": own_time(arguments.artifact, arguments.turns)}
-    result["many_streams"] = many_streams(arguments.artifact, arguments.seconds)
-    result["swap_seconds"] = {arguments.artifact.name: swap(arguments.artifact)}
+    result: dict[str, Any] = {"swap_seconds": {}}
+    if not arguments.large_only:
+        result["own_time"] = own_time(arguments.artifact, arguments.turns)
+        result["many_streams"] = many_streams(arguments.artifact, arguments.seconds)
+        result["swap_seconds"][arguments.artifact.name] = swap(arguments.artifact)
     if arguments.large is not None:
         result["large"] = {"artifact": arguments.large.name, **served_over_offline(arguments.large, arguments.turns)}
         result["swap_seconds"][arguments.large.name] = swap(arguments.large)
