@@ -53,7 +53,7 @@ ALL_AT_ONCE, FIRST_SHARE = (
     24,
     0.7,
 )  # the search begins at this share of what so many clients get who ask again and again
-MAX_SEQS, BUDGET = 64, 512  # inferc's defaults, for all
+MAX_SEQS, BUDGET, MAX_MODEL_LEN = 64, 512, 4096  # for all
 START_SECONDS = 600.0  # vLLM compiles when it starts
 STOP_SECONDS = 60.0
 VOCAB_SIZE = 30_000  # of the prompts' token ids; every shape has more
@@ -82,7 +82,7 @@ def rate_of(rung: int) -> float:
 
 
 @contextlib.contextmanager
-def server_of(engine: Engine, model: Path, max_model_len: int, threads: int) -> Iterator[tuple[Target, float]]:
+def server_of(engine: Engine, model: Path, threads: int) -> Iterator[tuple[Target, float]]:
     """A running server, and the seconds it took to be ready."""
     start = time.monotonic()
     if engine.peer == "inferc":
@@ -95,7 +95,7 @@ def server_of(engine: Engine, model: Path, max_model_len: int, threads: int) -> 
     peer, port = peers()[engine.peer], free_port()
     if engine.peer == "vllm":
         words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", engine.format]
-        words += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_SEQS), "--no-enable-prefix-caching"]
+        words += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS), "--no-enable-prefix-caching"]
         words += ["--host", "127.0.0.1", "--port", str(port), "--disable-log-stats"]
     else:
         words = [str(PEERS / "openvino_server.py"), str(model), "--port", str(port), "--threads", str(threads)]
@@ -183,8 +183,6 @@ def run(target: Target, settings: Settings) -> ServeResult:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     engines = [Engine.parse(name) for name in options.engines]
     threads = available_cores()
-    longest = sum(Lengths(options.input_len, options.output_len, options.spread, options.spread).longest)
-    max_model_len = -(-(longest + 16) // 256) * 256
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     models = {}
@@ -194,7 +192,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             raise SystemExit(
                 f"{each.name}: its environment is not there; run python benchmarks/peers/environments.py {peer.name}"
             )
-        models[each.name] = prepared(options.shape, each.peer, each.format, peer, work, max_model_len)
+        models[each.name] = prepared(options.shape, each.peer, each.format, peer, work, MAX_MODEL_LEN)
     settings = Settings(
         Lengths(options.input_len, options.output_len, options.spread, options.spread),
         arrivals=Arrivals(options.arrivals, burst_size=options.burst_size),
@@ -209,7 +207,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for each in engines:
             before = [rung for rung in rungs[each.name] if rung is not None]
             first = before[-1] if before else None
-            with server_of(each, models[each.name], max_model_len, threads) as (target, seconds):
+            with server_of(each, models[each.name], threads) as (target, seconds):
                 found = search(target, settings, first, turn, each.name)
             ready[each.name].append(round(seconds, 2))
             rungs[each.name].append(

@@ -40,12 +40,14 @@ class Request:
 class Pipeline:
     """Steps as long as there is something to do."""
 
-    def __init__(self, model: str, threads: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, model: str, threads: int, max_num_seqs: int, max_num_batched_tokens: int, split_fuse: bool
+    ) -> None:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = 4
         scheduler.max_num_seqs = max_num_seqs
         scheduler.max_num_batched_tokens = max_num_batched_tokens
-        scheduler.dynamic_split_fuse = True
+        scheduler.dynamic_split_fuse = split_fuse
         scheduler.enable_prefix_caching = False
         properties = {"INFERENCE_NUM_THREADS": threads}
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
@@ -141,8 +143,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--split-fuse", action=argparse.BooleanOptionalAction, default=False, help="chunked prefill")
     given = parser.parse_args()
-    pipeline = Pipeline(given.model, given.threads, given.max_num_seqs, given.max_num_batched_tokens)
+    pipeline = Pipeline(given.model, given.threads, given.max_num_seqs, given.max_num_batched_tokens, given.split_fuse)
     asyncio.run(serve(pipeline, given.model, given.port))
 
 
