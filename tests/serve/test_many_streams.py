@@ -5,12 +5,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from inferc.serve.bench.endpoints import Target
-from inferc.serve.bench.session import Settings, measure
-from inferc.serve.bench.workload import Lengths
 from serving import Server, wait_until
 
 from inferc.client import Client
+from inferc.serve.bench.endpoints import Target
+from inferc.serve.bench.session import Settings, measure
+from inferc.serve.bench.workload import Lengths
 
 STREAMS, SECONDS, OUTPUT_LEN = 1000, 120.0, 100
 MOST_GROWTH = 0.15  # of the resident memory, after a third of the time
