@@ -174,9 +174,13 @@ def test_a_text_is_completed_and_taken_on(shipped: Server, open_page: Callable[.
 
 def test_an_answer_can_be_stopped(server: Server, open_page: Callable[..., Watched]) -> None:
     page = open_page(server.url).page
-    chat(page, "Go on", max_tokens=200, temperature=1)
-    page.locator(".stop:visible").click(timeout=10_000)
-    expect(page.locator(".facts").last).to_contain_text(re.compile("stopped|limit|itself"))
+    server.engine.suspend()  # or the answer may be whole before anybody can stop it
+    try:
+        chat(page, "Go on", max_tokens=200, temperature=1)
+        page.locator(".stop:visible").click(timeout=10_000)
+        expect(page.locator(".facts").last).to_contain_text("stopped")
+    finally:
+        server.engine.resume()
     expect(page.locator("#chat-form button[type=submit]")).to_be_visible()
 
     def is_idle() -> bool:
