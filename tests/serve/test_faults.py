@@ -84,7 +84,7 @@ FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
 
 
 @pytest.mark.skipif(not FAKETIME, reason="libfaketime is not installed")
-@pytest.mark.parametrize("jump", ["+40d", "-40d"])
+@pytest.mark.parametrize("jump", [pytest.param("+40d", marks=pytest.mark.slow), "-40d"])
 def test_a_clock_that_jumps(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: str) -> None:
     """As NTP or a resumed machine makes it: only the time of day moves."""
     clock = tmp_path / "clock"
