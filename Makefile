@@ -84,7 +84,7 @@ skip_without = if [ -n "$(PYTHON)" ] && ! $(PY) -c 'import $(1)' 2>/dev/null; th
     echo "$@: $(PYTHON) has no $(1), not checked"; exit 0; fi
 
 lint: $(READY)  ## ruff
-	@$(call skip_without,ruff); $(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(call skip_without,ruff); $(PY) -m ruff check --no-cache . && $(PY) -m ruff format --check .
 
 types: $(READY)  ## mypy --strict
 	@$(call skip_without,mypy); $(PY) -m mypy

@@ -49,10 +49,8 @@ from inferc.serve.bench.workload import PATTERNS, Arrivals, Lengths
 ENGINES = ("inferc-bfloat16", "vllm-bfloat16", "openvino-bfloat16", "inferc-w8a8", "openvino-int8")
 STEP, LOWEST_RUNG = 1.1, -30  # between two rates; the lowest is 0.06 requests a second
 MOST_LOADS = 8  # of an engine's turn
-ALL_AT_ONCE, FIRST_SHARE = (
-    24,
-    0.7,
-)  # the search begins at this share of what so many clients get who ask again and again
+# A search begins at this share of what so many clients get who ask again and again.
+ALL_AT_ONCE, FIRST_SHARE = 24, 0.7
 MAX_SEQS, BUDGET, MAX_MODEL_LEN = 64, 512, 4096  # for all
 START_SECONDS = 600.0  # vLLM compiles when it starts
 STOP_SECONDS = 60.0
@@ -113,10 +111,8 @@ def server_of(engine: Engine, model: Path, threads: int) -> Iterator[tuple[Targe
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 

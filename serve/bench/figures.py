@@ -15,9 +15,8 @@ from inferc.serve.bench.load import Load
 LATE_MS = 5.0  # that never matter
 LATE_SHARE = 0.1  # of the median time between tokens, beyond which noting them so late is a part of it
 WHOLE_SHARE = 0.1  # of the answers, that may come in one message
-LATE_SHARE_OF_GAP = (
-    0.5  # of the mean time between two requests, beyond which they come in another pattern than was asked for
-)
+# Of the mean time between two requests, beyond which they come in another pattern than was asked for.
+LATE_SHARE_OF_GAP = 0.5
 
 
 @dataclass(frozen=True)
