@@ -12,6 +12,7 @@ const ENDS = { stop: "ended by itself", length: "at its limit", content_filter: 
 export class Playground {
   constructor() {
     this.model = null;
+    this.early = null; // the form that was sent before the model was known
     this.mode = "chat";
     this.conversation = []; // {role, content, failed}, one for each article of the log
     this.running = null; // AbortController of the request under way
@@ -44,6 +45,9 @@ export class Playground {
     $("mode-chat").disabled = !hasTemplate;
     $("mode-note").textContent = hasTemplate ? "" : "This model has no chat template: it completes texts.";
     this.setMode(hasTemplate ? this.mode : "completion");
+    const early = this.early;
+    this.early = null;
+    if (early && !early.closest("[hidden]")) early.requestSubmit();
   }
 
   setMode(mode) {
@@ -151,6 +155,12 @@ export class Playground {
     for (const redo of document.querySelectorAll("#messages .redo")) redo.disabled = Boolean(controller);
   }
 
+  /** Whether a form can be sent now; if the model is not known yet, it is sent as soon as it is. */
+  #hasModel(form) {
+    if (!this.model) this.early = form;
+    return Boolean(this.model);
+  }
+
   #isAtEnd() {
     const node = $("messages");
     return node.scrollHeight - node.scrollTop - node.clientHeight < 40;
@@ -165,7 +175,7 @@ export class Playground {
   async #send(event) {
     event.preventDefault();
     const content = $("chat-input").value;
-    if (!content.trim() || this.running || !this.model) return;
+    if (!content.trim() || this.running || !this.#hasModel(event.target)) return;
     $("chat-input").value = "";
     this.conversation.push({ role: "user", content });
     this.#paint();
@@ -224,7 +234,7 @@ export class Playground {
 
   async #complete(event) {
     event.preventDefault();
-    if (!$("completion-input").value || this.running || !this.model) return;
+    if (!$("completion-input").value || this.running || !this.#hasModel(event.target)) return;
     const output = $("completion-output");
     output.replaceChildren();
     $("take").hidden = true;

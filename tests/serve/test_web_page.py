@@ -172,6 +172,21 @@ def test_a_text_is_completed_and_taken_on(shipped: Server, open_page: Callable[.
     expect(page.locator("#completion-input")).to_have_value(PROMPT + found)
 
 
+def test_what_is_sent_before_the_model_is_known_is_sent_then(server: Server, open_page: Callable[..., Watched]) -> None:
+    page = open_page(server.url).page
+    held: list[Any] = []
+    page.goto("about:blank")  # or a request of the page before could be the one held
+    page.route("**/tokenizer_info*", lambda route: held.append(route))
+    with page.expect_request("**/tokenizer_info*"):
+        page.goto(server.url)
+    chat(page, "Early", max_tokens=8, temperature=0)
+    expect(page.locator("#chat-input")).to_have_value("Early")
+    expect(page.locator(".message")).to_have_count(0)
+    held[0].continue_()
+    answered(page)
+    expect(page.locator(".message.user .words")).to_have_text("Early")
+
+
 def test_an_answer_can_be_stopped(server: Server, open_page: Callable[..., Watched]) -> None:
     page = open_page(server.url).page
     server.engine.suspend()  # or the answer may be whole before anybody can stop it
