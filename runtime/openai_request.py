@@ -59,8 +59,8 @@ FIXED_OF_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
 SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
 )
-# Variables that a template gets from here alone, and names that are no variables where they go on.
-TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "max_tokens", "self")
+# Variables that a template gets from here alone.
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
 

@@ -134,9 +134,12 @@ class Text:
         return None
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], max_tokens: int | None = None, **options: Any
+        self, messages: Sequence[dict[str, Any]], max_tokens: int | None = None, /, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template, which writes BOS itself; max_tokens as in `encode`."""
+        """Token ids of a conversation, by the model's chat template, which writes BOS itself; max_tokens as in `encode`.
+
+        options: as ChatTemplate.render has them; a template's variables may have any names.
+        """
         text = self.chat_template.render(messages, **options)
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 

@@ -201,13 +201,18 @@ class AsyncEngine:
         return await errand.result()
 
     def check_open(self, num_sequences: int = 1, within: float | None = None) -> None:
-        """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now.
+        """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now, and RequestError if never.
 
         within: seconds after which nobody waits for its first token any more.
         """
         if (refusal := self.refusal) is not None:
             self.metrics.refused("unavailable")
             raise EngineUnavailable(refusal, retry_after=1.0 if self.state == "draining" else None)
+        if num_sequences > self._max_sequences:  # it would never be let in
+            raise RequestError(
+                f"prompt: found {num_sequences} sequences (prompts times n), and the server lets in {self._max_sequences};"
+                " send fewer at once"
+            )
         if self._num_sequences + num_sequences > self._max_sequences:
             self.metrics.refused("queue_full")
             raise QueueFull(

@@ -30,6 +30,7 @@ FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # before it is started again
 
 # What clients are told, who may be anybody: what it cannot start for has names of files in it.
 NO_START = "the engine does not start; the server's log says why"
+GIVEN_UP = "the engine was given up, the server's log says why: restart the server, or load the model again"
 
 
 class EngineProcessLike(EngineLike, Protocol):
@@ -158,6 +159,16 @@ class Supervisor:
     # -------------------------------------------------------------------------------------------- the task
 
     async def _run(self) -> None:
+        try:
+            await self._supervise()
+        except Exception:  # a mistake here, and nobody would start an engine again: better to say so
+            log.exception("the engine is given up")
+            if self._process is not None:
+                await asyncio.to_thread(self._process.close)
+            self._detach("dead", GIVEN_UP)
+            self._places.leave(self)
+
+    async def _supervise(self) -> None:
         if self.engine.client is None and not await self._wake_up():
             return
         while True:
@@ -194,7 +205,7 @@ class Supervisor:
             started = time.monotonic()
             try:
                 await self._start_process(START_SECONDS)
-            except InfercError as error:
+            except (InfercError, OSError) as error:  # OSError: no memory for a process, say
                 log.error("the engine does not start again: %s", error)
                 why = NO_START
                 self._deaths.append(time.monotonic())
@@ -309,7 +320,7 @@ class Supervisor:
         self._detach("starting")
         try:
             await self._start_process(START_SECONDS)
-        except InfercError as error:
+        except (InfercError, OSError) as error:
             self._deaths.append(time.monotonic())
             log.error("the engine does not wake: %s", error)
             self.is_waking = False

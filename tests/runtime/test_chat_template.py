@@ -33,6 +33,7 @@ def test_what_templates_use() -> None:
     )
     assert render("{{ 'aba' | replace('a', 'cc') | indent(1) }}{{ ['x', 'y'] | join('-') }}") == "ccbccx-y"
     assert render("{{ date }}", date="today") == "today"
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES, self="me", messages="no") == "user"
 
 
 def test_text_parts_become_text() -> None:

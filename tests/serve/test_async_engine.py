@@ -194,6 +194,10 @@ def test_ids_are_unique_and_the_queue_is_bounded_by_sequences() -> None:
             engine.open([1], SamplingParams(), "a")
         with pytest.raises(QueueFull, match="1 sequences are running or waiting, and 4 are let in; try again later"):
             engine.open([1], SamplingParams(n=4))
+        with pytest.raises(
+            RequestError, match="found 5 sequences .prompts times n., and the server lets in 4; send fewer"
+        ):
+            engine.open([1], SamplingParams(n=5))
         engine.open([1], SamplingParams(n=3))
         with pytest.raises(QueueFull):
             engine.check_open()

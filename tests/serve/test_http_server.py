@@ -146,12 +146,12 @@ def test_a_template_gets_variables(url: str, served: str) -> None:
         assert client.tokenize(MESSAGES) == ids
     body = {
         "messages": MESSAGES,
-        "chat_template_kwargs": {"enable_thinking": False, "is_prompt": 1, "variables": 2},
+        "chat_template_kwargs": {"enable_thinking": False, "is_prompt": 1, "variables": 2, "self": 3, "max_tokens": 4},
         "return_token_ids": True,
         **GREEDY,
     }
     assert request(url, CHAT, body).json["prompt_token_ids"] == ids
-    for name in ("messages", "self", "max_tokens"):
+    for name in ("messages", "tools"):
         error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
         assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
 

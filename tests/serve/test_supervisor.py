@@ -23,7 +23,7 @@ class Stage:
 
     def __init__(self, hang_seconds: float = 60.0) -> None:
         self.processes: list[Process] = []
-        self.errors: list[InfercError | None] = []
+        self.errors: list[InfercError | OSError | None] = []
         self.states: list[State] = []
         self.may_start = True
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
@@ -94,6 +94,44 @@ def test_one_that_dies_again_and_again_is_given_up(caplog: pytest.LogCaptureFixt
 
     run(work())
     assert "the engine does not start again: no memory in /home/me" in caplog.text
+
+
+@pytest.mark.parametrize("falls_asleep", [False, True])
+def test_a_start_that_the_system_refuses_is_tried_again(falls_asleep: bool) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        stage.errors = [OSError(12, "Cannot allocate memory")]
+        if falls_asleep:
+            await stage.supervisor.sleep()
+            asking = asyncio.ensure_future(stage.supervisor.wake())
+        else:
+            stage.processes[0].die("killed by SIGSEGV")
+            asking = asyncio.ensure_future(asyncio.sleep(0))
+        await stage.until(lambda: len(stage.processes) == 3 and stage.engine.state == "serving")
+        await asking
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_a_mistake_of_its_own_gives_the_engine_up_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+
+        def broken(sink: object) -> str:
+            raise ValueError("/home/me/secret")
+
+        stage.processes[0].ask_stats = broken  # type: ignore[method-assign]
+        await stage.until(lambda: stage.engine.state == "dead")
+        with pytest.raises(EngineUnavailable, match="the engine was given up, the server's log says why"):
+            stage.engine.check_open()
+        assert stage.states[-1] == "dead" and stage.processes[0].closed
+        await stage.supervisor.close()
+
+    run(work())
+    assert "ValueError: /home/me/secret" in caplog.text
 
 
 @pytest.mark.parametrize("falls_asleep", [False, True])

@@ -16,7 +16,7 @@ from inferc.runtime.scoring import Score
 class Process:
     """Starts and ends as soon as `may_start` and `may_end` are set; error: what it fails to start by."""
 
-    def __init__(self, on_stop: Callable[[str], None], error: InfercError | None = None) -> None:
+    def __init__(self, on_stop: Callable[[str], None], error: InfercError | OSError | None = None) -> None:
         self.stopped: str | None = None
         self.is_hung = False
         self.closed = False
