@@ -21,6 +21,7 @@ from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.runtime.openai_answer import field_of
 from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated, secret_of
 from inferc.serve.admission import ARRIVED_AT
+from inferc.serve.http_address import is_of_this_network
 from inferc.serve.statuses import OUR_FAULT, Told, told
 from inferc.serve.trace_context import note_trace
 from inferc.serve.web_page import is_page
@@ -52,13 +53,16 @@ class Edge:
         max_body_bytes: int,
         access: Access,
         ended: Callable[[str, str], None] = lambda path, status: None,
+        checks_host: bool = False,
     ) -> None:
-        """ended: hears of every response that began, by the path of its route and its status."""
+        """ended: hears of every response that began, by the path of its route and its status. checks_host: refuse what a web page
+        from elsewhere could ask."""
         self._app, self._access, self._ended = app, access, ended
         # Streams end in waves, and their clients ask again in waves: beyond so many the next ones wait for a turn of the event loop,
         # or everybody else would wait for all of them.
         self._gate = asyncio.Semaphore(STARTS_AT_ONCE)
         self._max_body_bytes = max_body_bytes
+        self._checks_host = checks_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,6 +110,13 @@ class Edge:
             await send(message)
 
         try:
+            host = headers.get(b"host", b"").decode("latin-1")
+            if self._checks_host and not is_of_this_network(host):
+                raise HTTPException(
+                    403,
+                    f"Host: found {host!r:.80}, and a server without keys answers to this machine's names only, for its user's sake:"
+                    " ask localhost or an address, or serve with --api-keys, or with --insecure if something in front checks who asks",
+                )
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()

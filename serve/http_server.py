@@ -27,8 +27,14 @@ from inferc.serve.web_page import page_routes
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
 
 
-def make_app(models: Models, metrics: MetricsPage, access: Access, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
-    """The ASGI application of a server's models."""
+def make_app(
+    models: Models,
+    metrics: MetricsPage,
+    access: Access,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    checks_host: bool = False,
+) -> Any:
+    """The ASGI application of a server's models. checks_host: as Edge's."""
     app = FastAPI(
         title="inferc",
         description="OpenAI's interface over compiled models.",
@@ -49,7 +55,7 @@ def make_app(models: Models, metrics: MetricsPage, access: Access, max_body_byte
     def ended(path: str, status: str) -> None:
         metrics.responses[path, status] += 1
 
-    return Edge(app, max_body_bytes, access, ended)
+    return Edge(app, max_body_bytes, access, ended, checks_host)
 
 
 def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Response]]:

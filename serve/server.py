@@ -81,6 +81,11 @@ class ServeConfig:
                 if value:
                     raise ConfigError(f"{name} is for a server of one model; serve it alone")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it answers to whom it does not know, because only this machine reaches it."""
+        return self.api_keys is None and self.tls_client_ca is None and not self.insecure
+
     def _check_access(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both")
@@ -88,7 +93,7 @@ class ServeConfig:
             raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key: clients are asked for theirs within TLS")
         if self.insecure:
             return
-        if not http_address.is_loopback(self.host) and self.api_keys is None and self.tls_client_ca is None:
+        if self.is_open and not http_address.is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from elsewhere, and anybody could ask: give --api-keys FILE or"
                 " --tls-client-ca FILE, or --insecure if something in front of it checks who asks"
@@ -233,9 +238,15 @@ class _Server:
         from inferc.serve.http_server import HttpServer, make_app
 
         context = None if self._certificates is None else self._certificates.ssl_context
-        self._http = HttpServer(
-            make_app(self.models, self.metrics, self.access, self.config.max_body_bytes), listener, context
+        config = self.config
+        app = make_app(
+            self.models,
+            self.metrics,
+            self.access,
+            config.max_body_bytes,
+            checks_host=config.is_open and context is None,
         )
+        self._http = HttpServer(app, listener, context)
         self._http_task = asyncio.create_task(self._http.run_until_stopped())
 
     @property

@@ -473,12 +473,31 @@ def test_what_is_not_safe_is_refused(tiny_artifact: Path, tmp_path: Path, option
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_no_page_from_elsewhere_asks_an_open_server(url: str, locked: Server) -> None:
+    """Its name may stand for 127.0.0.1 by the time its script asks."""
+    port = url.rpartition(":")[2]
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "EVIL.EXAMPLE.",
+        "localhost.evil.example",
+        "1.2.3.4.evil.example",
+    ):
+        refused = request(url, "/v1/models", headers={"host": host})
+        assert refused.status == 403 and "answers to this machine's names only" in refused.error["message"], host
+        assert request(url, "/", headers={"host": host}).status == 403
+    for host in ("localhost", f"localhost:{port}", "[::1]:80", "10.0.0.7", "gpu-box", "host.docker.internal:80", ""):
+        assert request(url, "/v1/models", headers={"host": host}).status == 200, host
+    assert ask(locked, "alice-key", host="llm.example").status == 200
+
+
 def test_insecure_says_that_it_is_meant(tiny_artifact: Path) -> None:
     with (
         Server(tiny_artifact, "--host", "0.0.0.0", "--insecure") as server,
         Client(server.address.replace("0.0.0.0", "127.0.0.1")) as client,
     ):
         assert client.complete("abc", **SHORT)
+        assert request(server.url, "/v1/models", headers={"host": "llm.example"}).status == 200
 
 
 def test_the_async_client_has_keys_and_tls_too(tiny_artifact: Path, tmp_path: Path, keys: Path) -> None:
