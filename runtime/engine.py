@@ -131,7 +131,8 @@ class Engine:
 
     pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
     (the weights' check). clock: seconds; what the scheduler goes by. mover: of the KV cache's lower tier, if there is one.
-    recorder: hears of every request that began. taps: keep values of those that ask for it.
+    recorder: hears of every request that began. taps: keep values of those that ask for it. idle_work: a piece
+    of what is better done while nothing is at work; False: that was the last.
     """
 
     def __init__(
@@ -145,8 +146,10 @@ class Engine:
         mover: Mover | None = None,
         recorder: Recorder | None = None,
         taps: TapCollector | None = None,
+        idle_work: Callable[[], bool] | None = None,
     ) -> None:
         self.runner = runner
+        self._idle_work = idle_work
         self.taps = taps
         self._recorder = recorder
         self._before_first_output = before_first_output
@@ -369,6 +372,12 @@ class Engine:
         if self._in_flight or self._scorer.has_work or self.scheduler.wake_at is None:
             return None
         return max(0.0, self.scheduler.wake_at - self._clock())
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of what is better done while nothing is at work, in milliseconds; False: nothing is left."""
+        if self._idle_work is not None and not self._idle_work():
+            self._idle_work = None
+        return self._idle_work is not None
 
     def step(self) -> Outputs:
         """Schedule and submit one step, and land the one before it; returns what that one brought.

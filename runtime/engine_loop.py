@@ -125,6 +125,8 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
                 return
             pause = None if idle else engine.idle_seconds
             while not inbox.empty() or pause or (idle and not stopping):
+                while idle and pause is None and inbox.empty() and engine.use_idle_time():
+                    pass
                 try:
                     command = inbox.get(timeout=pause)
                 except queue.Empty:

@@ -1,4 +1,4 @@
-"""Memory that is a file's: mapped, read at once, or asked for ahead."""
+"""Memory that is there before it is used: a file's, mapped, read at once, or asked for ahead, and zeroed pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import resource
 import threading
 
 MAP_FIXED = 0x10
-MADV_POPULATE_READ = 22  # Linux 5.14
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 EINVAL = 22
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,6 +33,11 @@ def read_whole(address: int, size: int) -> str | None:
     if _advise(address, size, MADV_POPULATE_READ) and (code := ctypes.get_errno()) != EINVAL:  # of an older kernel
         return os.strerror(code)
     return None
+
+
+def back(address: int, size: int) -> str | None:
+    """Have a stretch of memory backed by pages, as if it were written, but with what is in it; why it cannot be, or None."""
+    return os.strerror(ctypes.get_errno()) if _advise(address, size, MADV_POPULATE_WRITE) else None
 
 
 def _advise(address: int, size: int, advice: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -101,6 +101,7 @@ def load_engine(
         mover=disk,
         recorder=recorder,
         taps=taps,
+        idle_work=_idle_work(runner, config),
     )
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
         log.info(
@@ -108,6 +109,15 @@ def load_engine(
             *(engine.scheduler.cache.max_tokens, artifact.max_model_len),
         )
     return engine
+
+
+def _idle_work(runner: Runner, config: EngineConfig) -> Callable[[], bool] | None:
+    """Memory of the KV cache that was asked for by its size is taken before it is needed; else no more than is needed."""
+    from inferc.runtime.model_runner import ModelRunner
+
+    if config.kv_memory_bytes == "auto" or not isinstance(runner, ModelRunner):
+        return None
+    return runner.back_cache
 
 
 def identity(artifact: Artifact, target: str, runner: Runner, config: EngineConfig) -> Identity:

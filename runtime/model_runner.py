@@ -26,7 +26,7 @@ from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedErr
 from inferc.kv_pools import cache_groups, num_parts, row_size
 from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
-from inferc.runtime.file_map import map_file
+from inferc.runtime.file_map import back, map_file
 from inferc.runtime.hidden_rows import hidden_rows
 from inferc.runtime.step import F32, I32, I64, Copies, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
@@ -36,6 +36,7 @@ from inferc.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)
 
+BACKED_AT_ONCE = 8 << 20  # of the KV cache, in a call: milliseconds
 MAP_NORESERVE = 0x4000  # of Linux; mmap has it from Python 3.13 on
 Observer = Callable[[dict[str, Any], int, NDArray[Any]], None]
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -111,6 +112,11 @@ class ModelRunner:
         self._pools = [
             _allocate_pool(count, size, files[group] if files else None, poison)
             for group, (count, size) in enumerate(zip(self.num_blocks, sizes, strict=True))
+        ]
+        # Of each pool, what lies in memory, as far as steps may still have to wait for the system to give it.
+        self._unbacked = [
+            (pool.ctypes.data, pool.ctypes.data + count * size)
+            for pool, count, size in zip(self._pools, self.num_blocks, sizes, strict=True)
         ]
         self._pool_table = np.array([pool.ctypes.data for pool in self._pools], np.uintp)
         self._weights = np.array([artifact.view(weight).ctypes.data for weight in artifact.weights], np.uintp)
@@ -329,6 +335,25 @@ class ModelRunner:
     def _tapping(self, taps: StepTaps) -> abi.InfercHost:
         """The host of a step with taps."""
         return self._new_host(taps.pointer)
+
+    def back_cache(self) -> bool:
+        """Have the system give the next BACKED_AT_ONCE bytes of the KV cache, for which steps would wait; False: there are no more.
+
+        Blocks are taken in the order of their addresses, so a server that has rested for a moment is that far ahead.
+        """
+        if not self._unbacked:
+            return False
+        begin, end = self._unbacked[0]
+        size = min(BACKED_AT_ONCE, end - begin)
+        failure = self._call(lambda: back(begin, size))  # by the worker, whose pages lie on the steps' nodes
+        if failure is not None:
+            log.info("the KV cache gets its memory when it is first used: %s", failure)
+            self._unbacked.clear()
+        elif begin + size < end:
+            self._unbacked[0] = (begin + size, end)
+        else:
+            del self._unbacked[0]
+        return bool(self._unbacked)
 
     def set_collective(self, collectives: Collectives) -> None:
         """Answer the step's exchanges with other ranks by these."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_runner import make_engine, next_id, oracle
+from serving import wait_until
 
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError
 from inferc.runtime import engine_process
@@ -243,6 +244,29 @@ def test_scores_and_stats(client: EngineClient) -> None:
     assert isinstance(with_top, Scored)
     assert [(row.token_id, len(row.top)) for row in with_top.score.rows] == [(6, 2), (7, 2)]
     assert client.stats().block_size == 4
+
+
+def test_an_idle_engine_does_what_is_left_for_then_and_a_request_does_not_wait_for_all_of_it() -> None:
+    done: list[int] = []
+    may_go_on = threading.Semaphore(2)
+
+    def idle_work() -> bool:
+        may_go_on.acquire()
+        done.append(1)
+        return len(done) < 5
+
+    client = EngineThread(lambda: make_engine(idle_work=idle_work))
+    wait_until(lambda: len(done) == 2, "two pieces are done")
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add([1, 2], SamplingParams(max_tokens=3, ignore_eos=True), events.put)
+    may_go_on.release()  # the piece under way
+    assert collect(events)[1] == ["length"] and len(done) == 3
+    for _ in range(10):
+        may_go_on.release()
+    wait_until(lambda: len(done) == 5, "the others follow")
+    client.add([1, 2], SamplingParams(max_tokens=3, ignore_eos=True), events.put)
+    assert collect(events)[1] == ["length"] and len(done) == 5, "which were all"
+    client.close()
 
 
 @pytest.mark.parametrize("make", [thread, process])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from lowered import Compiled, Shape, make_plan
 from inferc.codegen.cpp.build import MACHINE_ISAS
 from inferc.config import EngineConfig
 from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedError
-from inferc.runtime import abi
+from inferc.runtime import abi, model_runner
 from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.step import SampleRows, StepPlan, TokenLists
 
@@ -61,6 +63,46 @@ def generate(runner: ModelRunner, slot: int, prompt: list[int], count: int) -> l
         cached, new = cached + len(new), [token]
         out.append(token)
     return out
+
+
+def resident_bytes(pool: np.ndarray[Any, Any]) -> int:
+    """Of an array, what has a page by now."""
+    pages = np.zeros(-(-pool.nbytes // mmap.PAGESIZE), np.uint8)
+    code = ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(pool.ctypes.data), ctypes.c_size_t(pool.nbytes), ctypes.c_void_p(pages.ctypes.data)
+    )
+    assert code == 0
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+def test_the_cache_gets_its_memory_in_pieces_and_keeps_what_is_in_it(compiled: Compiled) -> None:
+    size = 20 << 20
+    runner = ModelRunner(compiled, config_of(compiled, kv_memory_bytes=size))
+    try:
+        (pool,) = runner._pools
+        expected = generate(runner, 0, PROMPT, 3)
+        assert resident_bytes(pool) < 8 << 20, "what is not used takes nothing"
+        tokens = generate(runner, 0, PROMPT, 2)
+        assert runner.back_cache()
+        assert 8 << 20 <= resident_bytes(pool) < 16 << 20
+        tokens += run(runner, make_plan([(0, tokens[-1:], len(PROMPT) + 1)]))
+        assert tokens == expected
+        assert runner.back_cache()
+        assert not runner.back_cache() and resident_bytes(pool) >= pool.nbytes
+        assert not runner.back_cache()
+    finally:
+        runner.close()
+
+
+def test_memory_that_the_system_does_not_give_ahead_is_left_to_the_steps(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_runner, "back", lambda address, size: "Invalid argument")
+    runner = ModelRunner(compiled, config_of(compiled, kv_memory_bytes=20 << 20))
+    with caplog.at_level("INFO"):
+        assert not runner.back_cache() and not runner.back_cache()
+    runner.close()
+    assert caplog.text.count("gets its memory when it is first used: Invalid argument") == 1
 
 
 PROMPT = [7, 80, 33, 2, 2, 61]

@@ -36,6 +36,11 @@ def health(address: str) -> int:
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
+def test_the_cache_that_was_asked_for_is_there_before_requests_are(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--kv-memory", "400MiB") as server:
+        wait_until(lambda: server.engine.memory_info().rss > 400 << 20, "the engine has its memory")
+
+
 # --------------------------------------------------------------------------------------------- death and hangs
 
 

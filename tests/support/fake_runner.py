@@ -313,6 +313,7 @@ def make_engine(
     num_lower: int = 0,
     mover: FakeMover | None = None,
     lower_in_place: bool = True,
+    idle_work: Callable[[], bool] | None = None,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
@@ -331,7 +332,8 @@ def make_engine(
     if num_lower:
         mover = mover or FakeMover()
         mover.attach(runner.pools, config)
-    engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len, eos), config, pipeline, clock=clock, mover=mover)
+    limits = ModelLimits(VOCAB_SIZE, max_model_len, eos)
+    engine = Engine(runner, limits, config, pipeline, clock=clock, mover=mover, idle_work=idle_work)
     runner.sequences = engine.scheduler.batch.seqs
     return engine
 
