@@ -165,6 +165,7 @@ class BlockPool:
         assert not self.ref_count[[*self.free, *self.kept]].any(), "a free block is referred to"
         assert self.hash_of == {block: name for name, block in self.block_of.items()}, "hashes are not one to one"
         assert 0 not in self.hash_of, "block 0 can be found"
+        assert all(block < self.num_blocks for block in self.hash_of), "a block of the other tier can be found"
         assert self.kept.priority_of.keys() <= self.hash_of.keys(), "what cannot be found has a priority"
         assert set(self.kept) <= self.hash_of.keys() and not self.hash_of.keys() & set(self.free)
         assert self.partial <= self.hash_of.keys(), "what cannot be found is partial"

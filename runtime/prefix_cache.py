@@ -150,6 +150,8 @@ class PrefixCache:
     def publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
         cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
+        # Who found no block to go on with is asked for again, and may have that one in the lower tier by now.
+        slots = slots[cache.num_published[slots] < cache.num_grown[slots]]
         if cache.chooses:
             slots = slots[cache.num_grown[slots] <= cache.most_found]
         last = cache.num_grown[slots] - 1

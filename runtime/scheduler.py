@@ -12,8 +12,7 @@ until that step has landed; if it turned out to have ended, the token sampled th
 Where the prefix cache is on (prefix_cache.py), a sequence begins behind the blocks that are found by their hashes.
 
 Where the cache has a lower tier (tiers.py), a preempted sequence's blocks may be copied there before anybody gets them, and a
-sequence longer than the arena has its oldest there while it runs. One that waits for what an earlier run left there is in
-no line.
+sequence longer than the arena has its oldest there while it runs. One that waits for what an earlier run left is in no line.
 
 A prompt's blocks are taken as it is admitted, but in the KV groups that give blocks back only those of the next chunk:
 a chunk then takes what there is room for. Sequences never wait for one another in a circle: the first gets the blocks
@@ -334,7 +333,7 @@ class Scheduler:
             self._rerank()
         while self.waiting and self._budget and (self._quota or self.policy.window is None):
             seq = self.waiting.head()
-            if self._no_room == (seq, self.cache.num_gains) or not self._let_in(seq):
+            if (self.has_begun and self._no_room == (seq, self.cache.num_gains)) or not self._let_in(seq):
                 return
 
     def _may_begin(self) -> bool:
@@ -356,8 +355,10 @@ class Scheduler:
         if not self._has_time(seq):
             self._quota = 0
             return False
-        length, found = len(seq.token_ids), self.prefixes.find(seq)
-        partial = self.prefixes.find_partial(seq, len(found))
+        length, there = len(seq.token_ids), self.prefixes.find(seq)
+        found = self._that_fit(seq, there)
+        # Of what is left out no part is copied: it is to make room.
+        partial = self.prefixes.find_partial(seq, len(found)) if len(found) == len(there) else None
         start = len(found) * cache.block_size + (partial[1] if partial is not None else 0)
         if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
             return False
@@ -372,9 +373,7 @@ class Scheduler:
         batch.predicted[slot] = self.forecast.total_tokens(seq)
         batch.changes_at[slot] = self.policy.changes_at(seq)
         cache.adopt(slot, found, seq.params.cache_priority)
-        if (
-            self.events is not None and self.tiers is not None
-        ):  # an earlier run may have left it, of which nobody was told
+        if self.events is not None and self.tiers is not None:  # an earlier run may have left it, and nobody was told
             self.prefixes.tell(seq, 0, len(found))
         whole = 0 if cache.spills_of(length) else length
         count = cache.extend(slot, start, min(length - start, self._budget), whole)
@@ -393,6 +392,12 @@ class Scheduler:
             self.num_cached_tokens += start
             self.waiting.served[seq.client] += length - start
         return True
+
+    def _that_fit(self, seq: Sequence, found: list[bytes]) -> list[bytes]:
+        """What a sequence takes of its first blocks, which the cache has: fewer where they fill the arena and nobody could make room."""
+        while found and not self.has_begun and not self._are_blocks_coming() and not self._has_room(seq, found):
+            found = found[: len(found) // 2]
+        return found
 
     def _has_room(self, seq: Sequence, found: list[bytes]) -> bool:
         """Whether there are blocks for a sequence, now and as far as can be foreseen.

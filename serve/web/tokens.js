@@ -52,11 +52,24 @@ export class TokenText {
       this.node.append(text);
       return;
     }
-    const shown = this.waiting;
-    this.waiting = [];
-    const isWhole = shown.map((each) => each.token).join("") === text; // no part of a character among them
-    if (isWhole) shown.forEach((each) => this.#append(each.token, [each]));
-    else this.#append(text, shown);
+    // A chunk may bring several tokens. Those that stand for no text of their own (a part of a character, the end) are shown
+    // with what comes before the next that does; behind the last they wait.
+    let group = [];
+    let rest = text;
+    for (const each of this.waiting) {
+      const at = each.token ? rest.indexOf(each.token) : -1;
+      if (at < 0 || (at > 0 && !group.length)) {
+        group.push(each);
+        continue;
+      }
+      if (at > 0) this.#append(rest.slice(0, at), group);
+      this.#append(each.token, at > 0 ? [each] : [...group, each]);
+      group = [];
+      rest = rest.slice(at + each.token.length);
+    }
+    if (rest && group.length) this.#append(rest, group);
+    else this.node.append(rest);
+    this.waiting = rest ? [] : group;
   }
 
   #append(text, tokens) {

@@ -133,6 +133,23 @@ def test_a_sequence_four_times_the_arena_runs(seed: int, groups: tuple[CacheGrou
         engine.score("text", long)
 
 
+def test_a_long_sequence_does_not_wait_for_the_room_that_its_own_beginning_takes() -> None:
+    """What it would find fills the arena, and nobody else is there to make room."""
+    engine = make_engine(prefix_cache=True, num_lower=80, num_blocks=13, max_model_len=240, max_num_batched_tokens=16)
+    long = [number * 7 % 50 for number in range(150)]
+    assert run(engine, [long[:45]], 4) == alone([long[:45]], 4)
+    assert run(engine, [long], 20) == alone([long], 20)
+    assert engine.stats().cached_tokens > 0
+
+
+def test_a_block_that_is_below_by_now_is_not_found_as_one_of_the_arena() -> None:
+    """A sequence that fills its last block and finds no other sits out, and has that one spilled meanwhile."""
+    sizes = {"num_blocks": 2, "max_model_len": 12, "max_num_seqs": 2, "max_num_batched_tokens": 9}
+    engine = make_engine(prefix_cache=True, policy="lpm", num_lower=10, mover=FakeMover(0, rate=1e-3), **sizes)  # type: ignore[arg-type]
+    prompts = [[3, 4, 3, 3, 3], [3, 3, 3, 3], [3, 3, 3, 3]]
+    assert run(engine, prompts, 7) == alone(prompts, 7)
+
+
 def test_a_long_sequence_ends_where_nothing_can_be_stored() -> None:
     mover = FakeMover()
     mover.fails = True

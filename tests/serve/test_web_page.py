@@ -155,6 +155,33 @@ def test_tokens_show_their_alternatives(shipped: Server, open_page: Callable[...
     assert tokens.nth(unsure[0]).evaluate("node => getComputedStyle(node).backgroundColor") != before
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens", "shown"),
+    [
+        ("ab c", ["ab", " c"], ["ab", " c"]),
+        ("ab c", ["ab", " c", "</s>"], ["ab", " c"]),  # which has no text
+        ("aé b", ["a", "\\xc3", "\\xa9", " b"], ["a", "é", " b"]),
+        ("é", ["\\xc3", "\\xa9"], ["é"]),
+        ("aa", ["a", "a"], ["a", "a"]),
+    ],
+)
+def test_each_token_of_a_chunk_is_shown(
+    server: Server, open_page: Callable[..., Watched], text: str, tokens: list[str], shown: list[str]
+) -> None:
+    """Where the page is late a chunk has several."""
+    page = open_page(server.url).page
+    found = page.evaluate(
+        """async ([text, tokens]) => {
+            const { TokenText } = await import("/web/tokens.js");
+            const node = document.createElement("div");
+            new TokenText(node).add(text, tokens.map((token) => ({ token, logprob: -1, top: [] })));
+            return [...node.querySelectorAll(".token")].map((each) => each.textContent);
+        }""",
+        [text, tokens],
+    )
+    assert found == shown
+
+
 def test_a_text_is_completed_and_taken_on(shipped: Server, open_page: Callable[..., Watched]) -> None:
     page = open_page(shipped.url).page
     expect(page.locator("#mode-chat")).to_be_enabled()
