@@ -39,6 +39,7 @@ def sharing(plan: StepPlan, blocks: int) -> StepPlan:
     return plan
 
 
+@pytest.mark.slow
 def test_a_prefix_is_read_once_for_those_that_share_it(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_SAVED_BYTES", 1)
     prompts = [(0, (OTHER * 3)[:80], 0), (1, [1, 2, 3], 64), (2, [9], 64), (3, PROMPT, 0)]
@@ -60,6 +61,7 @@ def test_a_prefix_is_read_once_for_those_that_share_it(llama: Pair, monkeypatch:
     assert launches[4] - launches[2] == len(layers) + 1, "one in each layer, and what shares out its keys"
 
 
+@pytest.mark.slow
 def test_many_rows_at_once(llama: Pair) -> None:
     """More rows of logits than there is memory for at a time."""
     plan = make_plan([(0, OTHER, 0), (1, PROMPT * 6, 0)], all_rows=True)

@@ -57,6 +57,7 @@ def closed(engine: Engine, fake: FakeCuda) -> None:
     assert not fake.device and not fake.host
 
 
+@pytest.mark.slow
 def test_a_later_run_copies_up_what_was_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine, fake = opened(monkeypatch, None, 20)
     (expected,) = run(engine, [LONG], 3)
