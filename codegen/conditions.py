@@ -298,6 +298,24 @@ def pointwise_fits(node: fx.Node, target: Target) -> str:
     return why_not(node)
 
 
+def onnx_only(node: fx.Node, target: Target) -> str:
+    return "" if target.device == "onnx" else OTHER_TARGET
+
+
+def onnx_float_experts(node: fx.Node, target: Target) -> str:
+    if target.device != "onnx":
+        return OTHER_TARGET
+    is_float = all(argument(node, name) is None for name in ("gate_up_scale", "down_scale", "x_scale"))
+    return "" if is_float else OTHER_CASE
+
+
+def onnx_moe_fits(node: fx.Node, target: Target) -> str:
+    """onnxruntime's MoE: SwiGLU of gate and up, no scaled input."""
+    reason = onnx_float_experts(node, target)
+    is_its = argument(node, "activation") in ("silu", "swiglu_clamped") and not argument(node, "scale_input")
+    return reason or ("" if is_its and _dtype(node, "x") == torch.float32 else OTHER_CASE)
+
+
 def reference_only(node: fx.Node, target: Target) -> str:
     return "" if target.device == "reference" else OTHER_TARGET
 

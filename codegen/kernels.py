@@ -326,6 +326,45 @@ def _triton_kernels() -> tuple[Kernel, ...]:
     )
 
 
+# op, name of the call
+_ONNX_ROWS: tuple[tuple[str, str], ...] = (
+    ("aten.embedding", "embedding"),
+    ("aten.linear", "linear"),
+    ("aten.add.Tensor", "add"),
+    ("aten.mul.Tensor", "mul"),
+    ("aten.cat", "cat"),
+    ("aten.index_select", "index_select"),
+    ("inferc.head_linear", "head_linear"),
+    ("inferc.linear_wide", "linear_wide"),
+    ("inferc.lm_head", "lm_head"),
+    ("inferc.layer_norm", "layer_norm"),
+    ("inferc.rms_norm", "rms_norm"),
+    ("inferc.rope_table", "rope_table"),
+    ("inferc.rope", "rope"),
+    ("inferc.silu_mul", "silu_mul"),
+    ("inferc.gelu_mul", "gelu_mul"),
+    ("inferc.pointwise", "pointwise"),
+    ("inferc.dense_write", "dense_write"),
+    ("inferc.dense_attention", "dense_attention"),
+    ("inferc.dense_latent_attention", "dense_latent_attention"),
+)
+
+_ONNX_EXPERTS = (
+    Kernel(
+        *("onnx", "inferc.moe_routing", "onnx.moe_routing", conditions.onnx_only),
+        "inferc.codegen.onnx.expert_calls:moe_routing",
+    ),
+    Kernel(
+        *("onnx", "inferc.moe_experts", "onnx.moe_experts", conditions.onnx_moe_fits),
+        "inferc.codegen.onnx.expert_calls:moe_experts",
+        {"gate_up": "pairs"},
+    ),
+    Kernel(
+        *("onnx", "inferc.moe_experts", "onnx.all_experts", conditions.onnx_float_experts),
+        "inferc.codegen.onnx.expert_calls:all_experts",
+    ),
+)
+
 _COLLECTIVES = {
     "inferc.all_reduce",
     "inferc.all_gather",
@@ -345,6 +384,11 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpp_kernels(),
     *_more_triton_kernels(),
     *_triton_kernels(),
+    *(
+        Kernel("onnx", op, f"onnx.{name}", conditions.onnx_only, f"inferc.codegen.onnx.calls:{name}")
+        for op, name in _ONNX_ROWS
+    ),
+    *_ONNX_EXPERTS,
     *(Kernel("reference", op, f"reference.{op}", conditions.reference_only) for op in _REFERENCE_OPS),
 )
 
@@ -401,7 +445,7 @@ def chosen_kernel(node: fx.Node, backend: str, kernels: tuple[Kernel, ...] = KER
         raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
     kernel = kernel_named(node.meta["kernel"], kernels)
     if kernel.backend != backend:
-        on = {"cpp": "the cpu", "triton": "a GPU"}[backend]
+        on = {"cpp": "the cpu", "triton": "a GPU", "onnx": "onnxruntime"}[backend]
         raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for {on}")
     return kernel
 

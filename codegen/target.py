@@ -8,14 +8,14 @@ from typing import Literal
 from inferc.codegen.triton.launch import ARCHS
 from inferc.errors import ConfigError, UnsupportedError
 
-DEVICES = ("cpu", "cuda", "reference")
+DEVICES = ("cpu", "cuda", "onnx", "reference")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What an artifact is compiled for: `cpu`, `reference`, or `cuda` with one architecture or several."""
+    """What an artifact is compiled for: `cpu`, `onnx`, `reference`, or `cuda` with one architecture or several."""
 
-    device: Literal["cpu", "cuda", "reference"]
+    device: Literal["cpu", "cuda", "onnx", "reference"]
     archs: tuple[str, ...] = ()
 
     @staticmethod
@@ -43,6 +43,11 @@ class Target:
     @property
     def spec(self) -> str:
         return f"{self.device}:{','.join(self.archs)}" if self.archs else self.device
+
+    @property
+    def has_dense_cache(self) -> bool:
+        """Whether its steps read a KV cache of whole sequences (`DenseKVCache`) and not of blocks."""
+        return self.device == "onnx"
 
     @property
     def each(self) -> tuple[str, ...]:

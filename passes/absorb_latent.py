@@ -15,8 +15,8 @@ from typing import Any
 from torch import fx, ops
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_types, no_rewrite
-from inferc.program import Program, name_of
+from inferc.passes.rewrite import infer_types, no_rewrite
+from inferc.program import Program, arguments, name_of
 
 aten, inferc = ops.aten, ops.inferc
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_type
-from inferc.program import Program
+from inferc.passes.rewrite import infer_type
+from inferc.program import Program, arguments
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from inferc.passes.rewrite import arguments, infer_types, no_rewrite
-from inferc.program import Program, name_of, target_name
+from inferc.passes.rewrite import infer_types, no_rewrite
+from inferc.program import Program, arguments, name_of, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 CASTS = (aten._to_copy.default,)

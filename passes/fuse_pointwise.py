@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_type, no_rewrite
-from inferc.program import Program, dtype_name, name_of
+from inferc.passes.rewrite import infer_type, no_rewrite
+from inferc.program import Program, arguments, dtype_name, name_of
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 MAX_INPUTS = 8

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from inferc.passes.rewrite import arguments, infer_types, named_arguments, no_rewrite
-from inferc.program import Program, name_of, target_name
+from inferc.passes.rewrite import infer_types, no_rewrite
+from inferc.program import Program, arguments, name_of, named_arguments, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 PLAIN, NORMED = inferc.rope_kv_write.default, inferc.norm_rope_kv_write.default

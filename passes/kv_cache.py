@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from inferc.errors import UnsupportedError
-from inferc.passes.rewrite import arguments, infer_types
-from inferc.program import MASK_KINDS, KVGroup, Program
+from inferc.passes.rewrite import infer_types
+from inferc.program import MASK_KINDS, KVGroup, Program, arguments
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 
@@ -68,9 +68,9 @@ class PageKVCache:
             return 0
         members: dict[KVGroup, list[Stored]] = {}
         for stored in stored_kv(program):
-            members.setdefault(_group_of(stored), []).append(stored)
+            members.setdefault(group_of(stored), []).append(stored)
         program.kv_groups = tuple(
-            replace(group, layers=tuple(_layer(stored.writer, attentions) for stored in of_group))
+            replace(group, layers=tuple(layer_of(stored.writer, attentions) for stored in of_group))
             for group, of_group in members.items()
         )
         program.block_size = self.block_size
@@ -107,13 +107,13 @@ def stored_kv(program: Program) -> list[Stored]:
     return list(found.values())
 
 
-def _layer(node: fx.Node, attentions: list[fx.Node]) -> int:
+def layer_of(node: fx.Node, attentions: list[fx.Node]) -> int:
     """The model's layer; graphs without layer numbers count their attentions."""
     layer = node.meta.get("layer")
     return attentions.index(node) if layer is None else int(layer)
 
 
-def _group_of(stored: Stored) -> KVGroup:
+def group_of(stored: Stored) -> KVGroup:
     """The group that stores it, without its layers."""
     node = stored.writer
     _, k, v, *_ = arguments(node)
@@ -122,7 +122,7 @@ def _group_of(stored: Stored) -> KVGroup:
         raise UnsupportedError(
             f"{node.meta.get('name')}: page_kv_cache needs flattened attention; run flatten_batch first"
         )
-    if _is_latent(k, v):
+    if is_latent(k, v):
         return KVGroup("latent", (), 1, int(key.shape[2]), 0, key.dtype)
     if key.shape[2] != value.shape[2]:
         raise UnsupportedError(
@@ -132,7 +132,7 @@ def _group_of(stored: Stored) -> KVGroup:
     return KVGroup(kind, (), int(key.shape[1]), int(key.shape[2]), window, key.dtype)
 
 
-def _is_latent(k: fx.Node, v: fx.Node) -> bool:
+def is_latent(k: fx.Node, v: fx.Node) -> bool:
     """Whether one head of K is shared by all, and V is its first part."""
     if v.target != aten.slice.Tensor or k.meta["val"].shape[1] != 1:
         return False

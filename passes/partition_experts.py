@@ -22,8 +22,8 @@ from inferc import program as program_lib
 from inferc import weights as weight_lib
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.passes.expert_placement import Placement, contiguous
-from inferc.passes.rewrite import arguments, infer_types
-from inferc.program import Program, name_of
+from inferc.passes.rewrite import infer_types
+from inferc.program import Program, arguments, name_of
 from inferc.weights import Weight
 
 inferc = torch.ops.inferc

@@ -16,6 +16,7 @@ from inferc.errors import ConfigError, VerifyError
 from inferc.passes.absorb_latent import AbsorbLatent
 from inferc.passes.canonicalise import Canonicalise
 from inferc.passes.choose_kernels import ChooseKernels
+from inferc.passes.dense_kv_cache import DenseKVCache
 from inferc.passes.flatten_batch import FlattenBatch
 from inferc.passes.fold_weights import FoldWeights
 from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
@@ -106,6 +107,43 @@ def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
 
 
 def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
+    if config.target.has_dense_cache:
+        return _dense_pipeline(config)
+    return (
+        *_model_passes(),
+        PageKVCache(config.block_size),
+        *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),  # before its writes are fused into other ops
+        fuse_parallel_residual,  # before fuse_linear_add, which would take one of the two
+        fuse_linear_add,
+        fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block
+        fuse_rope_kv_write,
+        fuse_norm_rope_kv_write,
+        FusePointwise(),  # what is left
+        SelectRows(),  # after the residual is fused, which it then follows
+        SplitHead(),
+        *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
+        *_gated_products(config),
+        # After the quantization, which looks for products: it takes those in too. A GPU's kernel writes no int8 cache.
+        *((FuseQKV(),) if config.target.device != "cuda" or config.kv_dtype != "int8" else ()),
+        ChooseKernels(config.target, config.kernels),
+        PlanMemory(),
+    )
+
+
+def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
+    """For runtimes that fuse ops by themselves, and plan their memory: what they are told is the plain model."""
+    return (
+        *_model_passes(),
+        DenseKVCache(config.block_size),
+        FusePointwise(),
+        SelectRows(),
+        SplitHead(),
+        ChooseKernels(config.target, config.kernels),
+    )
+
+
+def _model_passes() -> tuple[Pass, ...]:
+    """From what was captured to the ops that models are made of, whatever runs them."""
     return (
         Canonicalise(),
         FlattenBatch(),  # before every pattern: they are written over rows of tokens
@@ -123,22 +161,6 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FoldWeights(),  # after fuse_linear_wide, whose weights are cast in the graph
         FuseMoERouting(),
         PackProjections(),  # after the routing, which keeps routers out of the packing
-        PageKVCache(config.block_size),
-        *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),  # before its writes are fused into other ops
-        fuse_parallel_residual,  # before fuse_linear_add, which would take one of the two
-        fuse_linear_add,
-        fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block
-        fuse_rope_kv_write,
-        fuse_norm_rope_kv_write,
-        FusePointwise(),  # what is left
-        SelectRows(),  # after the residual is fused, which it then follows
-        SplitHead(),
-        *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
-        *_gated_products(config),
-        # After the quantization, which looks for products: it takes those in too. A GPU's kernel writes no int8 cache.
-        *((FuseQKV(),) if config.target.device != "cuda" or config.kv_dtype != "int8" else ()),
-        ChooseKernels(config.target, config.kernels),
-        PlanMemory(),
     )
 
 
@@ -215,7 +237,12 @@ OPTIONAL = frozenset(
 What they were needed for and did not find has no kernel, which `choose_kernels` says.
 """
 
-CHECKPOINTS: dict[str, Any] = {"canonicalise": CAPTURED, "page_kv_cache": SERVABLE, "choose_kernels": LOWERED}
+CHECKPOINTS: dict[str, Any] = {
+    "canonicalise": CAPTURED,
+    "page_kv_cache": SERVABLE,
+    "dense_kv_cache": SERVABLE,
+    "choose_kernels": LOWERED,
+}
 """The ops allowed once a pass is done."""
 
 

@@ -94,6 +94,10 @@ class MemoryPlan:
         return {"values": values, "pools": self.pools, "formula": self.formula}
 
 
+NO_PLAN = MemoryPlan({}, dict.fromkeys(POOLS, 0))
+"""Of a program whose values are placed by whatever runs it."""
+
+
 def _most_rows(num_tokens: int, num_rows: int, num_seqs: int) -> tuple[int, ...]:
     return tuple(-(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT for n in (num_tokens, num_rows, num_seqs, SAMPLE_ROWS))
 

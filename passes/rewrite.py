@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from inferc import debug
-from inferc.program import Program, name_of, target_name
+from inferc.program import Program, arguments, name_of, target_name
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -36,22 +36,6 @@ def shared(value: Any) -> Any:
     """In a pattern: `value` and what it is made from may have other users too (a table that all layers read)."""
     value.node.meta["shared"] = True
     return value
-
-
-def arguments(node: fx.Node) -> list[Any]:
-    """All arguments of a call in the order of its schema, defaults filled in."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return [*node.args, *node.kwargs.values()]
-    given = list(node.args)
-    for parameter in node.target._schema.arguments[len(given) :]:
-        given.append(node.kwargs.get(parameter.name, parameter.default_value))
-    return given
-
-
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op's call by their names in its schema, defaults filled in."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    return dict(zip((each.name for each in schema.arguments), arguments(node), strict=True))
 
 
 def value_of(arg: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from inferc.passes.rewrite import arguments
+from inferc.program import arguments
 
 aten = torch.ops.aten
 ANGLE, COS, SIN, ONE = 0, 1, 2, 3  # what multiplies an element: an angle itself, its cosine or sine, or nothing

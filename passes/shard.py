@@ -18,11 +18,11 @@ from torch import fx
 from inferc import program as program_lib
 from inferc import weights as weight_lib
 from inferc.errors import UnsupportedError
-from inferc.passes.rewrite import arguments, infer_types
+from inferc.passes.rewrite import infer_types
 from inferc.passes.shard_regions import ELEMENTWISE, NORMS, Region, Regions
 from inferc.passes.split_columns import split_columns
 from inferc.passes.split_stages import split_stages
-from inferc.program import Program, name_of
+from inferc.program import Program, arguments, name_of
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 GROUP = "tp"

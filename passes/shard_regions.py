@@ -15,8 +15,7 @@ from torch import Tensor, fx
 
 from inferc.errors import UnsupportedError
 from inferc.passes.fuse_pointwise import OPS
-from inferc.passes.rewrite import arguments
-from inferc.program import Program, name_of, target_name
+from inferc.program import Program, arguments, name_of, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 ELEMENTWISE = frozenset({*OPS, inferc.silu_mul.default, inferc.gelu_mul.default, aten.clone.default})

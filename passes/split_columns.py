@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_types
-from inferc.program import Program, name_of
+from inferc.passes.rewrite import infer_types
+from inferc.program import Program, arguments, name_of
 
 aten = torch.ops.aten
 

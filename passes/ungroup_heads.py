@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from inferc import weights as weight_lib
-from inferc.passes.rewrite import arguments, infer_types, no_rewrite
-from inferc.program import Program, name_of
+from inferc.passes.rewrite import infer_types, no_rewrite
+from inferc.program import Program, arguments, name_of
 from inferc.weights import Weight
 
 aten = torch.ops.aten

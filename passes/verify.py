@@ -30,6 +30,9 @@ LOWERED = frozenset(
         inferc.rms_norm_add.default,
         inferc.rope_table.default,
         inferc.rope.default,
+        inferc.dense_write.default,
+        inferc.dense_attention.default,
+        inferc.dense_latent_attention.default,
         inferc.kv_write.default,
         inferc.rope_kv_write.default,
         inferc.norm_rope_kv_write.default,
@@ -69,7 +72,7 @@ CAPTURED = "captured"
 """Any ATen op, `inferc.attention` and `inferc.moe_experts`: what the frontend makes."""
 
 SERVABLE = "servable"
-"""Attention reads the paged cache: nothing mixes tokens any more but `inferc.paged_attention`."""
+"""Attention reads the KV cache: nothing else mixes tokens any more."""
 
 _CAPTURED_OPS = frozenset({inferc.attention.default, inferc.moe_experts.default})
 

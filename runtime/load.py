@@ -15,6 +15,7 @@ from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_pools import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
+from inferc.runtime.dense_runner import DenseRunner
 from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.hidden_rows import has_hidden_rows
 from inferc.runtime.recorder import Recorder
@@ -48,6 +49,8 @@ def load_engine(
     artifact = path if isinstance(path, Artifact) else load_artifact(path, target=target)
     target = target or str(artifact.manifest["targets"][0])
     config = from_dict(EngineConfig, options)
+    if target == "onnx":
+        config = _for_dense_cache(config, target)
     check = artifact.verify_weights()
     groups = cache_groups(artifact.whole_kv_groups)
     if config.kv_evict is not None:
@@ -103,12 +106,30 @@ def load_engine(
         taps=taps,
         idle_work=_idle_work(runner, config),
     )
+    if isinstance(runner, DenseRunner):
+        runner.free_slots = engine.scheduler.batch.free_slots
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
         log.info(
             "the KV cache holds %d tokens and the model takes %d: longer requests are refused or cut; raise --kv-memory",
             *(engine.scheduler.cache.max_tokens, artifact.max_model_len),
         )
     return engine
+
+
+def _for_dense_cache(config: EngineConfig, target: str) -> EngineConfig:
+    """The config for a cache with one block a sequence, of which nothing is shared. Raises UnsupportedError for what needs more blocks."""
+    for name in ("kv_disk", "kv_evict", "kv_events"):
+        if value := getattr(config, name):
+            raise UnsupportedError(
+                f"{name} {value}: target {target} keeps K and V of a sequence in one piece, of which nothing is given away;"
+                " leave it out, or compile the model for --target cpu"
+            )
+    if config.record is not None:
+        raise UnsupportedError(
+            "--record: the bits that onnxruntime computes depend on what else ran, and no replay can give the same;"
+            " leave it out, or compile the model for --target cpu"
+        )
+    return dataclasses.replace(config, prefix_cache=False)
 
 
 def _idle_work(runner: Runner, config: EngineConfig) -> Callable[[], bool] | None:
@@ -130,9 +151,10 @@ def _tapped_nodes(artifact: Artifact, target: str, config: EngineConfig) -> tupl
     """Raises UnsupportedError where nothing can be tapped, ConfigError for a name of nothing."""
     if not config.tap:
         return ()
-    if target.startswith("cuda") or len(artifact.ranks) > 1:
+    others = {"cuda": "a GPU", "onnx": "onnxruntime"}
+    if (device := target.partition(":")[0]) in others or len(artifact.ranks) > 1:
         raise UnsupportedError(
-            f"--tap: {artifact.path} runs on {'a GPU' if target.startswith('cuda') else 'several ranks'}, whose values"
+            f"--tap: {artifact.path} runs on {others.get(device, 'several ranks')}, whose values"
             " are not tapped; compile the model for --target cpu, without --tp, --pp and --ep"
         )
     return choose_nodes(artifact.program, config.tap)
@@ -246,6 +268,10 @@ def _make_runner(
         from inferc.runtime.reference_runner import ReferenceRunner
 
         return ReferenceRunner(artifact, resolved), resolved
+    if target == "onnx":
+        from inferc.runtime.onnx_model import open_onnx
+
+        return open_onnx(artifact, resolved), resolved
     if len(artifact.ranks) > 1:
         from inferc.runtime.rank_group import RankGroup
 

@@ -63,7 +63,6 @@ def test_engine_config_refuses(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        (CompileConfig, {"target": "onnx"}),
         (CompileConfig, {"target": "tensorrt:sm_86"}),
         (CompileConfig, {"dtype": "float16"}),
         (CompileConfig, {"quantize": "int4-g32-a16"}),

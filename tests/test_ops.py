@@ -62,6 +62,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
         random(4, 12, 8),
         random(4, 8, 6),
     ),
+    "dense_write": (random(2, 3, 7, 4), random(6, 3, 4), torch.tensor([0, 2])),
+    "dense_attention": (
+        *(random(6, 4, 4), random(2, 2, 7, 4), random(2, 2, 7, 5), torch.tensor([3, 5]), None),
+        *(0.5, "causal", 0, 0.0),
+    ),
+    "dense_latent_attention": (
+        *(random(6, 4, 8), random(2, 1, 7, 8), torch.tensor([3, 5]), 0.5, "sliding", 2, 0.0, 6),
+    ),
     "lm_head": (random(5, 8), random(9, 8), None),
     "quantize_rows": (random(5, 8).bfloat16(),),
     "embedding_int8": (INT8, random(6).abs(), torch.tensor([[5, 0], [2, 2]]), torch.bfloat16),

@@ -21,8 +21,8 @@ from torch import fx
 
 from inferc import weights as weight_lib
 from inferc.passes.quantize.schemes import Scheme
-from inferc.passes.rewrite import arguments, infer_types, named_arguments, no_rewrite
-from inferc.program import Program
+from inferc.passes.rewrite import infer_types, no_rewrite
+from inferc.program import Program, arguments, named_arguments
 
 log = logging.getLogger(__name__)
 aten, inferc = torch.ops.aten, torch.ops.inferc

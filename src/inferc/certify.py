@@ -31,8 +31,19 @@ from inferc.frontend.reference import reference_greedy, reference_logits, refere
 from inferc.passes.partition import RankProgram
 from inferc.passes.quantize.schemes import Budget, budgets_of, together
 from inferc.program import Program
-from inferc.reference import IN_PLACE, Chunk, ReadWeight, new_kv_caches, run_partitioned, step_inputs
-from inferc.runtime.artifact import load_artifact
+from inferc.reference import (
+    IN_PLACE,
+    Chunk,
+    ReadWeight,
+    dense_inputs,
+    has_dense_cache,
+    new_dense_caches,
+    new_kv_caches,
+    run_partitioned,
+    step_inputs,
+)
+from inferc.runtime.artifact import Artifact, load_artifact
+from inferc.runtime.dense_runner import DenseRunner
 from inferc.runtime.engine import Engine
 from inferc.runtime.load import load_engine
 from inferc.runtime.model_runner import ModelRunner
@@ -241,7 +252,9 @@ class Certifier:
 def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeight) -> Tensor:
     """Logits [T, vocab_size] of one sequence by the ops' references, at whatever stage of lowering the program is."""
     count = len(token_ids)
-    if program.block_size:
+    if has_dense_cache(program):
+        inputs = dense_inputs([token_ids], [0], new_dense_caches(program, 1, count))
+    elif program.block_size:
         blocks = range(1, 1 - (-count // program.block_size))  # block 0 is padding's
         caches = new_kv_caches(program, len(blocks) + 1)
         inputs = step_inputs(program, [Chunk(token_ids, 0, blocks)], caches)
@@ -255,18 +268,17 @@ def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeigh
 
 
 def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tuple[str, list[Tensor], list[list[int]]]:
-    """Serve an artifact's compiled step: (the instruction set, logits [T, vocab_size] per prompt, greedy ids per prompt).
+    """Serve an artifact's compiled step: (what runs it, logits [T, vocab_size] per prompt, greedy ids per prompt).
 
     Raises VerifyError if decoding gave other tokens than a prefill of the same tokens finds most likely: a row's bits
-    depend on its own sequence only, so there is no tolerance.
+    depend on its own sequence only, so there is no tolerance. Of onnxruntime that is not so, and it is not asked.
     """
     loaded = load_artifact(artifact)
     engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=64, prefix_cache=False)
     runner = engine.runner
-    assert isinstance(runner, (ModelRunner, RankGroup)), "only compiled steps are observed"
-    logits_id = int(loaded.ranks[-1].program["observable"][-1]["id"])  # nothing in a program comes after the LM head
+    assert isinstance(runner, (ModelRunner, RankGroup, DenseRunner)), "only compiled steps are observed"
     try:
-        logits = [_scored_logits(engine, runner, logits_id, prompt) for prompt in prompts]
+        logits = [_scored_logits(engine, runner, loaded, prompt) for prompt in prompts]
         greedy: list[list[int]] = [[] for _ in prompts]
         params = SamplingParams(temperature=0.0, max_tokens=max(1, num_greedy), ignore_eos=True)
         for index, prompt in enumerate(prompts if num_greedy else []):
@@ -275,7 +287,9 @@ def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tu
             for output in engine.step():
                 greedy[int(output.request_id)] += output.token_ids
         for prompt, tokens in zip(prompts, greedy, strict=True):
-            again = _scored_logits(engine, runner, logits_id, [*prompt, *tokens[:-1]]) if tokens else None
+            if isinstance(runner, DenseRunner):
+                break
+            again = _scored_logits(engine, runner, loaded, [*prompt, *tokens[:-1]]) if tokens else None
             if again is not None and again[len(prompt) - 1 :].numpy().argmax(-1).tolist() != tokens:
                 raise VerifyError(
                     f"kernels: decoding after {len(prompt)} tokens gives {tokens}, and a prefill of the same tokens"
@@ -283,24 +297,35 @@ def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tu
                 )
     finally:
         engine.close()
+    if isinstance(runner, DenseRunner):
+        return runner.name, logits, greedy
     ranks = f", {len(loaded.ranks)} ranks" if len(loaded.ranks) > 1 else ""
     return f"cpu kernels ({runner.isa}{ranks})", logits, greedy
 
 
-def _scored_logits(engine: Engine, runner: ModelRunner | RankGroup, logits_id: int, prompt: list[int]) -> Tensor:
+def _scored_logits(
+    engine: Engine, runner: ModelRunner | RankGroup | DenseRunner, artifact: Artifact, prompt: list[int]
+) -> Tensor:
     """The logits of every position of a prompt, seen as the engine scores it."""
     seen: list[Tensor] = []
+    if isinstance(runner, DenseRunner):
+        runner.on_scored = lambda rows: seen.append(torch.from_numpy(rows))
+    else:
+        logits_id = int(artifact.ranks[-1].program["observable"][-1]["id"])  # nothing comes after the LM head
 
-    def observe(entry: dict[str, Any], _layer: int, rows: Any) -> None:
-        if entry["id"] == logits_id:
-            seen.append(torch.from_numpy(rows))
+        def observe(entry: dict[str, Any], _layer: int, rows: Any) -> None:
+            if entry["id"] == logits_id:
+                seen.append(torch.from_numpy(rows))
 
-    runner.set_observer(observe)
+        runner.set_observer(observe)
     engine.score("certificate", [*prompt, 0])  # a token's logits are computed to score the next
     while engine.has_work:
         engine.step()
     engine.take_scores()
-    runner.set_observer(None)
+    if isinstance(runner, DenseRunner):
+        runner.on_scored = None
+    else:
+        runner.set_observer(None)
     return torch.cat(seen)
 
 

@@ -94,7 +94,7 @@ def compile_model(
         str,
         typer.Option(
             "--target",
-            metavar="cpu|cuda:sm_90|reference",
+            metavar="cpu|cuda:sm_90|onnx|reference",
             help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine.",
         ),
     ] = "cpu",

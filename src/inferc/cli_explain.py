@@ -31,7 +31,9 @@ def explain(
         ),
     ],
     device: Annotated[str, typer.Option("--device", metavar="D", help=DEVICES_HELP)] = "cpu",
-    target: Annotated[str | None, typer.Option("--target", metavar="cpu|reference", help="What to lower for.")] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", metavar="cpu|onnx|reference", help="What to lower for.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
     ] = None,

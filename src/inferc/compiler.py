@@ -6,6 +6,7 @@ frontend (capture) → passes (lower) → codegen (kernels, weights, manifest) �
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import platform
 import signal
@@ -44,7 +45,7 @@ from inferc.manifest import CERTIFICATE, COSTS, PROGRAM, json_bytes
 from inferc.passes.expert_placement import Placement, placements
 from inferc.passes.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
-from inferc.passes.plan_memory import SAMPLE_ROWS, MemoryPlan, memory_plan
+from inferc.passes.plan_memory import NO_PLAN, SAMPLE_ROWS, MemoryPlan, memory_plan
 from inferc.passes.user_passes import UserPass, load_passes
 from inferc.program import Program
 from inferc.runtime.abi import detect_isa
@@ -202,11 +203,10 @@ class _Build:
                 each(twin)
             lowered = [twin]
         for own in lowered:
-            plan = memory_plan(own)
             if self.target.device == "cpu":
-                self._emit(own, plan)
+                self._emit(own, memory_plan(own))
             if self.target.device == "cuda":
-                self._emit_cuda(own, plan)
+                self._emit_cuda(own, memory_plan(own))
 
     def _emit(self, program: Program, plan: MemoryPlan) -> CppUnit:
         return emit_cpp(program, plan.values, plan.pools, self.lower_config.kernels, self.lower_config.own_headers)
@@ -265,7 +265,7 @@ class _Build:
 
     def _write_rank(self, rank: RankProgram) -> dict[str, Any]:
         """The kernels and the program of one rank; returns its entry in the manifest."""
-        plan = memory_plan(rank.program)
+        plan = NO_PLAN if self.target.device == "onnx" else memory_plan(rank.program)  # onnxruntime has its own
         libraries: dict[str, str] = {}
         cubins: dict[str, str] = {}
         fields: dict[str, Any] = {"kv_layout": {"order": "canonical"}}
@@ -278,6 +278,8 @@ class _Build:
             cubins, fields = self._write_cubins(step), step.program_json_fields
             of_row = sum(each.get("per_row", 0) for each in step.scratch.values())
             arena = {**arena, "const": arena["const"] + SAMPLE_ROWS * of_row}
+        if self.target.device == "onnx":
+            self._write_onnx(rank.program)
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
         self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
         return program_entry(
@@ -294,6 +296,13 @@ class _Build:
         from inferc.codegen.triton.emit import emit  # and Triton, which no other target needs
 
         return emit(program, plan.values, self.lower_config.kernels)
+
+    def _write_onnx(self, program: Program) -> None:
+        """The model as one ONNX file, which names the weights' files beside it."""
+        from inferc.codegen.onnx.emit import MODEL, emit
+
+        weights = {weight.name: weight for weight in self.writer.weights}
+        self.writer.add(MODEL, emit(program, weights, f"inferc {version('inferc')}", self.lower_config.kernels))
 
     def _write_cubins(self, step: CudaStep) -> dict[str, str]:
         """Compile the kernels for each chip; returns the folder of each."""
@@ -385,7 +394,7 @@ class _Build:
         return certifier
 
     def _certify_kernels(self, certifier: Certifier, artifact: Path) -> None:
-        if self.target.device == "cpu":  # a GPU's kernels are certified where there is one
+        if self.target.device in ("cpu", "onnx"):  # a GPU's kernels are certified where there is one
             self.report("certify the kernels", 0, 1)
             ran_by, logits, greedy = run_kernels(artifact, certifier.certificate.prompts, certifier.greedy_tokens)
             certifier.add_kernels(ran_by, logits, greedy)
@@ -420,6 +429,29 @@ def _check_target(target: Target, config: CompileConfig) -> None:
         raise UnsupportedError(
             f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
         )
+    if target.device == "onnx":
+        _check_onnx(config)
+
+
+def _check_onnx(config: CompileConfig) -> None:
+    if (config.tp, config.pp, config.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            "target onnx: a model is one file for one process; leave out --tp, --pp and --ep, or use --target cpu"
+        )
+    for name, found in (("quantize", config.quantize), ("kv_dtype", config.kv_dtype)):
+        if found not in (None, "auto", "float32", config.dtype):
+            raise UnsupportedError(
+                f"target onnx: --{name.replace('_', '-')} {found} is not built yet; leave it out, or use --target cpu"
+            )
+    if config.dtype == "bfloat16":
+        raise UnsupportedError(
+            "target onnx: --dtype bfloat16, for which onnxruntime has few kernels; leave it out for float32"
+        )
+    if config.block_size != "auto":
+        raise ConfigError("target onnx: --block-size: K and V of a sequence are one block there; leave it out")
+    missing = [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"target onnx needs {', '.join(missing)}; install them: pip install 'inferc[onnx]'")
 
 
 def _ranks(config: CompileConfig) -> Ranks:

@@ -33,13 +33,13 @@ Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
 
 # Words of the command line that name something real which this version does not do: refused by name, not as typos.
 NOT_BUILT = {
-    "target": re.compile(r"onnx|tensorrt(:.*)?"),
+    "target": re.compile(r"tensorrt(:.*)?"),
     "dtype": re.compile(r"float16"),
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"float16|fp8"),
 }
 DEFAULT_BLOCK_SIZE = 32
-DEFAULT_TOKEN_BUDGET = {"cpu": 512, "reference": 512, "cuda": 8192}
+DEFAULT_TOKEN_BUDGET = {"cpu": 512, "reference": 512, "onnx": 512, "cuda": 8192}
 SIZE_UNITS = {
     "": 1,
     "k": 10**3,
@@ -67,7 +67,7 @@ class ContextLength:
 class CompileConfig:
     """How to compile a model. Lengths are in tokens."""
 
-    target: str = "cpu"  # or reference, or cuda:sm_90, or several chips: cuda:sm_90,sm_80
+    target: str = "cpu"  # or onnx, or reference, or cuda:sm_90, or several chips: cuda:sm_90,sm_80
     dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
     quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
     kv_dtype: KVDType | Auto = "auto"  # auto: dtype
@@ -86,7 +86,7 @@ class CompileConfig:
         _check_fields(self)
         if NOT_BUILT["target"].fullmatch(self.target):
             raise UnsupportedError(
-                f"target {self.target!r} is not built yet; available: cpu or cuda:sm_90 or reference"
+                f"target {self.target!r} is not built yet; available: cpu, cuda:sm_90, onnx or reference"
             )
         _check_positive(self, "max_model_len", "block_size", "tp", "pp", "ep")
         if self.redundant_experts and self.expert_loads is None:
@@ -104,19 +104,23 @@ class CompileConfig:
                 f"the checkpoint's dtype is {model_dtype}, which no target computes in;"
                 " give --dtype float32 (keeps every bit) or --dtype bfloat16 (half the memory)"
             )
-        dtype: Any = model_dtype if self.dtype == "auto" else self.dtype
+        # onnxruntime has few kernels for bfloat16 on a CPU.
+        own_dtype = "float32" if self.target == "onnx" else model_dtype
+        dtype: Any = own_dtype if self.dtype == "auto" else self.dtype
         kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype not in (dtype, "int8"):
             raise UnsupportedError(
                 f"kv_dtype {kv_dtype} differs from dtype {dtype}, which is not built; leave it out or use int8"
             )
+        max_model_len = self._resolve_length(context)
+        block_size = DEFAULT_BLOCK_SIZE if self.block_size == "auto" else self.block_size
         resolved = ResolvedCompileConfig(
             target=self.target,
             dtype=dtype,
             quantize=self.quantize,
             kv_dtype=kv_dtype,
-            max_model_len=self._resolve_length(context),
-            block_size=DEFAULT_BLOCK_SIZE if self.block_size == "auto" else self.block_size,
+            max_model_len=max_model_len,
+            block_size=max_model_len if self.target == "onnx" else block_size,  # of which a sequence has one
             certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
             allow_drift=self.allow_drift,
             passes=tuple(os.path.basename(pass_spec(each)) for each in self.passes),  # no paths in an artifact

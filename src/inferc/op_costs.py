@@ -333,6 +333,29 @@ def _kv_write(call: Call) -> None:
     _write_cache(call, call.value("k").shape[0])
 
 
+def _dense_write(call: Call) -> None:
+    """Of the cache, only the new positions are written."""
+    call.read("cache")
+    cache = call.value("cache")
+    row = int(cache.shape[1]) * int(cache.shape[3]) * cache.dtype.itemsize
+    add(call.cache, times(call.sizes.elements((call.value("x").shape[0],)), row))
+
+
+def _dense_attention(call: Call) -> None:
+    call.read("k_cache", "v_cache")
+    call.write()
+    k, v = call.value("k_cache"), call.value("v_cache")
+    key_dim, value_dim = int(k.shape[3]), int(v.shape[3])
+    _attend(call, key_dim, value_dim, int(k.shape[1]) * (key_dim + value_dim) * k.dtype.itemsize)
+
+
+def _dense_latent_attention(call: Call) -> None:
+    call.read("cache")
+    call.write()
+    cache = call.value("cache")
+    _attend(call, int(cache.shape[3]), int(call.arguments["v_dim"]), int(cache.shape[3]) * cache.dtype.itemsize)
+
+
 def _linear_silu_mul(call: Call) -> None:
     """The products of gate and up, and what makes one of both."""
     call.read()
@@ -390,6 +413,9 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.paged_attention": _paged_attention,
     "inferc.latent_attention": _latent_attention,
     "inferc.latent_write": _latent_write,
+    "inferc.dense_write": _dense_write,
+    "inferc.dense_attention": _dense_attention,
+    "inferc.dense_latent_attention": _dense_latent_attention,
     "inferc.kv_write": _kv_write,
     "inferc.norm_rope_kv_write": _kv_write,
     "inferc.rope_kv_write": _kv_write,
@@ -400,7 +426,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.linear_w8a8": Matmul("x"),
     "inferc.linear_w4a8": Matmul("x"),
 }
-"""How an op's cost is made where the default is not it. Every op that takes a `kv_cache` must be here."""
+"""How an op's cost is made where the default is not it. Every op that takes a cache must be here."""
 
 
 def op_cost(node: fx.Node, sizes: Sizes) -> OpCost | None:

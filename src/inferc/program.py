@@ -187,6 +187,22 @@ def name_of(node: fx.Node) -> str:
     return str(node.meta.get("name", node.name))
 
 
+def arguments(node: fx.Node) -> list[Any]:
+    """All arguments of a call in the order of its schema, defaults filled in."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [*node.args, *node.kwargs.values()]
+    given = list(node.args)
+    for parameter in node.target._schema.arguments[len(given) :]:
+        given.append(node.kwargs.get(parameter.name, parameter.default_value))
+    return given
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op's call by their names in its schema, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    return dict(zip((each.name for each in schema.arguments), arguments(node), strict=True))
+
+
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """`nodes` and all that they are computed from."""
     found: set[fx.Node] = set()

@@ -16,6 +16,7 @@ from inferc.program import Program
 from inferc.weights import TensorReader, read_whole
 
 IN_PLACE: dict[Any, Callable[..., Any]] = {
+    torch.ops.inferc.dense_write.default: ops.dense_write_in_place,
     torch.ops.inferc.kv_write.default: ops.kv_write_in_place,
     torch.ops.inferc.latent_write.default: ops.latent_write_in_place,
     torch.ops.inferc.norm_rope_kv_write.default: ops.norm_rope_kv_write_in_place,
@@ -124,6 +125,67 @@ class Batch:
         return dict(zip(new, parts))
 
 
+def has_dense_cache(program: Program) -> bool:
+    """Whether its step reads a cache of whole sequences (`DenseKVCache`)."""
+    return any(node.name == "starts" for node in program.inputs())
+
+
+def new_dense_caches(program: Program, num_seqs: int, capacity: int) -> dict[str, Tensor]:
+    """The zeroed caches of a dense program by their inputs' names, each [num_seqs, heads, capacity, head_dim]."""
+    return {
+        node.name: torch.zeros((num_seqs, value.shape[1], capacity, value.shape[3]), dtype=value.dtype)
+        for node in program.inputs()
+        if (value := node.meta["val"]).dim() == 4
+    }
+
+
+def dense_inputs(
+    token_ids: Sequence[Sequence[int]], starts: Sequence[int], caches: dict[str, Tensor], all_rows: bool = True
+) -> dict[str, Tensor]:
+    """One call of a dense program: equally many new tokens of each sequence, behind the `starts` tokens that it has."""
+    count, first = len(token_ids[0]), torch.tensor(starts)
+    rows = torch.arange(len(starts) * count)
+    return {
+        "token_ids": torch.tensor([token for each in token_ids for token in each], dtype=torch.int32),
+        "positions": (first[:, None] + torch.arange(count)).flatten(),
+        "starts": first,
+        "seq_lens": first + count,
+        "logits_rows": (rows if all_rows else rows[count - 1 :: count]).to(torch.int32),
+        **caches,
+    }
+
+
+class DenseBatch:
+    """The same over a dense cache: sequences with equally many new tokens are one call."""
+
+    def __init__(self, program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> None:
+        self.program, self.read_weight = program, read_weight
+        self.caches = new_dense_caches(program, num_seqs, max_len)
+        self.lengths = [0] * num_seqs
+
+    def step(self, new: dict[int, Sequence[int]], all_rows: bool = True) -> dict[int, Tensor]:
+        """As `Batch.step`."""
+        by_length: dict[int, list[int]] = {}
+        for seq, ids in new.items():
+            by_length.setdefault(len(ids), []).append(seq)
+        found: dict[int, Tensor] = {}
+        for count, seqs in by_length.items():
+            caches = {name: cache[seqs] for name, cache in self.caches.items()}
+            inputs = dense_inputs([new[seq] for seq in seqs], [self.lengths[seq] for seq in seqs], caches, all_rows)
+            _, logits = run_step(self.program, inputs, self.read_weight)
+            for name, cache in self.caches.items():
+                cache[seqs] = caches[name]
+            for seq in seqs:
+                self.lengths[seq] += count
+            found.update(zip(seqs, logits.split(count if all_rows else 1), strict=True))
+        return {seq: found[seq] for seq in new}
+
+
+def new_batch(program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> Batch | DenseBatch:
+    """For the cache that the program has."""
+    return (DenseBatch if has_dense_cache(program) else Batch)(program, read_weight, num_seqs, max_len)
+
+
 def run_lowered(
     program: Program, read_weight: ReadWeight, prompts: Sequence[Sequence[int]], chunk_size: int | None = None
 ) -> list[Tensor]:
@@ -132,7 +194,7 @@ def run_lowered(
     With `chunk_size`, every step computes at most that many tokens of each prompt.
     """
     longest = max(len(prompt) for prompt in prompts)
-    batch = Batch(program, read_weight, len(prompts), longest)
+    batch = new_batch(program, read_weight, len(prompts), longest)
     out: list[list[Tensor]] = [[] for _ in prompts]
     step = chunk_size or longest
     for start in range(0, longest, step):
@@ -146,7 +208,7 @@ def generate_greedy(
     program: Program, read_weight: ReadWeight, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
     """`num_tokens` greedy tokens after each prompt; of equal logits the lowest id wins."""
-    batch = Batch(program, read_weight, len(prompts), max(map(len, prompts)) + num_tokens)
+    batch = new_batch(program, read_weight, len(prompts), max(map(len, prompts)) + num_tokens)
     new: dict[int, Sequence[int]] = dict(enumerate(prompts))
     out: list[list[int]] = [[] for _ in prompts]
     for _ in range(num_tokens):

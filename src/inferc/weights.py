@@ -201,9 +201,26 @@ class Layout:
         return x.view(*lead, panels, PANEL, units, self.k_unit).transpose(-2, -3).contiguous()
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """The two halves of axis n, [..., 2 n, k], row by row in turn: gate 0, up 0, gate 1, up 1, …"""
+
+    name: str
+
+    def physical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def pack(self, x: Tensor) -> Tensor:
+        *lead, rows, k = x.shape
+        return x.view(*lead, 2, rows // 2, k).transpose(-2, -3).reshape(x.shape)
+
+
 # panel16_k1: float32. panel16_k2: bfloat16, pairs along k as AVX-512 and AMX dot products want them; panel16_k4: int8,
-# in fours for the same reason.
-LAYOUTS: dict[str, Layout] = {f"panel16_k{unit}": Layout(f"panel16_k{unit}", unit) for unit in (1, 2, 4)}
+# in fours for the same reason. pairs: as onnxruntime's experts read gate and up.
+LAYOUTS: dict[str, Layout | Pairs] = {
+    **{f"panel16_k{unit}": Layout(f"panel16_k{unit}", unit) for unit in (1, 2, 4)},
+    "pairs": Pairs("pairs"),
+}
 
 
 def physical_shape(weight: Weight) -> tuple[int, ...]:

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import TOKENS, Example, example, random, rows
-from paged import IDS, model, run_paged
+from graphs import TOKENS, Example, example, random
+from paged import IDS, model, run_paged, sharing
 from random_models import SIZES
 
 from inferc.errors import UnsupportedError
@@ -73,35 +73,6 @@ def test_layers_of_one_window_form_a_group() -> None:
     assert groups == [("window", 2, (0, 2)), ("full", 0, (1,)), ("chunk", 2, (3,))]
     assert [node.name for node in made.program.inputs()][-3:] == ["slot_mapping_2", "block_table_2", "kv_cache_2"]
     torch.testing.assert_close(run_paged(made, 2), before)
-
-
-def sharing(*masks: tuple[str, int], is_computed_again: bool = False, scale_v: float | None = None) -> Example:
-    """Attentions over the K and V of the first layer, each with queries and a mask of its own."""
-
-    def graph(token_ids: Any, positions: Any, embed: Any, table: Any) -> Any:
-        x = aten.embedding.default(embed, token_ids)
-
-        def kv() -> tuple[Any, Any]:
-            k = aten.view.default(aten.slice.Tensor(x, -1, 0, 8), [-1, 2, 4])
-            return inferc.rope.default(k, table), aten.view.default(aten.slice.Tensor(x, -1, 8, 16), [-1, 2, 4])
-
-        k, v = kv()
-        out, hidden = x, []
-        for index, (mask, window) in enumerate(masks):
-            if index and is_computed_again:
-                k, v = kv()
-            if index and scale_v is not None:
-                v = aten.mul.Tensor(v, scale_v)
-            q = inferc.rope.default(aten.view.default(out, [-1, 4, 4]), table)
-            attended = inferc.attention.default(q, k, v, None, 0.5, mask, window, 0.0)
-            out = aten.mul.Tensor(aten.view.default(attended, [-1, 16]), 1.5)
-            hidden.append(out)
-        return aten.cat.default(hidden, -1)
-
-    made = example(graph, {**IDS, "table": rows(4, seed=5)}, {"embed": random(7, 16)})
-    for index, node in enumerate(node for node in made.program.graph.nodes if node.name.startswith("attention")):
-        node.meta["layer"] = index
-    return made
 
 
 @pytest.mark.parametrize("is_computed_again", [False, True])

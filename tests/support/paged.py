@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from graphs import TOKENS, Example, example, random
+from graphs import TOKENS, Example, example, random, rows
 
 from inferc.reference import IN_PLACE, Chunk, new_kv_caches, step_inputs
 
@@ -34,6 +34,35 @@ def model(*kinds: tuple[str, int]) -> Example:
     for node in made.program.graph.nodes:
         if "at" in node.meta:
             node.meta["layer"] = node.meta["at"]
+    return made
+
+
+def sharing(*masks: tuple[str, int], is_computed_again: bool = False, scale_v: float | None = None) -> Example:
+    """Attentions over the K and V of the first layer, each with queries and a mask of its own."""
+
+    def graph(token_ids: Any, positions: Any, embed: Any, table: Any) -> Any:
+        x = aten.embedding.default(embed, token_ids)
+
+        def kv() -> tuple[Any, Any]:
+            k = aten.view.default(aten.slice.Tensor(x, -1, 0, 8), [-1, 2, 4])
+            return inferc.rope.default(k, table), aten.view.default(aten.slice.Tensor(x, -1, 8, 16), [-1, 2, 4])
+
+        k, v = kv()
+        out, hidden = x, []
+        for index, (mask, window) in enumerate(masks):
+            if index and is_computed_again:
+                k, v = kv()
+            if index and scale_v is not None:
+                v = aten.mul.Tensor(v, scale_v)
+            q = inferc.rope.default(aten.view.default(out, [-1, 4, 4]), table)
+            attended = inferc.attention.default(q, k, v, None, 0.5, mask, window, 0.0)
+            out = aten.mul.Tensor(aten.view.default(attended, [-1, 16]), 1.5)
+            hidden.append(out)
+        return aten.cat.default(hidden, -1)
+
+    made = example(graph, {**IDS, "table": rows(4, seed=5)}, {"embed": random(7, 16)})
+    for index, node in enumerate(node for node in made.program.graph.nodes if node.name.startswith("attention")):
+        node.meta["layer"] = index
     return made
 
 

@@ -16,7 +16,7 @@ from inferc.codegen.triton.sampling.process_logits import apply_lists, penalize
 from inferc.codegen.triton.sampling.report_logprobs import report_logprobs
 from inferc.codegen.triton.sampling.row_parts import row_parts
 from inferc.codegen.triton.source import Source
-from inferc.runtime.reference_runner import _logprobs, _processed, sample_row
+from inferc.runtime.host_sampler import _logprobs, _processed, sample_row
 from inferc.runtime.step import F32, I32, SampleRows
 
 Launch = Callable[[Source, dict[str, int], dict[str, Tensor]], None]  # of a kernel, over counts, by names of arguments
@@ -76,7 +76,7 @@ class SampledStep:
         if rows.min_p[row] > 1:  # the most likely token, to which the oracle has no answer
             rows = replace(rows, temperature=np.zeros_like(rows.temperature))
         with np.errstate(over="ignore", invalid="ignore"):
-            return sample_row(rows, row, self.logits_without_nan(row), *seen)
+            return sample_row(rows, row, self.logits_without_nan(row), *seen)[0]
 
     def sources(self) -> dict[str, Source]:
         vocab, sizes = self.vocab, self.sizes

@@ -315,23 +315,39 @@ def _attend(
     softcap: float,
 ) -> Tensor:
     """Attention over keys and values [num_blocks, block_size, num_kv_heads, …], of which values `v_dim` elements count."""
-    block_size, num_kv_heads = keys.shape[1:3]
-    groups = q.shape[1] // num_kv_heads
+    block_size = keys.shape[1]
     out = q.new_empty((*q.shape[:2], v_dim))
     for seq in range(seq_lens.shape[0]):
         start, end, length = int(query_start_loc[seq]), int(query_start_loc[seq + 1]), int(seq_lens[seq])
         blocks = block_table[seq, : -(-length // block_size)].long()
-        k, v = (
-            loaded_rows(cached[blocks]).flatten(0, 1)[:length].repeat_interleave(groups, 1).transpose(0, 1)
-            for cached in (keys, values)
-        )
-        scores = torch.matmul(q[start:end].float().transpose(0, 1), k.transpose(1, 2)) * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        positions = torch.arange(length, device=q.device)
-        seen = visible(positions[length - (end - start) :], positions, mask, window)
-        scores = scores.masked_fill(~seen, float("-inf"))
-        # What no query sees may lie in block 0, where anything is: 0 * NaN would be NaN.
-        v = v[..., :v_dim].masked_fill(~seen.any(0)[:, None], 0.0)
-        out[start:end] = _softmax(scores, sinks).matmul(v).transpose(0, 1).to(q.dtype)
+        k, v = (loaded_rows(cached[blocks]).flatten(0, 1)[:length].transpose(0, 1) for cached in (keys, values))
+        out[start:end] = attend_to(q[start:end], k, v[..., :v_dim], sinks, scale, mask, window, softcap)
     return out
+
+
+def attend_to(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    mask: str,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """What the last queries of one sequence make of all its keys and values.
+
+    q [num_queries, num_heads, head_dim]; k, v float32 [num_kv_heads, length, …]; result [num_queries, num_heads, v_dim] in q's
+    dtype.
+    """
+    length, groups = k.shape[1], q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    scores = torch.matmul(q.float().transpose(0, 1), k.transpose(1, 2)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    positions = torch.arange(length, device=q.device)
+    seen = visible(positions[length - len(q) :], positions, mask, window)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    # What no query sees may lie in block 0, where anything is: 0 * NaN would be NaN.
+    v = v.masked_fill(~seen.any(0)[:, None], 0.0)
+    return _softmax(scores, sinks).matmul(v).transpose(0, 1).to(q.dtype)

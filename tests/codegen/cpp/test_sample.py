@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from inferc.codegen.cpp.emit import sample_row_bytes
 from inferc.manifest import align
 from inferc.runtime import abi
-from inferc.runtime.reference_runner import sample_row, uniform
+from inferc.runtime.host_sampler import sample_row, uniform
 from inferc.runtime.step import F32, SampleRows, TokenLists
 
 VOCAB = 1003
@@ -321,7 +321,7 @@ def test_every_filter_draws_what_numpy_does(kernels: Kernels, size: int) -> None
             assert not found.failed.any()
             with np.errstate(over="ignore", under="ignore"):
                 p = np.exp((logits - logits.max()) / np.float32(fields["temperature"])).astype(np.float64)
-                equal += [sample_row(rows, row, logits, *nothing) == found.token[row] for row in range(len(rows))]
+                equal += [sample_row(rows, row, logits, *nothing)[0] == found.token[row] for row in range(len(rows))]
             ends = np.cumsum(np.where(kept := kept_by_sorting(logits, p, fields), p, 0.0))
             slack = 1e-5 * ends[-1]
             for counter, token in enumerate(found.token):

@@ -1,0 +1,75 @@
+"""Lowered Program over a dense KV cache → one ONNX model, whose weights are the artifact's own files.
+
+Inputs and outputs are the program's, and the caches once more: `k_cache_3` comes back as `k_cache_3.out`, which a caller binds to
+the same memory, so that TensorScatter writes in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+import onnx_ir as ir
+from torch import fx
+
+from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
+from inferc.codegen.onnx import calls
+from inferc.codegen.onnx.graph import OPSET, OnnxGraph
+from inferc.codegen.values import outputs
+from inferc.manifest import StoredWeight
+from inferc.program import Program, target_name
+
+IR_VERSION = 11
+DOMAINS = {"": OPSET, "com.microsoft": 1}
+ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
+MODEL = "model.onnx"
+
+
+def emit(
+    program: Program, weights: Mapping[str, StoredWeight], producer: str, kernels: Sequence[Kernel] = KERNELS
+) -> bytes:
+    """The model. weights: by the program's names, where they lie beside it."""
+    graph = build(program, weights, kernels)
+    hidden, logits = outputs(program)
+    assert logits is not None, "the ranks of a pipeline are not exported"
+    results = {"hidden": hidden, "logits": logits}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and target_name(node.target) == "inferc.dense_write":
+            results[f"{node.args[0].name}.out"] = node
+    return serialized(graph, results, producer)
+
+
+def build(program: Program, weights: Mapping[str, StoredWeight], kernels: Sequence[Kernel] = KERNELS) -> OnnxGraph:
+    """Every node of the program as ONNX ops."""
+    graph = OnnxGraph(program, weights)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            graph.input(node)
+        elif node.op == "call_function":
+            call = ALIASES.get(target_name(node.target))
+            if needs_kernel(node):
+                call = chosen_kernel(node, "onnx", tuple(kernels)).load_emit()
+            assert call is not None
+            graph.emit(node, call)
+    return graph
+
+
+def serialized(graph: OnnxGraph, results: Mapping[str, fx.Node], producer: str) -> bytes:
+    """The file of a model with these results, by the names that they are to have."""
+    values = []
+    for name, node in results.items():
+        value = graph.value(node)
+        value.name = graph.unique(name)
+        values.append(value)
+    made = ir.Graph(
+        graph.inputs,
+        values,
+        nodes=graph.tape.nodes,
+        initializers=graph.initializers,
+        opset_imports={domain: DOMAINS[domain] for domain in sorted(graph.domains)},
+        name=graph.program.name,
+    )
+    producer_name, _, version = producer.partition(" ")
+    model = ir.Model(made, ir_version=IR_VERSION, producer_name=producer_name, producer_version=version)
+    proto: onnx.ModelProto = ir.serde.serialize_model(model)
+    return proto.SerializeToString(deterministic=True)

@@ -1,0 +1,145 @@
+"""Mixtures of experts: the routing by the standard's ops, the experts by onnxruntime's where it has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from inferc.codegen.onnx.graph import OnnxGraph
+from inferc.program import named_arguments
+
+MICROSOFT = "com.microsoft"
+
+
+def moe_routing(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
+    """(expert ids int32, weights float32), each [num_tokens, top_k]; of equals TopK takes the lower id, as we do."""
+    named = named_arguments(node)
+    router, score, top_k = named["router_logits"], named["score"], int(named["top_k"])
+    logits = graph.cast(graph.value(router), router.meta["val"].dtype, torch.float32)
+    scores = logits
+    if score in ("softmax", "sigmoid"):
+        scores = graph.op("Softmax", logits, axis=1) if score == "softmax" else graph.op("Sigmoid", logits)
+    choice = scores
+    if (bias := named["bias"]) is not None:
+        choice = graph.op("Add", scores, graph.cast(graph.value(bias), bias.meta["val"].dtype, torch.float32))
+    if named["num_groups"] > 1:
+        num_experts = int(router.meta["val"].shape[1])
+        choice = _of_best_groups(
+            graph, choice, num_experts, named["num_groups"], named["topk_groups"], named["group_score"]
+        )
+    _, ids = graph.ops("TopK", choice, graph.constant([top_k]), count=2, axis=1, largest=1, sorted=1)
+    weights = graph.op("GatherElements", scores, ids, axis=1)
+    if score == "chosen_softmax":
+        weights = graph.op("Softmax", weights, axis=1)
+    if score == "chosen_sigmoid":
+        weights = graph.op("Sigmoid", weights)
+    if named["renormalize"]:
+        weights = graph.op("Div", weights, graph.op("ReduceSum", weights, graph.constant([1]), keepdims=1))
+    if named["scale"] != 1.0:
+        weights = graph.op("Mul", weights, graph.constant(named["scale"], np.float32))
+    return graph.op("Cast", ids, to=ir.DataType.INT32.value), weights
+
+
+def _of_best_groups(
+    graph: OnnxGraph, choice: ir.Value, num_experts: int, num_groups: int, topk_groups: int, group_score: str
+) -> ir.Value:
+    """Scores [num_tokens, num_experts], those outside of the best groups -inf."""
+    groups = graph.reshape(choice, -1, num_groups, num_experts // num_groups)
+    if group_score == "max":
+        best = graph.op("ReduceMax", groups, graph.constant([2]), keepdims=0)
+    else:
+        two, _ = graph.ops("TopK", groups, graph.constant([2]), count=2, axis=2, largest=1, sorted=1)
+        best = graph.op("ReduceSum", two, graph.constant([2]), keepdims=0)
+    _, kept = graph.ops("TopK", best, graph.constant([topk_groups]), count=2, axis=1, largest=1, sorted=1)
+    dropped = graph.op("Expand", graph.constant(-math.inf, np.float32), graph.op("Shape", best))
+    zeros = graph.op("Expand", graph.constant(0.0, np.float32), graph.op("Shape", kept))
+    penalty = graph.op("ScatterElements", dropped, kept, zeros, axis=1)
+    return graph.reshape(graph.op("Add", groups, graph.op("Unsqueeze", penalty, graph.constant([2]))), -1, num_experts)
+
+
+def moe_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """onnxruntime's MoE, which routes by itself: it is given logits whose softmax over all experts are our weights, but for
+    their sum, by which the result is multiplied."""
+    named = named_arguments(node)
+    x, num_experts = named["x"], int(named["gate_up"].meta["val"].shape[0])
+    ids = graph.op("Cast", graph.value(named["expert_ids"]), to=ir.DataType.INT64.value)
+    weights = graph.value(named["expert_weights"])
+    total = graph.op("ReduceSum", weights, graph.constant([1]), keepdims=1)
+    rows = graph.op("Shape", graph.value(x), start=0, end=1)
+    shape = graph.op("Concat", rows, graph.constant([num_experts]), axis=0)
+    nowhere = graph.op("Expand", graph.constant(-1e9, np.float32), shape)
+    logits = graph.op("ScatterElements", nowhere, ids, graph.op("Log", weights), axis=1)
+    is_clamped = named["activation"] == "swiglu_clamped"
+    limit: dict[str, Any] = {"swiglu_limit": float(named["limit"])} if is_clamped else {}
+    bias = named["gate_up_bias"]
+    made = graph.op(
+        *("MoE", graph.value(x), logits, graph.value(named["gate_up"])),
+        None if bias is None else _pairs(graph, bias),
+        graph.value(named["down"]),
+        graph.value(named["down_bias"]),
+        domain=MICROSOFT,
+        activation_type="swiglu",
+        swiglu_fusion=1,
+        k=int(named["expert_ids"].meta["val"].shape[1]),
+        normalize_routing_weights=0,
+        activation_alpha=float(named["alpha"]) if is_clamped else 1.0,
+        activation_beta=1.0 if is_clamped else 0.0,
+        **limit,
+    )
+    return graph.op("Mul", made, total)
+
+
+def _pairs(graph: OnnxGraph, bias: fx.Node) -> ir.Value:
+    """[experts, 2 n] with gate and up in turn, as the weights lie; made once, as the model is loaded."""
+    experts, size = (int(each) for each in bias.meta["val"].shape)
+    halves = graph.reshape(graph.value(bias), experts, 2, size // 2)
+    return graph.reshape(graph.op("Transpose", halves, perm=[0, 2, 1]), experts, size)
+
+
+def all_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """Every expert on every token, weighed by 0 where it was not chosen: what no op of onnxruntime's does otherwise."""
+    named = named_arguments(node)
+    x, gate_up, down = named["x"], named["gate_up"], named["down"]
+    dtype = x.meta["val"].dtype
+    num_experts = int(gate_up.meta["val"].shape[0])
+
+    def wide(each: fx.Node) -> ir.Value:
+        return graph.cast(graph.value(each), each.meta["val"].dtype, torch.float32)
+
+    ids = graph.op("Cast", graph.value(named["expert_ids"]), to=ir.DataType.INT64.value)
+    rows = graph.op("Shape", graph.value(x), start=0, end=1)
+    shape = graph.op("Concat", rows, graph.constant([num_experts]), axis=0)
+    zeros = graph.op("Expand", graph.constant(0.0, np.float32), shape)
+    share = graph.op("ScatterElements", zeros, ids, graph.value(named["expert_weights"]), axis=1)
+    share = graph.op("Unsqueeze", graph.op("Transpose", share, perm=[1, 0]), graph.constant([2]))  # [experts, T, 1]
+    taken = graph.op("Unsqueeze", wide(x), graph.constant([0]))
+    if named["scale_input"]:
+        taken = graph.op("Mul", taken, share)
+    product = graph.op("MatMul", taken, graph.op("Transpose", wide(gate_up), perm=[0, 2, 1]))
+    if (bias := named["gate_up_bias"]) is not None:
+        product = graph.op("Add", product, graph.op("Unsqueeze", wide(bias), graph.constant([1])))
+    gate, up = graph.ops("Split", product, count=2, axis=2, num_outputs=2)
+    hidden = _activated(graph, gate, up, named["activation"], named["alpha"], named["limit"])
+    result = graph.op("MatMul", hidden, graph.op("Transpose", wide(down), perm=[0, 2, 1]))
+    if (bias := named["down_bias"]) is not None:
+        result = graph.op("Add", result, graph.op("Unsqueeze", wide(bias), graph.constant([1])))
+    if not named["scale_input"]:
+        result = graph.op("Mul", result, share)
+    return graph.cast(graph.op("ReduceSum", result, graph.constant([0]), keepdims=0), torch.float32, dtype)
+
+
+def _activated(graph: OnnxGraph, gate: ir.Value, up: ir.Value, activation: str, alpha: float, limit: float) -> ir.Value:
+    if activation == "swiglu_clamped":
+        most, least = graph.constant(limit, np.float32), graph.constant(-limit, np.float32)
+        gate, up = graph.op("Min", gate, most), graph.op("Max", graph.op("Min", up, most), least)
+        scaled = graph.op("Mul", gate, graph.constant(alpha, np.float32))
+        active = graph.op("Mul", gate, graph.op("Sigmoid", scaled))
+        return graph.op("Mul", active, graph.op("Add", up, graph.constant(1.0, np.float32)))
+    if activation == "silu":
+        return graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
+    return graph.op("Mul", graph.op("Gelu", gate, approximate="tanh" if activation == "gelu_tanh" else "none"), up)

@@ -1,0 +1,276 @@
+"""Steps over a dense KV cache, for runtimes that take sequences of equally many tokens and know no block tables.
+
+A sequence's K and V lie in the row of its slot. A step becomes calls: one for each sequence that brings several tokens, one for
+those that bring one each, over the rows from the first of them to the last. Rows in between that have no part in it get a token
+whose K and V lie behind their own, where the next one of theirs will.
+
+The rows have room for `capacity` tokens, which is doubled when a sequence needs it and halved when none does: runtimes
+attend to all of a row and mask what is not there, so room costs time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.config import ResolvedEngineConfig
+from inferc.errors import RequestError
+from inferc.runtime.host_sampler import HostSampler, log_softmax
+from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult
+from inferc.runtime.step_limits import outside
+
+log = logging.getLogger(__name__)
+
+MIN_CAPACITY = 64
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class CacheInput:
+    """One of the program's caches: [num_seqs, heads, capacity, head_dim]."""
+
+    name: str
+    num_heads: int
+    head_dim: int
+    dtype: np.dtype[Any]
+
+
+class DenseModel(Protocol):
+    """What runs the calls. Caches are written in place."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, inputs: Mapping[str, Array], caches: Mapping[str, Array]) -> tuple[Array, F32]:
+        """(hidden [rows, hidden_size], logits float32 [rows, vocab_size])."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """Some of a step's sequences: where they lie, and which of the step's rows they bring.
+
+    first, count: rows of the cache; starts [count]: tokens each row has; tokens, rows: indices into the step's tokens and
+    logits rows, or -1 for the token of a row that has no part in it.
+    """
+
+    first: int
+    count: int
+    starts: I64
+    tokens: I64
+
+
+class DenseRunner:
+    """A runner of a dense program. Steps run in a thread of their own, in the order of `submit`.
+
+    free_slots: of the scheduler, if it has one: what lies in the rows of others has to be kept.
+    """
+
+    def __init__(
+        self,
+        model: DenseModel,
+        caches: Sequence[CacheInput],
+        config: ResolvedEngineConfig,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self._model, self._cache_inputs, self._max_model_len = model, tuple(caches), max_model_len
+        self.vocab_size = vocab_size
+        self.free_slots: Sequence[int] = ()
+        self.on_scored: Callable[[F32], None] | None = None  # gets the logits of what is scored
+        self._sampler = HostSampler(config.max_num_seqs, vocab_size)
+        self._lengths = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot's sequence, once all is run
+        self._capacity = 0  # that the caches will have, once all is run
+        self._num_rows = 0
+        self._caches: dict[str, Array] = {}
+        # Slots with a NaN, which would reach the next sequence: what is masked is multiplied by 0.
+        self._broken: set[int] = set()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="inferc-step", daemon=True)
+        self._worker.start()
+
+    @property
+    def name(self) -> str:
+        """Of what runs the model, for people."""
+        return self._model.name
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def submit(self, plan: StepPlan) -> None:
+        calls, resize = self._prepare(plan)
+        self._jobs.put(lambda: self._results.put(self._run(plan, calls, resize)))
+
+    def wait(self) -> StepResult:
+        return self._results.get()
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        if len(target_ids) != len(plan.logits_rows) or outside(target_ids, self.vocab_size):
+            raise RequestError(
+                f"score: {len(target_ids)} target ids for {len(plan.logits_rows)} rows, or one out of range"
+            )
+        _, logits = self.rows_of(plan)
+        if self.on_scored is not None:
+            self.on_scored(logits)
+        rows = np.arange(len(target_ids))
+        return log_softmax(logits)[rows, target_ids].astype(np.float32), logits.argmax(1).astype(np.int32)
+
+    def embed(self, plan: StepPlan) -> F32:
+        hidden, _ = self.rows_of(plan)
+        return hidden.astype(np.float32)
+
+    def rows_of(self, plan: StepPlan) -> tuple[Array, F32]:
+        """(hidden, logits) of the plan's logits rows; runs the step."""
+        calls, resize = self._prepare(plan)
+        return self._call(lambda: self._rows(plan, calls, resize))  # type: ignore[no-any-return]
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        self._lengths[slot] = 0
+        self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
+
+    def close(self) -> None:
+        if self._worker.is_alive():
+            self._jobs.put(None)
+            self._worker.join()
+            self._model.close()
+
+    # ------------------------------------------------------------------------------------- where things lie
+
+    def _prepare(self, plan: StepPlan) -> tuple[list[Call], tuple[int, int] | None]:
+        """The step's calls, and the rows and the capacity that the caches are to have first, if others."""
+        self._lengths[list(self.free_slots)] = 0
+        self._lengths[plan.seq_slots] = plan.seq_lens
+        calls = calls_of(plan, self._lengths, self._max_model_len)
+        rows, capacity = self._num_rows, self._capacity
+        rows = max(rows, int(plan.seq_slots.max()) + 1)
+        # One more, for the token of a row that has no part in a call; a sequence that can grow no more will not read it.
+        needed = min(int(self._lengths.max()) + 1, self._max_model_len)
+        if not capacity or needed > capacity or needed * 4 <= capacity:
+            capacity = min(max(MIN_CAPACITY, 1 << (needed - 1).bit_length()), self._max_model_len)
+        if (rows, capacity) == (self._num_rows, self._capacity):
+            return calls, None
+        self._num_rows, self._capacity = rows, capacity
+        return calls, (rows, capacity)
+
+    def _resize(self, rows: int, capacity: int) -> None:
+        for each in self._cache_inputs:
+            before = self._caches.get(each.name)
+            made = np.zeros((rows, each.num_heads, capacity, each.head_dim), each.dtype)
+            if before is not None:
+                both = min(before.shape[2], capacity)
+                made[: len(before), :, :both] = before[:, :, :both]
+            self._caches[each.name] = made
+
+    # ------------------------------------------------------------------------------------------ the worker
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # a step must answer: whoever waits for it would wait forever
+                log.exception("step failed")
+                self._results.put(StepResult(np.zeros(0, np.int32), error=str(error)))
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Run in the worker, after what is queued, and return its result here."""
+        done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def job() -> None:
+            try:
+                done.put((function(), None))
+            except Exception as error:  # noqa: BLE001  (raised again in the caller's thread)
+                done.put((None, error))
+
+        self._jobs.put(job)
+        result, error = done.get()
+        if error is not None:
+            raise error
+        return result
+
+    def _reset(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None) -> None:
+        self._sampler.reset_slot(slot, prompt_ids, output_ids)
+        if slot in self._broken:
+            self._broken.remove(slot)
+            for cache in self._caches.values():
+                cache[slot] = 0.0
+
+    def _run(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> StepResult:
+        _, logits = self._rows(plan, calls, resize)
+        result = self._sampler.sample(plan, logits)
+        if result.failed is not None:
+            self._broken |= set(plan.sample.seq_slots[result.failed].tolist())
+        return result
+
+    def _rows(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> tuple[Array, F32]:
+        if resize is not None:
+            self._resize(*resize)
+        token_ids = self._sampler.token_ids(plan)
+        found: list[tuple[I64, Array, F32]] = []
+        for call in calls:
+            inputs, rows = call_inputs(plan, call, token_ids)
+            last = call.first + call.count
+            caches = {name: cache[call.first : last] for name, cache in self._caches.items()}
+            hidden, logits = self._model(inputs, caches)
+            found.append((rows, hidden, logits))
+        order = np.argsort(np.concatenate([rows for rows, _, _ in found]), kind="stable")
+        hidden_rows = np.concatenate([hidden for _, hidden, _ in found])[order]
+        return hidden_rows, np.concatenate([logits for _, _, logits in found])[order]
+
+
+def calls_of(plan: StepPlan, lengths: I64, max_model_len: int) -> list[Call]:
+    """The calls of a step. lengths [num_slots]: tokens of each slot's sequence behind it."""
+    new = np.diff(plan.query_start_loc)
+    calls = []
+    for seq in np.flatnonzero(new > 1).tolist():
+        start, end = int(plan.query_start_loc[seq]), int(plan.query_start_loc[seq + 1])
+        starts = np.array([int(plan.seq_lens[seq]) - (end - start)])
+        calls.append(Call(int(plan.seq_slots[seq]), 1, starts, np.arange(start, end)))
+    ones = np.flatnonzero(new == 1)
+    ones = ones[np.argsort(plan.seq_slots[ones], kind="stable")]
+    for seqs in _runs(ones, plan.seq_slots[ones].astype(np.int64)):
+        slots = plan.seq_slots[seqs].astype(np.int64)
+        first, count = int(slots[0]), int(slots[-1] - slots[0]) + 1
+        starts = np.minimum(lengths[first : first + count], max_model_len - 1)
+        tokens = np.full(count, -1, np.int64)
+        starts[slots - first] = plan.seq_lens[seqs] - 1
+        tokens[slots - first] = plan.query_start_loc[seqs]
+        calls.append(Call(first, count, starts, tokens))
+    return calls
+
+
+def _runs(seqs: I64, slots: I64) -> list[I64]:
+    """Sequences in rising slots, parted where more rows would lie idle between than have a part."""
+    runs: list[list[int]] = []
+    first = 0  # slot of the run that grows
+    for seq, slot in zip(seqs.tolist(), slots.tolist(), strict=True):
+        if runs and slot - first + 1 <= 2 * (len(runs[-1]) + 1):
+            runs[-1].append(seq)
+        else:
+            runs.append([seq])
+            first = slot
+    return [np.array(run) for run in runs]
+
+
+def call_inputs(plan: StepPlan, call: Call, token_ids: I32) -> tuple[dict[str, Array], I64]:
+    """A call's inputs by name, and the places of its logits rows among the step's."""
+    num_new = len(call.tokens) // call.count
+    is_own = call.tokens >= 0
+    place = np.full(plan.num_tokens, -1, np.int64)
+    place[call.tokens[is_own]] = np.flatnonzero(is_own)
+    rows = np.flatnonzero(place[plan.logits_rows] >= 0)
+    inputs: dict[str, Array] = {
+        "token_ids": np.where(is_own, token_ids[call.tokens], 0).astype(np.int32),
+        "positions": (call.starts[:, None] + np.arange(num_new)).ravel(),
+        "starts": call.starts,
+        "seq_lens": call.starts + num_new,
+        "logits_rows": place[plan.logits_rows[rows]].astype(np.int32),
+    }
+    return inputs, rows

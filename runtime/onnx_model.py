@@ -1,0 +1,116 @@
+"""An artifact's ONNX model in onnxruntime: numpy arrays in, numpy arrays out, K and V in place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.config import ResolvedEngineConfig
+from inferc.errors import ConfigError, InfercError
+from inferc.runtime.artifact import Artifact
+from inferc.runtime.dense_runner import CacheInput, DenseRunner
+from inferc.runtime.step import F32
+
+log = logging.getLogger(__name__)
+
+MODEL = "model.onnx"
+PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+INSTALL = "pip install 'inferc[onnx]'"
+NUMPY_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "int32": np.int32}
+
+
+class OnnxModel:
+    """A session of the model. provider: onnxruntime's name of what runs it."""
+
+    def __init__(self, artifact: Artifact, num_threads: int, provider: str = "CPUExecutionProvider") -> None:
+        """Raises ConfigError where onnxruntime, or the provider, is missing."""
+        ort = _onnxruntime(provider)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session = ort.InferenceSession(str(artifact.path / MODEL), options, providers=[provider])
+        except Exception as error:  # noqa: BLE001  (onnxruntime's own kinds, which it does not export by name)
+            raise InfercError(f"onnxruntime does not take {artifact.path / MODEL}: {_first_line(error)}") from None
+        self.name = f"onnxruntime {ort.__version__} ({provider.removesuffix('ExecutionProvider')})"
+        hidden, logits = (self._session.get_outputs()[index] for index in (0, 1))
+        self._hidden_size, self._hidden_dtype = int(hidden.shape[1]), _dtype_of(hidden.type)
+        self._vocab_size = int(logits.shape[1])
+
+    def __call__(
+        self, inputs: Mapping[str, NDArray[Any]], caches: Mapping[str, NDArray[Any]]
+    ) -> tuple[NDArray[Any], F32]:
+        binding = self._session.io_binding()
+        rows = len(inputs["logits_rows"])
+        hidden = np.empty((rows, self._hidden_size), self._hidden_dtype)
+        logits = np.empty((rows, self._vocab_size), np.float32)
+        for name, array in (*inputs.items(), *caches.items()):
+            array = np.ascontiguousarray(array)
+            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        for name, array in (("hidden", hidden), ("logits", logits)):
+            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        for name, array in caches.items():  # the same memory: what is written is written in place
+            binding.bind_output(f"{name}.out", "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        self._session.run_with_iobinding(binding)
+        return hidden, logits
+
+    def close(self) -> None:
+        del self._session
+
+
+def open_onnx(artifact: Artifact, config: ResolvedEngineConfig) -> DenseRunner:
+    """A runner of an artifact for the `onnx` target."""
+    model = OnnxModel(artifact, config.num_threads)
+    return DenseRunner(model, cache_inputs(artifact), config, artifact.max_model_len, int(artifact.model["vocab_size"]))
+
+
+def cache_inputs(artifact: Artifact) -> list[CacheInput]:
+    """The caches among the step's inputs."""
+    found = []
+    for entry in artifact.program["step"]["inputs"]:
+        if len(entry["shape"]) == 4:
+            _, heads, _, head_dim = entry["shape"]
+            found.append(CacheInput(entry["name"], int(heads), int(head_dim), np.dtype(NUMPY_DTYPES[entry["dtype"]])))
+    return found
+
+
+def _onnxruntime(provider: str) -> Any:
+    both = [name for name in PACKAGES if _is_installed(name)]
+    if len(both) == 2:
+        raise ConfigError(
+            "onnxruntime and onnxruntime-gpu are both installed, and overwrite one another's files: uninstall both, then"
+            " install one (`pip install 'inferc[onnx]'` or `'inferc[onnx-gpu]'`)"
+        )
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ConfigError(f"this artifact runs by onnxruntime, which is not installed: {INSTALL}") from None
+    have = onnxruntime.get_available_providers()
+    if provider not in have:
+        raise ConfigError(
+            f"onnxruntime {onnxruntime.__version__} has no {provider}, only {', '.join(have)};"
+            " for a GPU install 'inferc[onnx-gpu]' in place of 'inferc[onnx]'"
+        )
+    return onnxruntime
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _dtype_of(kind: str) -> type[np.generic]:
+    return {"tensor(float)": np.float32, "tensor(float16)": np.float16}[kind]  # type: ignore[return-value]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,255 @@
+"""Artifacts for onnxruntime: the tokens of Hugging Face and of the cpu target, through the ordinary engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import transformers
+from families import FAMILIES
+from random_models import make_random_model
+from serving import Server, run_inferc
+
+import inferc
+from inferc.certify import run_kernels
+from inferc.client import Client
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.errors import ArtifactError, ConfigError, UnsupportedError
+from inferc.runtime import onnx_model
+from inferc.runtime.artifact import load_artifact
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "examples" / "models"
+MODELS = ("tiny-llama", "tiny-moe", "tiny-draft")
+TEXTS = [
+    "def add(a, b):\n    return",
+    "import os\n",
+    "class Reader:\n    def __init__(self",
+    "for i in range(",
+    "x",
+    "try:",
+]
+NEW_TOKENS = 24
+ONNX = CompileConfig(target="onnx", certify="none")
+GREEDY = inferc.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A shipped model, and its artifacts for onnxruntime and for the cpu, in float32."""
+    folder, source = tmp_path_factory.mktemp("onnx"), SHIPPED / request.param
+    compile(source, folder / "onnx", ONNX)
+    compile(source, folder / "cpu", replace(ONNX, target="cpu", dtype="float32"))
+    return source, folder / "onnx", folder / "cpu"
+
+
+def greedy_of_hugging_face(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        how = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def test_tokens_are_hugging_faces_and_the_cpus(both: tuple[Path, Path, Path]) -> None:
+    """Alone, and eight at once that join and leave at different steps, in chunks."""
+    source, ours, cpu = both
+    lengths = (1, 60, 33, 2, 17, 40, 9, 25)
+    prompts = [[(7 + 13 * i * i + length) % 500 + 4 for i in range(length)] for length in lengths]
+    params = [replace(GREEDY, max_tokens=4 + 3 * index) for index in range(len(prompts))]
+    want = [
+        ids[: each.max_tokens] for ids, each in zip(greedy_of_hugging_face(source, prompts, 25), params, strict=True)
+    ]
+    for path, options in (
+        (cpu, {}),
+        (ours, {}),
+        (ours, {"max_num_seqs": 1}),
+        (ours, {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
+    ):
+        with inferc.LLM(path, **options) as llm:
+            found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+        assert found == want, (path.name, options)
+
+
+def test_perplexity_is_the_cpus_to_four_digits(both: tuple[Path, Path, Path]) -> None:
+    _, *artifacts = both
+    found = []
+    for path in artifacts:
+        done = run_inferc("eval", path, "--text", SHIPPED / "eval.txt", "--json")
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert found[0]["tokens"] == found[1]["tokens"] > 1000
+    assert f"{found[0]['perplexity']:.3f}" == f"{found[1]['perplexity']:.3f}"
+
+
+def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
+    summary = compile(SHIPPED / "tiny-llama", tmp_path / "out", CompileConfig(target="onnx", max_model_len=128))
+    assert summary.certificate is not None
+    rows = summary.certificate["rows"]
+    assert rows[-1]["ran_by"].startswith("onnxruntime ") and "(cpu)" in rows[-1]["ran_by"]
+    assert all(row["ok"] and row["kl"] < 1e-9 and row["relative_error"] < 1e-5 for row in rows), rows
+    assert rows[-1]["greedy_equal"] == len(summary.certificate["prompts"])
+    assert load_artifact(tmp_path / "out").manifest["determinism"]["contract"].startswith("none")
+
+
+FAMILIES_HERE = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "gpt2",
+    "opt",
+    "cohere",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "llama4_text",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_families(name: str, tmp_path: Path) -> None:
+    """Random models: the tokens of the reference, with every feature in force."""
+    family = FAMILIES[name]
+    if family.model_type(name) not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    prompts = [[(11 * i * i + 7 * length) % 290 + 5 for i in range(length)] for length in (1, 40, 17, 33)]
+    folder = make_random_model(family.model_type(name), tmp_path / "m", **family.fields)
+    compile(folder, tmp_path / "out", ONNX)
+    with inferc.LLM(tmp_path / "out", max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        params = inferc.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+    assert found == greedy_of_hugging_face(folder, prompts, 12)
+    onnx.checker.check_model(str(tmp_path / "out" / "model.onnx"), full_check=True)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("served") / "tiny-llama"
+    compile(SHIPPED / "tiny-llama", out, ONNX)
+    return out
+
+
+def test_it_is_served_as_any_other(artifact: Path) -> None:
+    """Sampling, log probabilities, scores and several requests at once."""
+    with Server(artifact) as server, Client(server.address) as client:
+        (first,) = client.complete("def add(a, b):", max_tokens=8, temperature=0.0)
+        assert client.complete("def add(a, b):", max_tokens=8, temperature=0.0) == [first]
+        drawn = [client.complete("import", max_tokens=8, temperature=1.0, seed=3) for _ in range(2)]
+        assert drawn[0] == drawn[1]
+        (penalised,) = client.complete("a a a a", max_tokens=8, temperature=0.0, frequency_penalty=2.0)
+        assert penalised.text
+        score = client.score([5, 6, 7, 8])
+        assert len(score.logprobs) == 3
+
+
+def test_the_command_line(artifact: Path, tmp_path: Path) -> None:
+    done = run_inferc("generate", artifact, "--prompt", "import os\n", "--max-tokens", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["outputs"][0]["token_ids"]) == 8
+    inspected = run_inferc("inspect", artifact, "--json")
+    assert json.loads(inspected.stdout)["targets"] == ["onnx"]
+
+
+def test_alone_in_a_few_lines_of_onnxruntime(artifact: Path) -> None:
+    """The example, which imports nothing of inferc's."""
+    example = ROOT / "examples" / "onnx_alone.py"
+    assert "inferc" not in "".join(
+        line for line in example.read_text().splitlines() if line.startswith(("import", "from"))
+    )
+    done = subprocess.run(
+        [sys.executable, str(example), str(artifact), "def add(a, b):"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with inferc.LLM(artifact) as llm:
+        (result,) = llm.generate("def add(a, b):", replace(GREEDY, max_tokens=32))
+    assert done.stdout.rstrip("\n") == "def add(a, b):" + result.outputs[0].text.rstrip("\n")
+
+
+def test_logits_are_close_to_the_cpus(both: tuple[Path, Path, Path]) -> None:
+    _, ours, cpu = both
+    prompts = [[(7 + 13 * i * i) % 500 + 4 for i in range(length)] for length in (5, 70)]
+    (_, found, _), (_, want, _) = run_kernels(ours, prompts, 0), run_kernels(cpu, prompts, 0)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2}, "one file for one process; leave out --tp"),
+        ({"dtype": "bfloat16"}, "bfloat16, for which onnxruntime has few kernels"),
+        ({"block_size": 32}, "--block-size: K and V of a sequence are one block there"),
+        ({"kv_dtype": "int8"}, "--kv-dtype int8 is not built yet"),
+    ],
+)
+def test_what_is_refused(options: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        compile(SHIPPED / "tiny-llama", tmp_path / "out", replace(ONNX, **options))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_evict": "sinks:32+window:32"}, "keeps K and V of a sequence in one piece"),
+        ({"kv_disk": "/tmp/kv"}, "keeps K and V of a sequence in one piece"),
+        ({"kv_events": True}, "keeps K and V of a sequence in one piece"),
+        ({"tap": ("layers.0.add",)}, "runs on onnxruntime, whose values are not tapped"),
+        ({"record": "/tmp/record"}, "--record: the bits that onnxruntime computes depend on what else ran"),
+    ],
+)
+def test_what_needs_blocks_is_refused(options: dict[str, object], message: str, artifact: Path) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        inferc.LLM(artifact, **options)
+
+
+def test_without_onnxruntime(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(
+        ConfigError, match="runs by onnxruntime, which is not installed: pip install 'inferc\\[onnx\\]'"
+    ):
+        inferc.LLM(artifact)
+
+
+def test_with_both_packages(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_model, "_is_installed", lambda name: True)
+    with pytest.raises(ConfigError, match="both installed, and overwrite one another's files: uninstall both"):
+        inferc.LLM(artifact)
+
+
+def test_without_the_provider(artifact: Path) -> None:
+    with pytest.raises(ConfigError, match="has no CUDAExecutionProvider, only .*CPUExecutionProvider"):
+        onnx_model.OnnxModel(load_artifact(artifact), 1, "CUDAExecutionProvider")
+
+
+def test_a_damaged_model_is_not_run(artifact: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in artifact.rglob("*"):
+        if path.is_file():
+            target = copy / path.relative_to(artifact)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    data = bytearray((copy / "model.onnx").read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / "model.onnx").write_bytes(data)
+    with pytest.raises(ArtifactError, match="model.onnx is damaged"):
+        inferc.LLM(copy)

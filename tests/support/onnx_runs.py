@@ -1,0 +1,58 @@
+"""Small programs through onnxruntime, beside the ops' references."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from graphs import Example
+from torch import Tensor
+
+from inferc.codegen.onnx.emit import build, serialized
+from inferc.codegen.target import Target
+from inferc.manifest import StoredWeight
+from inferc.passes.choose_kernels import ChooseKernels
+from inferc.program import Program, dtype_name
+from inferc.weights import TensorReader, materialize, physical_shape
+
+ONNX = Target("onnx")
+
+
+def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[str, StoredWeight]:
+    """The program's weights as an artifact has them, in one file."""
+    data, found = bytearray(), {}
+    for name, weight in program.weights.items():
+        raw = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in materialize(weight, reader))
+        places = (len(data), len(raw), dtype_name(weight.dtype), weight.shape, physical_shape(weight))
+        found[name] = StoredWeight(name, "weights.bin", *places, weight.layout if weight.op == "pack" else "")
+        data += raw + bytes(-len(raw) % 64)
+    (folder / "weights.bin").write_bytes(data)
+    return found
+
+
+def session_of(made: Example, folder: Path) -> onnxruntime.InferenceSession:
+    """The program's model, checked with its shapes, in onnxruntime. Its results are called out0, out1, …"""
+    program = made.program
+    ChooseKernels(ONNX)(program)
+    graph = build(program, write_weights(program, made.reader, folder))
+    results = {f"out{index}": node for index, node in enumerate(program.output().args[0])}  # type: ignore[arg-type]
+    for node in program.graph.nodes:
+        if node.target == torch.ops.inferc.dense_write.default:
+            results[f"{node.args[0].name}.out"] = node
+    path = folder / "model.onnx"
+    path.write_bytes(serialized(graph, results, "test 1"))
+    onnx.checker.check_model(str(path), full_check=True)
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def run_onnx(made: Example, folder: Path, inputs: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """What onnxruntime makes of the example's inputs."""
+    session = session_of(made, folder)
+    given = made.inputs if inputs is None else inputs
+    wanted = {each.name for each in session.get_inputs()}
+    arrays = {name: value.numpy() for name, value in given.items() if name in wanted}
+    return [torch.from_numpy(np.asarray(each)) for each in session.run(None, arrays)]
