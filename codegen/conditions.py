@@ -302,6 +302,18 @@ def onnx_only(node: fx.Node, target: Target) -> str:
     return "" if target.device == "onnx" else OTHER_TARGET
 
 
+def onnx_pointwise_fits(node: fx.Node, target: Target) -> str:
+    """The ops broadcast by themselves, but what an expression does not use widens nothing."""
+    if target.device != "onnx":
+        return OTHER_TARGET
+    shapes, made = [tuple(each.meta["val"].shape) for each in argument(node, "inputs")], tuple(node.meta["val"].shape)
+    return (
+        ""
+        if made in shapes
+        else f"inputs of {', '.join(map(sizes, shapes))}: expected one of the result's {sizes(made)}"
+    )
+
+
 def onnx_float_experts(node: fx.Node, target: Target) -> str:
     if target.device != "onnx":
         return OTHER_TARGET

@@ -343,13 +343,16 @@ _ONNX_ROWS: tuple[tuple[str, str], ...] = (
     ("inferc.rope", "rope"),
     ("inferc.silu_mul", "silu_mul"),
     ("inferc.gelu_mul", "gelu_mul"),
-    ("inferc.pointwise", "pointwise"),
     ("inferc.dense_write", "dense_write"),
     ("inferc.dense_attention", "dense_attention"),
     ("inferc.dense_latent_attention", "dense_latent_attention"),
 )
 
-_ONNX_EXPERTS = (
+_ONNX_MORE = (
+    Kernel(
+        *("onnx", "inferc.pointwise", "onnx.pointwise", conditions.onnx_pointwise_fits),
+        "inferc.codegen.onnx.calls:pointwise",
+    ),
     Kernel(
         *("onnx", "inferc.moe_routing", "onnx.moe_routing", conditions.onnx_only),
         "inferc.codegen.onnx.expert_calls:moe_routing",
@@ -388,7 +391,7 @@ KERNELS: tuple[Kernel, ...] = (
         Kernel("onnx", op, f"onnx.{name}", conditions.onnx_only, f"inferc.codegen.onnx.calls:{name}")
         for op, name in _ONNX_ROWS
     ),
-    *_ONNX_EXPERTS,
+    *_ONNX_MORE,
     *(Kernel("reference", op, f"reference.{op}", conditions.reference_only) for op in _REFERENCE_OPS),
 )
 

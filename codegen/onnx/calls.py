@@ -243,11 +243,7 @@ def pointwise(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     named, result = parse(expression)
     for name, each in named:
         names[name] = fold(each)
-    made = fold(result)
-    widest = max(_rank(each) for each in inputs)
-    if all(tuple(each.meta["val"].shape) != tuple(node.meta["val"].shape) for each in inputs):
-        raise NotImplementedError(f"a pointwise op over broadcast inputs of up to {widest} axes")
-    return graph.cast(made, torch.float32, dtype)
+    return graph.cast(fold(result), torch.float32, dtype)
 
 
 # -------------------------------------------------------------------------------------------------- rope

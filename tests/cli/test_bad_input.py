@@ -108,7 +108,7 @@ def test_wrong_dtype_name(model: Path) -> None:
     [
         *(
             ("--target", "cuda:sm_75"),
-            ("--target", "onnx"),
+            ("--target", "tensorrt:sm_86"),
             ("--dtype", "float16"),
             ("--max-model-len", "0"),
             ("--max-model-len", "99999"),

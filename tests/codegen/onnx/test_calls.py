@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from graphs import TOKENS, Example, example, random, rows
-from onnx_runs import run_onnx
+from onnx_runs import ONNX, run_onnx
 
 from inferc.codegen.onnx.calls import _FUNCTIONS
+from inferc.errors import UnsupportedError
 from inferc.ops.pointwise import FUNCTIONS
+from inferc.passes.choose_kernels import ChooseKernels
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 IDS = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
@@ -118,6 +120,16 @@ def test_pointwise(expression: str, tmp_path: Path) -> None:
         return inferc.pointwise.default([x, y], expression, torch.float32)
 
     check(example(graph, {"x": rows(8), "y": rows(8, seed=2)}), tmp_path)
+
+
+def test_pointwise_over_a_column_and_a_row(tmp_path: Path) -> None:
+    def graph(x: Any, column: Any) -> Any:
+        return inferc.pointwise.default([x, column], "x0 * x1", torch.float32)
+
+    check(example(graph, {"x": rows(8), "column": rows(1, seed=2)}), tmp_path)
+    wider = example(graph, {"x": rows(1), "column": random(1, 8)})
+    with pytest.raises(UnsupportedError, match=r"inputs of \[T, 1\], \[1, 8\]: expected one of the result's \[T, 8\]"):
+        ChooseKernels(ONNX)(wider.program)
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours", "neighbours_to_halves"])
