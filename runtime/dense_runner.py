@@ -4,7 +4,7 @@ A sequence's K and V lie in the row of its slot. A step becomes calls: one for e
 those that bring one each, over the rows from the first of them to the last. Rows in between that have no part in it get a token
 whose K and V lie behind their own, where the next one of theirs will.
 
-The rows have room for `capacity` tokens, which is doubled when a sequence needs it and halved when none does: runtimes
+The rows have room for `capacity` tokens, a power of two: more when a sequence needs it, less once a quarter is enough. Runtimes
 attend to all of a row and mask what is not there, so room costs time.
 """
 
@@ -56,10 +56,10 @@ class DenseModel(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """Some of a step's sequences: where they lie, and which of the step's rows they bring.
+    """Some of a step's sequences: where they lie, and which of the step's tokens they bring.
 
-    first, count: rows of the cache; starts [count]: tokens each row has; tokens, rows: indices into the step's tokens and
-    logits rows, or -1 for the token of a row that has no part in it.
+    first, count: rows of the cache; starts [count]: tokens each row has; tokens [count * new]: indices into the step's
+    tokens, or -1 for the token of a row that has no part in it.
     """
 
     first: int
@@ -220,6 +220,8 @@ class DenseRunner:
             caches = {name: cache[call.first : last] for name, cache in self._caches.items()}
             hidden, logits = self._model(inputs, caches)
             found.append((rows, hidden, logits))
+        if len(found) == 1:  # in the step's order already
+            return found[0][1], found[0][2]
         order = np.argsort(np.concatenate([rows for rows, _, _ in found]), kind="stable")
         hidden_rows = np.concatenate([hidden for _, hidden, _ in found])[order]
         return hidden_rows, np.concatenate([logits for _, _, logits in found])[order]

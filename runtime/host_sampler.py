@@ -49,7 +49,9 @@ class HostSampler:
             if num_output is not None:
                 num_output[ids[row]] += 1
         self._last[rows.seq_slots] = ids
-        logprobs = [_logprobs(logits[row], int(ids[row]), int(rows.num_logprobs[row])) for row in range(len(ids))]
+        logprobs = None
+        if rows.num_logprobs.any():
+            logprobs = [_logprobs(logits[row], int(ids[row]), int(rows.num_logprobs[row])) for row in range(len(ids))]
         chosen = None
         if plan.wants_logprobs:
             chosen = log_softmax(logits)[np.arange(len(ids)), ids].astype(np.float32)

@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import ConfigError, InfercError
+from inferc.manifest import ONNX_MODEL
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.dense_runner import CacheInput, DenseRunner
 from inferc.runtime.step import F32
 
 log = logging.getLogger(__name__)
 
-MODEL = "model.onnx"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 INSTALL = "pip install 'inferc[onnx]'"
-NUMPY_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "int32": np.int32}
 
 
 class OnnxModel:
@@ -35,9 +34,9 @@ class OnnxModel:
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = ort.InferenceSession(str(artifact.path / MODEL), options, providers=[provider])
+            self._session = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=[provider])
         except Exception as error:  # noqa: BLE001  (onnxruntime's own kinds, which it does not export by name)
-            raise InfercError(f"onnxruntime does not take {artifact.path / MODEL}: {_first_line(error)}") from None
+            raise InfercError(f"onnxruntime does not take {artifact.path / ONNX_MODEL}: {_first_line(error)}") from None
         self.name = f"onnxruntime {ort.__version__} ({provider.removesuffix('ExecutionProvider')})"
         hidden, logits = (self._session.get_outputs()[index] for index in (0, 1))
         self._hidden_size, self._hidden_dtype = int(hidden.shape[1]), _dtype_of(hidden.type)
@@ -76,7 +75,7 @@ def cache_inputs(artifact: Artifact) -> list[CacheInput]:
     for entry in artifact.program["step"]["inputs"]:
         if len(entry["shape"]) == 4:
             _, heads, _, head_dim = entry["shape"]
-            found.append(CacheInput(entry["name"], int(heads), int(head_dim), np.dtype(NUMPY_DTYPES[entry["dtype"]])))
+            found.append(CacheInput(entry["name"], int(heads), int(head_dim), np.dtype(entry["dtype"])))
     return found
 
 

@@ -167,19 +167,18 @@ def layer_norm(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 # ------------------------------------------------------------------------------------------- elementwise
 
 
-def _silu(graph: OnnxGraph, value: ir.Value) -> ir.Value:
-    return graph.op("Mul", value, graph.op("Sigmoid", value))
+def activate(graph: OnnxGraph, value: ir.Value, name: str) -> ir.Value:
+    """silu, gelu or gelu_tanh."""
+    if name == "silu":
+        return graph.op("Mul", value, graph.op("Sigmoid", value))
+    return graph.op("Gelu", value, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def _gated(graph: OnnxGraph, gate: fx.Node, up: fx.Node, activation: str) -> ir.Value:
     """`activation(gate) * up` in float32, rounded once."""
     dtype = _dtype(gate)
     wide, other = (graph.cast(graph.value(each), dtype, torch.float32) for each in (gate, up))
-    if activation == "silu":
-        active = _silu(graph, wide)
-    else:
-        active = graph.op("Gelu", wide, approximate=activation)
-    return graph.cast(graph.op("Mul", active, other), torch.float32, dtype)
+    return graph.cast(graph.op("Mul", activate(graph, wide, activation), other), torch.float32, dtype)
 
 
 def silu_mul(graph: OnnxGraph, node: fx.Node) -> ir.Value:
@@ -189,7 +188,7 @@ def silu_mul(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 def gelu_mul(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     gate, up, approximate = arguments(node)
-    return _gated(graph, gate, up, approximate)
+    return _gated(graph, gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 _FUNCTIONS = {
@@ -222,10 +221,8 @@ def pointwise(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     }
 
     def call(name: str, args: list[ir.Value]) -> ir.Value:
-        if name in ("gelu", "gelu_tanh"):
-            return graph.op("Gelu", *args, approximate="tanh" if name == "gelu_tanh" else "none")
-        if name == "silu":
-            return _silu(graph, *args)
+        if name in ("silu", "gelu", "gelu_tanh"):
+            return activate(graph, args[0], name)
         if name == "rsqrt":
             return graph.op("Reciprocal", graph.op("Sqrt", *args))
         return graph.op(_FUNCTIONS[name], *args)

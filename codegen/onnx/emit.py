@@ -22,7 +22,6 @@ from inferc.program import Program, target_name
 IR_VERSION = 11
 DOMAINS = {"": OPSET, "com.microsoft": 1}
 ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
-MODEL = "model.onnx"
 
 
 def emit(

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from inferc.codegen.onnx.calls import activate
 from inferc.codegen.onnx.graph import OnnxGraph
 from inferc.program import named_arguments
 
@@ -62,18 +63,23 @@ def _of_best_groups(
     return graph.reshape(graph.op("Add", groups, graph.op("Unsqueeze", penalty, graph.constant([2]))), -1, num_experts)
 
 
+def _spread(graph: OnnxGraph, ids: fx.Node, values: ir.Value, num_experts: int, elsewhere: float) -> ir.Value:
+    """What the chosen experts have, [num_tokens, top_k], over all of them: [num_tokens, num_experts]."""
+    rows = graph.op("Shape", values, start=0, end=1)
+    shape = graph.op("Concat", rows, graph.constant([num_experts]), axis=0)
+    others = graph.op("Expand", graph.constant(elsewhere, np.float32), shape)
+    where = graph.op("Cast", graph.value(ids), to=ir.DataType.INT64.value)
+    return graph.op("ScatterElements", others, where, values, axis=1)
+
+
 def moe_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """onnxruntime's MoE, which routes by itself: it is given logits whose softmax over all experts are our weights, but for
     their sum, by which the result is multiplied."""
     named = named_arguments(node)
     x, num_experts = named["x"], int(named["gate_up"].meta["val"].shape[0])
-    ids = graph.op("Cast", graph.value(named["expert_ids"]), to=ir.DataType.INT64.value)
     weights = graph.value(named["expert_weights"])
     total = graph.op("ReduceSum", weights, graph.constant([1]), keepdims=1)
-    rows = graph.op("Shape", graph.value(x), start=0, end=1)
-    shape = graph.op("Concat", rows, graph.constant([num_experts]), axis=0)
-    nowhere = graph.op("Expand", graph.constant(-1e9, np.float32), shape)
-    logits = graph.op("ScatterElements", nowhere, ids, graph.op("Log", weights), axis=1)
+    logits = _spread(graph, named["expert_ids"], graph.op("Log", weights), num_experts, -1e9)
     is_clamped = named["activation"] == "swiglu_clamped"
     limit: dict[str, Any] = {"swiglu_limit": float(named["limit"])} if is_clamped else {}
     bias = named["gate_up_bias"]
@@ -111,11 +117,7 @@ def all_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     def wide(each: fx.Node) -> ir.Value:
         return graph.cast(graph.value(each), each.meta["val"].dtype, torch.float32)
 
-    ids = graph.op("Cast", graph.value(named["expert_ids"]), to=ir.DataType.INT64.value)
-    rows = graph.op("Shape", graph.value(x), start=0, end=1)
-    shape = graph.op("Concat", rows, graph.constant([num_experts]), axis=0)
-    zeros = graph.op("Expand", graph.constant(0.0, np.float32), shape)
-    share = graph.op("ScatterElements", zeros, ids, graph.value(named["expert_weights"]), axis=1)
+    share = _spread(graph, named["expert_ids"], graph.value(named["expert_weights"]), num_experts, 0.0)
     share = graph.op("Unsqueeze", graph.op("Transpose", share, perm=[1, 0]), graph.constant([2]))  # [experts, T, 1]
     taken = graph.op("Unsqueeze", wide(x), graph.constant([0]))
     if named["scale_input"]:
@@ -140,6 +142,4 @@ def _activated(graph: OnnxGraph, gate: ir.Value, up: ir.Value, activation: str, 
         scaled = graph.op("Mul", gate, graph.constant(alpha, np.float32))
         active = graph.op("Mul", gate, graph.op("Sigmoid", scaled))
         return graph.op("Mul", active, graph.op("Add", up, graph.constant(1.0, np.float32)))
-    if activation == "silu":
-        return graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-    return graph.op("Mul", graph.op("Gelu", gate, approximate="tanh" if activation == "gelu_tanh" else "none"), up)
+    return graph.op("Mul", activate(graph, gate, activation), up)

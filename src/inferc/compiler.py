@@ -41,7 +41,7 @@ from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.pooling import pooling
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
-from inferc.manifest import CERTIFICATE, COSTS, PROGRAM, json_bytes
+from inferc.manifest import CERTIFICATE, COSTS, ONNX_MODEL, PROGRAM, json_bytes
 from inferc.passes.expert_placement import Placement, placements
 from inferc.passes.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
@@ -299,10 +299,10 @@ class _Build:
 
     def _write_onnx(self, program: Program) -> None:
         """The model as one ONNX file, which names the weights' files beside it."""
-        from inferc.codegen.onnx.emit import MODEL, emit
+        from inferc.codegen.onnx.emit import emit
 
         weights = {weight.name: weight for weight in self.writer.weights}
-        self.writer.add(MODEL, emit(program, weights, f"inferc {version('inferc')}", self.lower_config.kernels))
+        self.writer.add(ONNX_MODEL, emit(program, weights, f"inferc {version('inferc')}", self.lower_config.kernels))
 
     def _write_cubins(self, step: CudaStep) -> dict[str, str]:
         """Compile the kernels for each chip; returns the folder of each."""

@@ -15,6 +15,7 @@ import xxhash
 FORMAT_VERSION = 2
 MANIFEST = "engine.json"
 PROGRAM = "program.json"  # of an artifact with one program; those of several ranks have one each
+ONNX_MODEL = "model.onnx"
 CERTIFICATE = "certificate.json"
 COSTS = "graph/costs.json"  # what the program costs after each pass, as `inferc explain` reads it
 ALIGNMENT = 64  # of every weight's first byte: a cache line, and the widest vector load

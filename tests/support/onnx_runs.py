@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +48,9 @@ def session_of(made: Example, folder: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def run_onnx(made: Example, folder: Path, inputs: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+def run_onnx(made: Example, folder: Path) -> list[Tensor]:
     """What onnxruntime makes of the example's inputs."""
     session = session_of(made, folder)
-    given = made.inputs if inputs is None else inputs
     wanted = {each.name for each in session.get_inputs()}
-    arrays = {name: value.numpy() for name, value in given.items() if name in wanted}
+    arrays = {name: value.numpy() for name, value in made.inputs.items() if name in wanted}
     return [torch.from_numpy(np.asarray(each)) for each in session.run(None, arrays)]
