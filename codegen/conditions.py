@@ -314,6 +314,18 @@ def onnx_pointwise_fits(node: fx.Node, target: Target) -> str:
     )
 
 
+def nbits_block(k: int) -> int:
+    """How many neighbours along k are a block of onnxruntime's MatMulNBits: the largest power of two that divides, to 128."""
+    return min(128, k & -k)
+
+
+def onnx_blocks_fit(node: fx.Node, target: Target) -> str:
+    """Of int8 weights [n, k]: for kernels that take k in blocks, of 16 at least."""
+    if target.device != "onnx":
+        return OTHER_TARGET
+    return "" if nbits_block(int(argument(node, "weight").meta["val"].shape[1])) >= 16 else OTHER_CASE
+
+
 def onnx_float_experts(node: fx.Node, target: Target) -> str:
     if target.device != "onnx":
         return OTHER_TARGET
@@ -321,11 +333,40 @@ def onnx_float_experts(node: fx.Node, target: Target) -> str:
     return "" if is_float else OTHER_CASE
 
 
-def onnx_moe_fits(node: fx.Node, target: Target) -> str:
-    """onnxruntime's MoE: SwiGLU of gate and up, no scaled input."""
-    reason = onnx_float_experts(node, target)
+def _is_swiglu(node: fx.Node) -> bool:
+    """As onnxruntime's MoE and QMoE: SwiGLU of gate and up, no scaled input."""
     is_its = argument(node, "activation") in ("silu", "swiglu_clamped") and not argument(node, "scale_input")
-    return reason or ("" if is_its and _dtype(node, "x") == torch.float32 else OTHER_CASE)
+    return is_its and _dtype(node, "x") == torch.float32
+
+
+def onnx_moe_fits(node: fx.Node, target: Target) -> str:
+    return onnx_float_experts(node, target) or ("" if _is_swiglu(node) else OTHER_CASE)
+
+
+def onnx_int8_experts(node: fx.Node, target: Target) -> str:
+    if target.device != "onnx":
+        return OTHER_TARGET
+    return "" if _dtype(node, "gate_up") == torch.int8 and argument(node, "x_scale") is None else OTHER_CASE
+
+
+def onnx_int4_experts(node: fx.Node, target: Target) -> str:
+    if target.device != "onnx":
+        return OTHER_TARGET
+    return "" if _dtype(node, "gate_up") == torch.uint8 and argument(node, "x_scale") is None else OTHER_CASE
+
+
+def onnx_qmoe_int8_fits(node: fx.Node, target: Target) -> str:
+    return onnx_int8_experts(node, target) or ("" if _is_swiglu(node) else OTHER_CASE)
+
+
+def onnx_qmoe_int4_fits(node: fx.Node, target: Target) -> str:
+    """Groups that are whole: QMoE reads no padding."""
+    if reason := onnx_int4_experts(node, target):
+        return reason
+    k = (int(argument(node, "gate_up").meta["val"].shape[1]) // 2, int(node.meta["val"].shape[1]))
+    packed = (argument(node, name).meta["val"] for name in ("down", "gate_up"))
+    are_whole = all(2 * int(each.shape[2]) == size for each, size in zip(packed, k, strict=True))
+    return "" if are_whole and _is_swiglu(node) else OTHER_CASE
 
 
 def reference_only(node: fx.Node, target: Target) -> str:

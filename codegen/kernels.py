@@ -348,6 +348,30 @@ _ONNX_ROWS: tuple[tuple[str, str], ...] = (
     ("inferc.dense_latent_attention", "dense_latent_attention"),
 )
 
+_ONNX_INTEGER_ROWS: tuple[tuple[str, str, str, Callable[[fx.Node, Target], str], dict[str, str | None]], ...] = (
+    *(
+        (f"inferc.{op}", "integer_calls", name, why_not, {"weight": layout})
+        for op, name, why_not, layout in (
+            ("embedding_int8", "embedding_int8", conditions.onnx_blocks_fit, "unsigned"),
+            ("embedding_int8", "embedding_int8_plain", conditions.onnx_only, None),
+            ("linear_int8", "linear_int8", conditions.onnx_blocks_fit, "unsigned"),
+            ("linear_int8", "linear_int8_wide", conditions.onnx_only, None),
+            ("linear_int4", "linear_int4", conditions.onnx_only, "neighbours"),
+            ("linear_w8a8", "linear_w8a8", conditions.onnx_only, "transposed"),
+        )
+    ),
+    ("inferc.quantize_rows", "integer_calls", "quantize_rows", conditions.onnx_only, {}),
+    *(
+        ("inferc.moe_experts", "expert_calls", name, why_not, {"gate_up": gate_up, "down": down})
+        for name, why_not, gate_up, down in (
+            ("moe_experts_int8", conditions.onnx_qmoe_int8_fits, "pairs_unsigned", "unsigned"),
+            ("moe_experts_int4", conditions.onnx_qmoe_int4_fits, "pairs_neighbours", "neighbours"),
+            ("all_experts_int8", conditions.onnx_int8_experts, None, None),
+            ("all_experts_int4", conditions.onnx_int4_experts, "neighbours_signed", "neighbours_signed"),
+        )
+    ),
+)
+
 _ONNX_MORE = (
     Kernel(
         *("onnx", "inferc.pointwise", "onnx.pointwise", conditions.onnx_pointwise_fits),
@@ -365,6 +389,10 @@ _ONNX_MORE = (
     Kernel(
         *("onnx", "inferc.moe_experts", "onnx.all_experts", conditions.onnx_float_experts),
         "inferc.codegen.onnx.expert_calls:all_experts",
+    ),
+    *(
+        Kernel("onnx", op, f"onnx.{name}", why_not, f"inferc.codegen.onnx.{module}:{name}", layouts)
+        for op, module, name, why_not, layouts in _ONNX_INTEGER_ROWS
     ),
 )
 

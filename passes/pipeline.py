@@ -138,6 +138,7 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FusePointwise(),
         SelectRows(),
         SplitHead(),
+        *_dense_quantization(config.quantize),
         ChooseKernels(config.target, config.kernels),
     )
 
@@ -186,6 +187,14 @@ def _quantization(name: str | None) -> tuple[Pass, ...]:
         fuse_layer_norm_quantize,
         fuse_silu_mul_quantize,
     )
+
+
+def _dense_quantization(name: str | None) -> tuple[Pass, ...]:
+    """onnxruntime's kernels for four bits, for the head and for experts take rows in floats; those for four and eight bits
+    round them by themselves, each block by its own scale."""
+    if name is None:
+        return ()
+    return (Quantize(SCHEMES[name], rows_of=() if SCHEMES[name].group else ("linear",)),)
 
 
 def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:

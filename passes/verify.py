@@ -48,6 +48,7 @@ LOWERED = frozenset(
         inferc.linear_silu_mul.default,
         inferc.linear_wide.default,
         inferc.embedding_int8.default,
+        inferc.linear_int4.default,
         inferc.linear_int8.default,
         inferc.linear_w8a8.default,
         inferc.linear_w4a8.default,

@@ -14,13 +14,13 @@ from torch import fx
 
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.onnx import calls
-from inferc.codegen.onnx.graph import OPSET, OnnxGraph
+from inferc.codegen.onnx.graph import MICROSOFT, OPSET, OnnxGraph
 from inferc.codegen.values import outputs
 from inferc.manifest import StoredWeight
 from inferc.program import Program, target_name
 
 IR_VERSION = 11
-DOMAINS = {"": OPSET, "com.microsoft": 1}
+DOMAINS = {"": OPSET, MICROSOFT: 1}
 ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
 
 

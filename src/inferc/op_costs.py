@@ -383,7 +383,8 @@ def _qkv_rope_kv_write(call: Call) -> None:
 
 def _moe_experts(call: Call) -> None:
     """Weights of the experts that the step's tokens touch, and the arithmetic of top_k experts for each token."""
-    scales = [name for name in ("gate_up_scale", "down_scale") if call.arguments[name] is not None]
+    names = ("gate_up_scale", "down_scale", "gate_up_group_scale", "down_group_scale")
+    scales = [name for name in names if call.arguments[name] is not None]
     call.read("gate_up", "down", *scales)
     call.write()
     gate_up, down = call.value("gate_up"), call.value("down")
@@ -422,6 +423,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.qkv_rope_kv_write": _qkv_rope_kv_write,
     "inferc.moe_experts": _moe_experts,
     "inferc.linear_silu_mul": _linear_silu_mul,
+    "inferc.linear_int4": Matmul("x"),
     "inferc.linear_int8": Matmul("x"),
     "inferc.linear_w8a8": Matmul("x"),
     "inferc.linear_w4a8": Matmul("x"),

@@ -38,6 +38,7 @@ from inferc.ops.qkv import qkv_rope_kv_write, qkv_rope_kv_write_in_place
 from inferc.ops.quantize import (
     embedding_int8,
     layer_norm_quantize,
+    linear_int4,
     linear_int8,
     linear_w4a8,
     linear_w8a8,
@@ -73,6 +74,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantize",
     "linear_add",
+    "linear_int4",
     "linear_int8",
     "linear_silu_mul",
     "linear_w4a8",
