@@ -229,6 +229,12 @@ def test_without_onnxruntime(artifact: Path, monkeypatch: pytest.MonkeyPatch) ->
         inferc.LLM(artifact)
 
 
+def test_an_onnxruntime_that_is_too_old(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.__version__", "1.24.4")
+    with pytest.raises(ConfigError, match=r"onnxruntime 1\.24\.4 does not run all of ONNX's opset 24.* from 1\.25 on"):
+        inferc.LLM(artifact)
+
+
 def test_with_both_packages(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_model, "_is_installed", lambda name: True)
     with pytest.raises(ConfigError, match="both installed, and overwrite one another's files: uninstall both"):
