@@ -38,7 +38,6 @@ class ChooseKernels:
             node.meta["kernel"] = kernel.name
         return changed
 
-
     def _choose(self, program: Program) -> dict[fx.Node, Kernel]:
         """Raises UnsupportedError with all that cannot run, each kind of node once."""
         chosen: dict[fx.Node, Kernel] = {}
