@@ -345,6 +345,7 @@ _ONNX_ROWS: tuple[tuple[str, str], ...] = (
     ("inferc.gelu_mul", "gelu_mul"),
     ("inferc.dense_write", "dense_write"),
     ("inferc.dense_attention", "dense_attention"),
+    ("inferc.dense_write_attention", "dense_write_attention"),
     ("inferc.dense_latent_attention", "dense_latent_attention"),
 )
 

@@ -19,6 +19,7 @@ from inferc.passes.choose_kernels import ChooseKernels
 from inferc.passes.dense_kv_cache import DenseKVCache
 from inferc.passes.flatten_batch import FlattenBatch
 from inferc.passes.fold_weights import FoldWeights
+from inferc.passes.fuse_dense_attention import fuse_dense_attention
 from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
 from inferc.passes.fuse_layer_norm import fuse_layer_norm
 from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
@@ -135,6 +136,7 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     return (
         *_model_passes(),
         DenseKVCache(config.block_size),
+        *((fuse_dense_attention,) if config.target.device == "onnx" else ()),
         FusePointwise(),
         SelectRows(),
         SplitHead(),

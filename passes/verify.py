@@ -31,6 +31,7 @@ LOWERED = frozenset(
         inferc.rope_table.default,
         inferc.rope.default,
         inferc.dense_write.default,
+        inferc.dense_write_attention.default,
         inferc.dense_attention.default,
         inferc.dense_latent_attention.default,
         inferc.kv_write.default,

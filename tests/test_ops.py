@@ -67,6 +67,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
         *(random(6, 4, 4), random(2, 2, 7, 4), random(2, 2, 7, 5), torch.tensor([3, 5]), None),
         *(0.5, "causal", 0, 0.0),
     ),
+    "dense_write_attention": (
+        *(random(6, 4, 4), random(6, 2, 4), random(6, 2, 4), random(2, 2, 7, 4), random(2, 2, 7, 4)),
+        *(torch.tensor([0, 2]), torch.tensor([3, 5]), random(4), 0.5, "sliding", 3, 0.0),
+    ),
     "dense_latent_attention": (
         *(random(6, 4, 8), random(2, 1, 7, 8), torch.tensor([3, 5]), 0.5, "sliding", 2, 0.0, 6),
     ),

@@ -92,9 +92,9 @@ class OnnxGraph:
         made = call(self, node)
         self.values[node] = made
         self._node = None
-        if isinstance(made, ir.Value) and isinstance(node.meta["val"], Tensor):
-            value = node.meta["val"]
-            made.shape, made.type = self._shape(value), ir.TensorType(DTYPES[value.dtype])
+        value = node.meta["val"]
+        for each, like in [(made, value)] if isinstance(value, Tensor) else zip(made, value, strict=True):
+            each.shape, each.type = self._shape(like), ir.TensorType(DTYPES[like.dtype])
 
     def _shape(self, value: Tensor) -> ir.Shape:
         return ir.Shape([size if isinstance(size, int) else self._axes.get(str(size)) for size in value.shape])

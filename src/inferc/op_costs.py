@@ -349,6 +349,17 @@ def _dense_attention(call: Call) -> None:
     _attend(call, key_dim, value_dim, int(k.shape[1]) * (key_dim + value_dim) * k.dtype.itemsize)
 
 
+def _dense_write_attention(call: Call) -> None:
+    """The two writes and the attention; what is written comes back as the caches do."""
+    call.read("k_cache", "v_cache")
+    call.write(call.node.meta["val"][0])
+    k, v = call.value("k_cache"), call.value("v_cache")
+    key_dim, value_dim = int(k.shape[3]), int(v.shape[3])
+    row = int(k.shape[1]) * (key_dim + value_dim) * k.dtype.itemsize
+    _attend(call, key_dim, value_dim, row)
+    add(call.cache, times(call.sizes.elements((call.value("k").shape[0],)), row))
+
+
 def _dense_latent_attention(call: Call) -> None:
     call.read("cache")
     call.write()
@@ -416,6 +427,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.latent_write": _latent_write,
     "inferc.dense_write": _dense_write,
     "inferc.dense_attention": _dense_attention,
+    "inferc.dense_write_attention": _dense_write_attention,
     "inferc.dense_latent_attention": _dense_latent_attention,
     "inferc.kv_write": _kv_write,
     "inferc.norm_rope_kv_write": _kv_write,

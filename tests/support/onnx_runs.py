@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,7 +12,7 @@ import torch
 from graphs import Example
 from torch import Tensor
 
-from inferc.codegen.onnx.emit import build, serialized
+from inferc.codegen.onnx.emit import build, serialized, written_caches
 from inferc.codegen.target import Target
 from inferc.manifest import StoredWeight
 from inferc.passes.choose_kernels import ChooseKernels
@@ -38,10 +39,8 @@ def session_of(made: Example, folder: Path) -> onnxruntime.InferenceSession:
     program = made.program
     ChooseKernels(ONNX)(program)
     graph = build(program, write_weights(program, made.reader, folder))
-    results = {f"out{index}": node for index, node in enumerate(program.output().args[0])}  # type: ignore[arg-type]
-    for node in program.graph.nodes:
-        if node.target == torch.ops.inferc.dense_write.default:
-            results[f"{node.args[0].name}.out"] = node
+    outputs: Any = program.output().args[0]
+    results = {f"out{index}": graph.value(node) for index, node in enumerate(outputs)} | written_caches(graph)
     path = folder / "model.onnx"
     path.write_bytes(serialized(graph, results, "test 1"))
     onnx.checker.check_model(str(path), full_check=True)
