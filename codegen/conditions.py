@@ -303,9 +303,11 @@ def onnx_only(node: fx.Node, target: Target) -> str:
 
 
 def onnx_pointwise_fits(node: fx.Node, target: Target) -> str:
+    return _broadcasts(node) if target.device == "onnx" else OTHER_TARGET
+
+
+def _broadcasts(node: fx.Node) -> str:
     """The ops broadcast by themselves, but what an expression does not use widens nothing."""
-    if target.device != "onnx":
-        return OTHER_TARGET
     shapes, made = [tuple(each.meta["val"].shape) for each in argument(node, "inputs")], tuple(node.meta["val"].shape)
     return (
         ""
@@ -327,8 +329,10 @@ def onnx_blocks_fit(node: fx.Node, target: Target) -> str:
 
 
 def onnx_float_experts(node: fx.Node, target: Target) -> str:
-    if target.device != "onnx":
-        return OTHER_TARGET
+    return _float_experts(node) if target.device == "onnx" else OTHER_TARGET
+
+
+def _float_experts(node: fx.Node) -> str:
     is_float = all(argument(node, name) is None for name in ("gate_up_scale", "down_scale", "x_scale"))
     return "" if is_float else OTHER_CASE
 
@@ -367,6 +371,36 @@ def onnx_qmoe_int4_fits(node: fx.Node, target: Target) -> str:
     packed = (argument(node, name).meta["val"] for name in ("down", "gate_up"))
     are_whole = all(2 * int(each.shape[2]) == size for each, size in zip(packed, k, strict=True))
     return "" if are_whole and _is_swiglu(node) else OTHER_CASE
+
+
+def tensorrt_only(node: fx.Node, target: Target) -> str:
+    return "" if target.device == "tensorrt" else OTHER_TARGET
+
+
+def tensorrt_lookup(node: fx.Node, target: Target) -> str:
+    return tensorrt_only(node, target) or plain_lookup(node)
+
+
+def tensorrt_pointwise_fits(node: fx.Node, target: Target) -> str:
+    return tensorrt_only(node, target) or _broadcasts(node)
+
+
+def tensorrt_float_experts(node: fx.Node, target: Target) -> str:
+    return tensorrt_only(node, target) or _float_experts(node)
+
+
+LARGEST_FUSED_HEAD = 256
+
+
+def tensorrt_fuses(node: fx.Node, target: Target) -> str:
+    """TensorRT's fused attention: 16 bits, heads of at most 256 in steps of 8, keys as large as values, nothing special."""
+    if target.device != "tensorrt":
+        return OTHER_TARGET
+    head_dim, v_dim = _shape(node, "q")[2], _shape(node, "v_cache")[3]
+    is_plain = argument(node, "sinks") is None and not argument(node, "softcap")
+    in_16_bits = _dtype(node, "q") in (torch.bfloat16, torch.float16) and _dtype(node, "q") == _dtype(node, "k_cache")
+    fits = head_dim == v_dim and head_dim % 8 == 0 and head_dim <= LARGEST_FUSED_HEAD
+    return "" if is_plain and in_16_bits and fits else OTHER_CASE
 
 
 def reference_only(node: fx.Node, target: Target) -> str:

@@ -61,6 +61,11 @@ OF_ONNXRUNTIME = {
     "scope": "onnxruntime's kernels, of whatever version and provider runs the model",
 }
 
+OF_TENSORRT = {
+    "contract": "none: a row's last bits may depend on how many rows are computed with it",
+    "scope": "one chip, and one version of TensorRT",
+}
+
 
 @dataclass
 class PlacedTensor:
@@ -175,7 +180,21 @@ class ArtifactWriter:
         self._write(name, data)
         self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
-    def _write(self, name: str, data: bytes) -> None:
+    def add_mapped(self, name: str, data: memoryview) -> None:
+        """A large file that is mapped, and checked a chunk at a time, as the weights are."""
+        digests = ChunkDigests()
+        digests.update(data)
+        self._write(name, data)
+        self.files[name] = {"bytes": len(data), "xxh3_128": digests.finish()}
+
+    def drop_weights(self) -> None:
+        """Delete the files of the weights, which another file of the artifact holds now."""
+        for name in {weight.file for weight in self.weights}:
+            (self.folder.path / name).unlink()
+            del self.files[name]
+        self.weights = []
+
+    def _write(self, name: str, data: bytes | memoryview) -> None:
         try:
             self.folder.write(name, data)
         except OSError as error:
@@ -267,7 +286,8 @@ class ArtifactWriter:
         }
         graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
         stored = {weight.name: weight for weight in self.weights}
-        weights = [{**dataclasses.asdict(stored[prefix + name]), "name": name} for name in program.weights]
+        names = program.weights if stored else ()  # those of a plan are in it
+        weights = [{**dataclasses.asdict(stored[prefix + name]), "name": name} for name in names]
         data = {**target_fields, "step": step, "weights": weights, "memory_plan": dict(memory_plan), "program": graph}
         self.add(file, json_bytes(data))
 
@@ -341,11 +361,12 @@ def make_manifest(
     programs: Sequence[Mapping[str, Any]],
     passes: Sequence[Mapping[str, Any]],
     kernels: Sequence[Mapping[str, Any]],
+    plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """engine.json but for the files: what the runtime must know before it opens anything else.
 
     host: the kind of machine the libraries run on ("linux-x86_64"), None if there are none; programs: a
-    `program_entry` a rank.
+    `program_entry` a rank; plan: what a TensorRT plan needs in order to run.
     """
     return {
         "format_version": FORMAT_VERSION,
@@ -357,7 +378,8 @@ def make_manifest(
         "config": dataclasses.asdict(config),
         "passes": [dict(row) for row in passes],
         "kernels": [dict(row) for row in kernels],
-        "determinism": OF_ONNXRUNTIME if targets[0] == "onnx" else DETERMINISM,
+        "determinism": {"onnx": OF_ONNXRUNTIME, "tensorrt": OF_TENSORRT}.get(targets[0].partition(":")[0], DETERMINISM),
+        **({} if plan is None else {"tensorrt": dict(plan)}),
     }
 
 

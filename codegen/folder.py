@@ -68,7 +68,7 @@ class OutputFolder:
     ) -> None:
         self._leave()
 
-    def write(self, name: str, data: bytes) -> Path:
+    def write(self, name: str, data: bytes | memoryview) -> Path:
         """Write one file, making its folder."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -397,6 +397,32 @@ _ONNX_MORE = (
     ),
 )
 
+# op, name of the call, condition
+_TENSORRT_ROWS: tuple[tuple[str, str, Callable[[fx.Node, Target], str]], ...] = (
+    ("aten.embedding", "calls:embedding", conditions.tensorrt_lookup),
+    ("aten.linear", "calls:linear", conditions.tensorrt_only),
+    ("aten.add.Tensor", "calls:add", conditions.tensorrt_only),
+    ("aten.mul.Tensor", "calls:mul", conditions.tensorrt_only),
+    ("aten.cat", "calls:cat", conditions.tensorrt_only),
+    ("aten.index_select", "calls:index_select", conditions.tensorrt_only),
+    ("inferc.head_linear", "calls:head_linear", conditions.tensorrt_only),
+    ("inferc.linear_wide", "calls:linear_wide", conditions.tensorrt_only),
+    ("inferc.lm_head", "calls:lm_head", conditions.tensorrt_only),
+    ("inferc.layer_norm", "calls:layer_norm", conditions.tensorrt_only),
+    ("inferc.rms_norm", "calls:rms_norm", conditions.tensorrt_only),
+    ("inferc.rope_table", "calls:rope_table", conditions.tensorrt_only),
+    ("inferc.rope", "calls:rope", conditions.tensorrt_only),
+    ("inferc.silu_mul", "calls:silu_mul", conditions.tensorrt_only),
+    ("inferc.gelu_mul", "calls:gelu_mul", conditions.tensorrt_only),
+    ("inferc.pointwise", "calls:pointwise", conditions.tensorrt_pointwise_fits),
+    ("inferc.dense_write", "attention_calls:dense_write", conditions.tensorrt_only),
+    ("inferc.dense_attention", "attention_calls:dense_attention", conditions.tensorrt_fuses),
+    ("inferc.dense_attention", "attention_calls:spelled_attention", conditions.tensorrt_only),
+    ("inferc.dense_latent_attention", "attention_calls:spelled_latent_attention", conditions.tensorrt_only),
+    ("inferc.moe_routing", "expert_calls:moe_routing", conditions.tensorrt_only),
+    ("inferc.moe_experts", "expert_calls:all_experts", conditions.tensorrt_float_experts),
+)
+
 _COLLECTIVES = {
     "inferc.all_reduce",
     "inferc.all_gather",
@@ -421,6 +447,10 @@ KERNELS: tuple[Kernel, ...] = (
         for op, name in _ONNX_ROWS
     ),
     *_ONNX_MORE,
+    *(
+        Kernel("tensorrt", op, f"tensorrt.{call.partition(':')[2]}", why_not, f"inferc.codegen.tensorrt.{call}")
+        for op, call, why_not in _TENSORRT_ROWS
+    ),
     *(Kernel("reference", op, f"reference.{op}", conditions.reference_only) for op in _REFERENCE_OPS),
 )
 
@@ -477,7 +507,7 @@ def chosen_kernel(node: fx.Node, backend: str, kernels: tuple[Kernel, ...] = KER
         raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
     kernel = kernel_named(node.meta["kernel"], kernels)
     if kernel.backend != backend:
-        on = {"cpp": "the cpu", "triton": "a GPU", "onnx": "onnxruntime"}[backend]
+        on = {"cpp": "the cpu", "triton": "a GPU", "onnx": "onnxruntime", "tensorrt": "TensorRT"}[backend]
         raise UnsupportedError(f"{name_of(node)}: kernel {kernel.name} is not for {on}")
     return kernel
 

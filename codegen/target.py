@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from inferc.codegen.triton.launch import ARCHS
+from inferc.config import has_dense_cache
 from inferc.errors import ConfigError, UnsupportedError
 
-DEVICES = ("cpu", "cuda", "onnx", "reference")
+DEVICES = ("cpu", "cuda", "onnx", "tensorrt", "reference")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What an artifact is compiled for: `cpu`, `onnx`, `reference`, or `cuda` with one architecture or several."""
+    """What an artifact is compiled for: `cpu`, `onnx`, `reference`, `tensorrt` with one architecture, or `cuda` with one or
+    several."""
 
-    device: Literal["cpu", "cuda", "onnx", "reference"]
+    device: Literal["cpu", "cuda", "onnx", "tensorrt", "reference"]
     archs: tuple[str, ...] = ()
 
     @staticmethod
     def parse(spec: str) -> Target:
-        """From the command line's form: `cpu`, `reference`, `cuda:sm_90`, `cuda:sm_90,sm_80`. Raises ConfigError."""
+        """From the command line's form: `cpu`, `reference`, `cuda:sm_90`, `cuda:sm_90,sm_80`, `tensorrt:sm_86`. Raises ConfigError."""
         device, _, archs = spec.partition(":")
         if device not in DEVICES:
             raise ConfigError(f"unknown target {spec!r}; expected one of {', '.join(DEVICES)} (cuda as cuda:sm_90)")
+        if device == "tensorrt":
+            if not re.fullmatch(r"sm_\d{2,3}", archs):
+                raise ConfigError(f"target {spec!r}: a plan is for one chip; write for example tensorrt:sm_86")
+            return Target("tensorrt", (archs,))  # which chips it can be is for the installed TensorRT to say
         if device != "cuda":
             if archs:
                 raise ConfigError(f"target {spec!r}: {device} takes no architecture; write {device}")
@@ -47,7 +54,7 @@ class Target:
     @property
     def has_dense_cache(self) -> bool:
         """Whether its steps read a KV cache of whole sequences (`DenseKVCache`) and not of blocks."""
-        return self.device == "onnx"
+        return has_dense_cache(self.device)
 
     @property
     def each(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import mmap
 import os
 import platform
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from inferc.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
     MANIFEST,
+    TENSORRT_LAYERS,
+    TENSORRT_PLAN,
     StoredWeight,
     align,
     is_sealed,
@@ -337,8 +340,17 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
         "config": manifest["config"],
         "passes": manifest["passes"],
         "kernels": manifest["kernels"],
+        **({"tensorrt": _plan_facts(artifact)} if "tensorrt" in manifest else {}),
         "certificate": json.loads(certificate.read_bytes()) if certificate.exists() else None,
     }
+
+
+def _plan_facts(artifact: Artifact) -> dict[str, Any]:
+    """Of a TensorRT plan: what built it, for what, its size, and how many layers of which kind it was built from."""
+    layers = json.loads((artifact.path / TENSORRT_LAYERS).read_bytes())
+    kinds = Counter(str(layer["kind"]) for layer in layers)
+    sizes = {"plan_bytes": len(artifact.maps[TENSORRT_PLAN]), "layers": dict(kinds.most_common())}
+    return {**artifact.manifest["tensorrt"], **sizes}
 
 
 def _why_no_manifest(folder: Path) -> str:

@@ -4,8 +4,8 @@ A sequence's K and V lie in the row of its slot. A step becomes calls: one for e
 those that bring one each, over the rows from the first of them to the last. Rows in between that have no part in it get a token
 whose K and V lie behind their own, where the next one of theirs will.
 
-The rows have room for `capacity` tokens, a power of two: more when a sequence needs it, less once a quarter is enough. Runtimes
-attend to all of a row and mask what is not there, so room costs time.
+The rows have room for `capacity` tokens, a power of two where it may be chosen: more when a sequence needs it, less once a quarter
+is enough. Runtimes attend to all of a row and mask what is not there, so room costs time.
 """
 
 from __future__ import annotations
@@ -44,10 +44,58 @@ class DenseModel(Protocol):
     @property
     def name(self) -> str: ...
 
-    def __call__(self, inputs: Mapping[str, Array], caches: Mapping[str, Array]) -> tuple[Array, F32]:
-        """(hidden [rows, hidden_size], logits float32 [rows, vocab_size])."""
+    def __call__(self, inputs: Mapping[str, Array], caches: Mapping[str, Any]) -> tuple[Array, F32]:
+        """(hidden [rows, hidden_size], logits float32 [rows, vocab_size]). caches: what `Caches.rows` gives."""
 
     def close(self) -> None: ...
+
+
+class Caches(Protocol):
+    """The memory of the program's caches, with a row for each sequence."""
+
+    @property
+    def fixed_capacity(self) -> int | None:
+        """Tokens that rows have room for, where that is not to be chosen."""
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Have as many rows, as long; what lies in both stays, and what is new is 0."""
+
+    def rows(self, first: int, count: int) -> Mapping[str, Any]:
+        """Some rows of every cache, as the model takes them."""
+
+    def clear(self, row: int) -> None:
+        """Make it 0."""
+
+    def close(self) -> None: ...
+
+
+class HostCaches:
+    """Arrays, which are made anew when they are too small or too large."""
+
+    fixed_capacity = None
+
+    def __init__(self, inputs: Sequence[CacheInput]) -> None:
+        self._inputs = tuple(inputs)
+        self._arrays: dict[str, Array] = {}
+
+    def resize(self, rows: int, capacity: int) -> None:
+        for each in self._inputs:
+            before = self._arrays.get(each.name)
+            made = np.zeros((rows, each.num_heads, capacity, each.head_dim), each.dtype)
+            if before is not None:
+                both = min(before.shape[2], capacity)
+                made[: len(before), :, :both] = before[:, :, :both]
+            self._arrays[each.name] = made
+
+    def rows(self, first: int, count: int) -> dict[str, Array]:
+        return {name: array[first : first + count] for name, array in self._arrays.items()}
+
+    def clear(self, row: int) -> None:
+        for array in self._arrays.values():
+            array[row] = 0.0
+
+    def close(self) -> None:
+        self._arrays.clear()
 
 
 @dataclass(frozen=True)
@@ -73,12 +121,12 @@ class DenseRunner:
     def __init__(
         self,
         model: DenseModel,
-        caches: Sequence[CacheInput],
+        caches: Caches,
         config: ResolvedEngineConfig,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
-        self._model, self._cache_inputs, self._max_model_len = model, tuple(caches), max_model_len
+        self._model, self._caches, self._max_model_len = model, caches, max_model_len
         self.vocab_size = vocab_size
         self.free_slots: Sequence[int] = ()
         self.on_scored: Callable[[F32], None] | None = None  # gets the logits of what is scored
@@ -86,7 +134,6 @@ class DenseRunner:
         self._lengths = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot's sequence, once all is run
         self._capacity = 0  # that the caches will have, once all is run
         self._num_rows = 0
-        self._caches: dict[str, Array] = {}
         # Slots with a NaN, which would reach the next sequence: what is masked is multiplied by 0.
         self._broken: set[int] = set()
         self._worker = StepWorker()
@@ -131,6 +178,7 @@ class DenseRunner:
 
     def close(self) -> None:
         if self._worker.close():
+            self._caches.close()
             self._model.close()
 
     # ------------------------------------------------------------------------------------- where things lie
@@ -144,21 +192,14 @@ class DenseRunner:
         rows = max(rows, int(plan.seq_slots.max()) + 1)
         # One more, for the token of a row that has no part in a call; a sequence that can grow no more will not read it.
         needed = min(int(self._lengths.max()) + 1, self._max_model_len)
-        if not capacity or needed > capacity or needed * 4 <= capacity:
+        if (fixed := self._caches.fixed_capacity) is not None:
+            capacity = fixed
+        elif not capacity or needed > capacity or needed * 4 <= capacity:
             capacity = min(max(MIN_CAPACITY, 1 << (needed - 1).bit_length()), self._max_model_len)
         if (rows, capacity) == (self._num_rows, self._capacity):
             return calls, None
         self._num_rows, self._capacity = rows, capacity
         return calls, (rows, capacity)
-
-    def _resize(self, rows: int, capacity: int) -> None:
-        for each in self._cache_inputs:
-            before = self._caches.get(each.name)
-            made = np.zeros((rows, each.num_heads, capacity, each.head_dim), each.dtype)
-            if before is not None:
-                both = min(before.shape[2], capacity)
-                made[: len(before), :, :both] = before[:, :, :both]
-            self._caches[each.name] = made
 
     # ------------------------------------------------------------------------------------------ the worker
 
@@ -166,8 +207,7 @@ class DenseRunner:
         self._sampler.reset_slot(slot, prompt_ids, output_ids)
         if slot in self._broken:
             self._broken.remove(slot)
-            for cache in self._caches.values():
-                cache[slot] = 0.0
+            self._caches.clear(slot)
 
     def _run(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> StepResult:
         _, logits = self._rows(plan, calls, resize)
@@ -178,14 +218,12 @@ class DenseRunner:
 
     def _rows(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> tuple[Array, F32]:
         if resize is not None:
-            self._resize(*resize)
+            self._caches.resize(*resize)
         token_ids = self._sampler.token_ids(plan)
         found: list[tuple[I64, Array, F32]] = []
         for call in calls:
             inputs, rows = call_inputs(plan, call, token_ids)
-            last = call.first + call.count
-            caches = {name: cache[call.first : last] for name, cache in self._caches.items()}
-            hidden, logits = self._model(inputs, caches)
+            hidden, logits = self._model(inputs, self._caches.rows(call.first, call.count))
             found.append((rows, hidden, logits))
         if len(found) == 1:  # in the step's order already
             return found[0][1], found[0][2]

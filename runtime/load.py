@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict
+from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict, has_dense_cache
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_pools import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OTHERS = {"cuda": "a GPU", "onnx": "onnxruntime", "tensorrt": "TensorRT"}  # whose values nobody sees
+
 
 def load_engine(
     path: str | Path | Artifact,
@@ -49,9 +51,11 @@ def load_engine(
     artifact = path if isinstance(path, Artifact) else load_artifact(path, target=target)
     target = target or str(artifact.manifest["targets"][0])
     config = from_dict(EngineConfig, options)
-    if target == "onnx":
+    if has_dense_cache(target):
         config = _for_dense_cache(config, target)
     check = artifact.verify_weights()
+    if target.startswith("tensorrt"):
+        check.wait()  # before a plan is given to TensorRT, which looks into it less closely
     groups = cache_groups(artifact.whole_kv_groups)
     if config.kv_evict is not None:
         groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
@@ -66,7 +70,7 @@ def load_engine(
     nodes = _tapped_nodes(artifact, target, config)
     with ExitStack() as made:  # closed again if what comes after it cannot be made
         with ExitStack() as opened:
-            driver = _open_driver() if target.startswith("cuda") else None
+            driver = _open_driver() if target.startswith(("cuda", "tensorrt")) else None
             if driver is not None:
                 opened.callback(driver.close)  # the runner's from then on
             disk = _open_disk(artifact, target, config, groups, driver)
@@ -126,7 +130,8 @@ def _for_dense_cache(config: EngineConfig, target: str) -> EngineConfig:
             )
     if config.record is not None:
         raise UnsupportedError(
-            "--record: the bits that onnxruntime computes depend on what else ran, and no replay can give the same;"
+            f"--record: the bits that {OTHERS[target.partition(':')[0]]} computes depend on what else ran, and no replay can"
+            " give the same;"
             " leave it out, or compile the model for --target cpu"
         )
     return dataclasses.replace(config, prefix_cache=False)
@@ -151,10 +156,9 @@ def _tapped_nodes(artifact: Artifact, target: str, config: EngineConfig) -> tupl
     """Raises UnsupportedError where nothing can be tapped, ConfigError for a name of nothing."""
     if not config.tap:
         return ()
-    others = {"cuda": "a GPU", "onnx": "onnxruntime"}
-    if (device := target.partition(":")[0]) in others or len(artifact.ranks) > 1:
+    if (device := target.partition(":")[0]) in OTHERS or len(artifact.ranks) > 1:
         raise UnsupportedError(
-            f"--tap: {artifact.path} runs on {others.get(device, 'several ranks')}, whose values"
+            f"--tap: {artifact.path} runs on {OTHERS.get(device, 'several ranks')}, whose values"
             " are not tapped; compile the model for --target cpu, without --tp, --pp and --ep"
         )
     return choose_nodes(artifact.program, config.tap)
@@ -256,6 +260,10 @@ def _make_runner(
     driver: Driver | None,
 ) -> tuple[Runner, ResolvedEngineConfig]:
     """What runs the artifact's steps, and the config with every "auto" settled for it."""
+    if driver is not None and target.startswith("tensorrt"):
+        from inferc.runtime.tensorrt_model import open_tensorrt
+
+        return open_tensorrt(artifact, config, groups, driver)
     if driver is not None:
         return _make_cuda_runner(artifact, config, groups, disk, driver)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)

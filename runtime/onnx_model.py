@@ -14,7 +14,7 @@ from inferc.config import ResolvedEngineConfig
 from inferc.errors import ConfigError, InfercError
 from inferc.manifest import ONNX_MODEL
 from inferc.runtime.artifact import Artifact
-from inferc.runtime.dense_runner import CacheInput, DenseRunner
+from inferc.runtime.dense_runner import CacheInput, DenseRunner, HostCaches
 from inferc.runtime.step import F32
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ class OnnxModel:
 def open_onnx(artifact: Artifact, config: ResolvedEngineConfig) -> DenseRunner:
     """A runner of an artifact for the `onnx` target."""
     model = OnnxModel(artifact, config.num_threads)
-    return DenseRunner(model, cache_inputs(artifact), config, artifact.max_model_len, int(artifact.model["vocab_size"]))
+    caches = HostCaches(cache_inputs(artifact))
+    return DenseRunner(model, caches, config, artifact.max_model_len, int(artifact.model["vocab_size"]))
 
 
 def cache_inputs(artifact: Artifact) -> list[CacheInput]:

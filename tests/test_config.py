@@ -27,7 +27,7 @@ GROUPS = (CacheGroup("full", 0, 1000),)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"dtype": "bfloat61"}, "dtype is 'bfloat61', expected bfloat16 or float32 or auto"),
+        ({"dtype": "bfloat61"}, "dtype is 'bfloat61', expected bfloat16 or float32 or float16 or auto"),
         (
             {"quantize": "int3"},
             "quantize is 'int3', expected int8 or w8a8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out",
@@ -63,7 +63,6 @@ def test_engine_config_refuses(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        (CompileConfig, {"target": "tensorrt:sm_86"}),
         (CompileConfig, {"dtype": "float16"}),
         (CompileConfig, {"quantize": "int4-g32-a16"}),
         (CompileConfig, {"kv_dtype": "fp8"}),
@@ -111,10 +110,12 @@ def test_a_large_model_certifies_layers() -> None:
     assert resolved.certify == "layers"
 
 
-def test_a_float16_checkpoint_needs_a_choice() -> None:
+def test_a_float16_checkpoint_needs_a_choice_where_nothing_computes_in_it() -> None:
     with pytest.raises(UnsupportedError, match="checkpoint's dtype is float16.*--dtype float32"):
         CompileConfig().resolve("float16", CONTEXT, 1000)
     assert CompileConfig(dtype="float32").resolve("float16", CONTEXT, 1000).dtype == "float32"
+    resolved = CompileConfig(target="tensorrt:sm_86").resolve("float16", CONTEXT, 1000)
+    assert (resolved.dtype, resolved.kv_dtype) == ("float16", "float16")
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:

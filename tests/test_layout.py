@@ -11,11 +11,19 @@ STAGES = ("frontend", "passes", "codegen", "runtime", "serve")
 COMMAND_LINE = ["cli.py", *sorted(path.name for path in PACKAGE.glob("cli_*.py"))]
 
 # Allowed to import what others may not; a name here that does not exist would allow whatever gets it later.
-SEES_EVERY_STAGE = {"add_target.py", "compiler.py", "certify.py", "diff.py", "explain_model.py", "__main__.py"}
+SEES_EVERY_STAGE = {
+    "add_target.py",
+    "check_target.py",
+    "compiler.py",
+    "certify.py",
+    "diff.py",
+    "explain_model.py",
+    "__main__.py",
+}
 # The public API names LLM and the client speaks the wire format: both are there to be imported by users.
 SEES_ONE_STAGE = {("__init__.py", "runtime"), ("client.py", "serve"), ("client_messages.py", "serve")}
 # What of codegen an artifact needs in order to run; the rest of it only builds artifacts.
-RUNS_ARTIFACTS = {"inferc.codegen.triton.launch"}
+RUNS_ARTIFACTS = {"inferc.codegen.triton.launch", "inferc.codegen.tensorrt.adapter"}
 
 FORBIDDEN = {
     "frontend": ("passes", "codegen", "runtime", "serve"),

@@ -275,7 +275,7 @@ def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tu
     """Serve an artifact's compiled step: (what runs it, logits [T, vocab_size] per prompt, greedy ids per prompt).
 
     Raises VerifyError if decoding gave other tokens than a prefill of the same tokens finds most likely: a row's bits
-    depend on its own sequence only, so there is no tolerance. Of onnxruntime that is not so, and it is not asked.
+    depend on its own sequence only, so there is no tolerance. Of onnxruntime and TensorRT that is not so, and it is not asked.
     """
     loaded = load_artifact(artifact)
     engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=64, prefix_cache=False)

@@ -94,7 +94,7 @@ def compile_model(
         str,
         typer.Option(
             "--target",
-            metavar="cpu|cuda:sm_90|onnx|reference",
+            metavar="cpu|cuda:sm_90|onnx|tensorrt:sm_86|reference",
             help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine.",
         ),
     ] = "cpu",
@@ -248,11 +248,24 @@ def inspect(out: Out, as_json: Json = False) -> None:
         count = len(group["layers"])
         layers = f"{count} layer{'s' if count > 1 else ''} ({_ranges(group['layers'])})"
         say(f"  {reach:14}{layers}, {heads}, {group['bytes_per_token']} bytes a token")
+    if "tensorrt" in facts:
+        _say_plan(facts["tensorrt"])
     say("kernels")
     width = max((len(kernel["name"]) for kernel in facts["kernels"]), default=0)
     for kernel in facts["kernels"]:
         rest = "  ".join(f"{key}={value}" for key, value in kernel.items() if key not in ("name", "target"))
         say(f"  {kernel['name']:{width}} {kernel['target']:12} {rest}")
+
+
+def _say_plan(plan: Mapping[str, Any]) -> None:
+    """Of an artifact for TensorRT."""
+    say(
+        f"plan      {plan['package']} {plan['version']} for {plan['arch']}, {plan['plan_bytes'] / 1e6:.1f} MB, weights included"
+    )
+    for profile in plan["profiles"]:
+        most = ", ".join(f"{profile[key]} {key[8:]}" for key in ("max_num_seqs", "max_num_tokens", "max_num_rows"))
+        say(f"  {profile['name']:14}at most {most} a call")
+    say(f"  {'layers':14}" + ", ".join(f"{count} {kind}" for kind, count in plan["layers"].items()))
 
 
 def _quantized(model: Mapping[str, Any], dtype: str) -> str:

@@ -6,7 +6,6 @@ frontend (capture) → passes (lower) → codegen (kernels, weights, manifest) �
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import platform
 import signal
@@ -25,6 +24,7 @@ import torch
 
 from inferc import program as program_lib
 from inferc.certify import Certifier, encoder, make_prompts, run_kernels
+from inferc.check_target import check_target, tensorrt_for
 from inferc.codegen.cpp import build as cpp_build
 from inferc.codegen.cpp.emit import CppUnit
 from inferc.codegen.cpp.emit import emit as emit_cpp
@@ -34,14 +34,14 @@ from inferc.codegen.kernels import kernel_named
 from inferc.codegen.target import Target
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost_recorder import CostRecorder
-from inferc.errors import ConfigError, RequestError, UnsupportedError
+from inferc.errors import ConfigError, RequestError
 from inferc.expert_loads import ExpertLoads
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.pooling import pooling
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
-from inferc.manifest import CERTIFICATE, COSTS, ONNX_MODEL, PROGRAM, json_bytes
+from inferc.manifest import CERTIFICATE, COSTS, ONNX_MODEL, PROGRAM, TENSORRT_LAYERS, TENSORRT_PLAN, json_bytes
 from inferc.passes.expert_placement import Placement, placements
 from inferc.passes.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
@@ -93,7 +93,7 @@ def compile(
     """
     start = time.perf_counter()
     config = config or CompileConfig()
-    _check_target(Target.parse(config.target), config)
+    check_target(Target.parse(config.target), config)
     passes = load_passes(config.passes)
     with _interrupts() as interrupts, OutputFolder(Path(out)) as folder:
         report = interrupts.checked(progress or silent)
@@ -152,6 +152,7 @@ class _Build:
         self.kernels: list[dict[str, Any]] = []
         self.libraries: dict[str, dict[str, str]] = {}  # by their source
         self.cubins: list[dict[str, Any]] = []  # rows of the kernel table
+        self.plan: dict[str, Any] | None = None  # what the manifest says of a TensorRT plan
 
     def _check_chat(self) -> None:
         """Whether the runtime makes of conversations what transformers does; a model whose template it does not run is still
@@ -234,6 +235,7 @@ class _Build:
             programs=programs,
             passes=[_pass_row(record) for record in self.records],
             kernels=self.kernels,
+            plan=self.plan,
         )
         self.writer.write_manifest(manifest)
         return manifest
@@ -265,7 +267,7 @@ class _Build:
 
     def _write_rank(self, rank: RankProgram) -> dict[str, Any]:
         """The kernels and the program of one rank; returns its entry in the manifest."""
-        plan = NO_PLAN if self.target.device == "onnx" else memory_plan(rank.program)  # onnxruntime has its own
+        plan = NO_PLAN if self.target.has_dense_cache else memory_plan(rank.program)  # of what plans its memory itself
         libraries: dict[str, str] = {}
         cubins: dict[str, str] = {}
         fields: dict[str, Any] = {"kv_layout": {"order": "canonical"}}
@@ -280,6 +282,8 @@ class _Build:
             arena = {**arena, "const": arena["const"] + SAMPLE_ROWS * of_row}
         if self.target.device == "onnx":
             self._write_onnx(rank.program)
+        if self.target.device == "tensorrt":
+            self._write_tensorrt(rank.program)
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
         self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
         return program_entry(
@@ -303,6 +307,22 @@ class _Build:
 
         weights = {weight.name: weight for weight in self.writer.weights}
         self.writer.add(ONNX_MODEL, emit(program, weights, f"inferc {version('inferc')}", self.lower_config.kernels))
+
+    def _write_tensorrt(self, program: Program) -> None:
+        """The step as one plan, which takes the weights in: their own files go."""
+        from inferc.codegen.tensorrt.emit import emit
+
+        (arch,) = self.target.archs
+        self.report("build the plan", 0, 1)
+        start = time.perf_counter()
+        weights = {weight.name: weight for weight in self.writer.weights}
+        plan = emit(program, weights, self.folder.path, tensorrt_for(arch), arch, self.lower_config.kernels)
+        data = memoryview(plan.data).cast("B")
+        log.info("the plan was built in %.1f s, %d bytes", time.perf_counter() - start, len(data))
+        self.writer.drop_weights()
+        self.writer.add_mapped(TENSORRT_PLAN, data)
+        self.writer.add(TENSORRT_LAYERS, json_bytes(plan.layers))
+        self.plan = plan.facts
 
     def _write_cubins(self, step: CudaStep) -> dict[str, str]:
         """Compile the kernels for each chip; returns the folder of each."""
@@ -422,36 +442,6 @@ def hf_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the Hugging Face config says of the model."""
     config = checkpoint.config.to_dict()
     return {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS}
-
-
-def _check_target(target: Target, config: CompileConfig) -> None:
-    """Raise UnsupportedError for what a target does not do, before minutes of work."""
-    if target.device == "cuda" and (config.tp, config.pp, config.ep) != (1, 1, 1):
-        raise UnsupportedError(
-            f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
-        )
-    if target.device == "onnx":
-        _check_onnx(config)
-
-
-def _check_onnx(config: CompileConfig) -> None:
-    if (config.tp, config.pp, config.ep) != (1, 1, 1):
-        raise UnsupportedError(
-            "target onnx: a model is one file for one process; leave out --tp, --pp and --ep, or use --target cpu"
-        )
-    if config.kv_dtype not in ("auto", "float32", config.dtype):
-        raise UnsupportedError(
-            f"target onnx: --kv-dtype {config.kv_dtype} is not built yet; leave it out, or use --target cpu"
-        )
-    if config.dtype == "bfloat16":
-        raise UnsupportedError(
-            "target onnx: --dtype bfloat16, for which onnxruntime has few kernels; leave it out for float32"
-        )
-    if config.block_size != "auto":
-        raise ConfigError("target onnx: --block-size: K and V of a sequence are one block there; leave it out")
-    missing = [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"target onnx needs {', '.join(missing)}; install them: pip install 'inferc[onnx]'")
 
 
 def _ranks(config: CompileConfig) -> Ranks:

@@ -25,21 +25,20 @@ from inferc.topology import cores_to_pin, read_cores
 log = logging.getLogger(__name__)
 
 Auto = Literal["auto"]
-DType = Literal["bfloat16", "float32"]
-KVDType = Literal["bfloat16", "float32", "int8"]
+DType = Literal["bfloat16", "float32", "float16"]
+KVDType = Literal["bfloat16", "float32", "float16", "int8"]
 Quantize = Literal["int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 Certify = Literal["full", "layers", "none"]
 Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
 
 # Words of the command line that name something real which this version does not do: refused by name, not as typos.
 NOT_BUILT = {
-    "target": re.compile(r"tensorrt(:.*)?"),
-    "dtype": re.compile(r"float16"),
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
-    "kv_dtype": re.compile(r"float16|fp8"),
+    "kv_dtype": re.compile(r"fp8"),
 }
 DEFAULT_BLOCK_SIZE = 32
-DEFAULT_TOKEN_BUDGET = {"cpu": 512, "reference": 512, "onnx": 512, "cuda": 8192}
+DEFAULT_TOKEN_BUDGET = {"cpu": 512, "reference": 512, "onnx": 512, "cuda": 8192, "tensorrt": 512}
+TENSORRT_ROW = 128  # tokens, of which a row of the dense cache has a multiple
 SIZE_UNITS = {
     "": 1,
     "k": 10**3,
@@ -55,6 +54,20 @@ SIZE_UNITS = {
 ConfigT = TypeVar("ConfigT")
 
 
+def has_dense_cache(target: str) -> bool:
+    """Whether a target's steps read a KV cache of whole sequences and not of blocks."""
+    return target.partition(":")[0] in ("onnx", "tensorrt")
+
+
+def computes_in_float16(target: str) -> bool:
+    return target.partition(":")[0] == "tensorrt"
+
+
+def _dense_row(target: str, max_model_len: int) -> int:
+    """The tokens of a sequence's one block. On a GPU rows begin at multiples of 256 bytes, as TensorRT wants it."""
+    return max_model_len if target == "onnx" else -(-max_model_len // TENSORRT_ROW) * TENSORRT_ROW
+
+
 @dataclass(frozen=True)
 class ContextLength:
     """How many tokens of a sequence a model was made for; None where its config does not say."""
@@ -67,7 +80,7 @@ class ContextLength:
 class CompileConfig:
     """How to compile a model. Lengths are in tokens."""
 
-    target: str = "cpu"  # or onnx, or reference, or cuda:sm_90, or several chips: cuda:sm_90,sm_80
+    target: str = "cpu"  # or onnx, reference, tensorrt:sm_86, cuda:sm_90, or several chips: cuda:sm_90,sm_80
     dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
     quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
     kv_dtype: KVDType | Auto = "auto"  # auto: dtype
@@ -84,10 +97,11 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if NOT_BUILT["target"].fullmatch(self.target):
-            raise UnsupportedError(
-                f"target {self.target!r} is not built yet; available: cpu, cuda:sm_90, onnx or reference"
-            )
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) == "float16" and not computes_in_float16(self.target):
+                raise UnsupportedError(
+                    f"{name} 'float16' is not built yet for target {self.target}; available: bfloat16 or float32"
+                )
         _check_positive(self, "max_model_len", "block_size", "tp", "pp", "ep")
         if self.redundant_experts and self.expert_loads is None:
             raise ConfigError(
@@ -99,9 +113,10 @@ class CompileConfig:
 
     def resolve(self, model_dtype: str, context: ContextLength, float32_bytes: int) -> ResolvedCompileConfig:
         """Turn every "auto" into a value for a model of this dtype, context and size (in float32), and log them."""
-        if self.dtype == "auto" and model_dtype not in get_args(DType):
+        is_known = model_dtype in get_args(DType) and (model_dtype != "float16" or computes_in_float16(self.target))
+        if self.dtype == "auto" and not is_known:
             raise UnsupportedError(
-                f"the checkpoint's dtype is {model_dtype}, which no target computes in;"
+                f"the checkpoint's dtype is {model_dtype}, which target {self.target} does not compute in;"
                 " give --dtype float32 (keeps every bit) or --dtype bfloat16 (half the memory)"
             )
         # onnxruntime has few kernels for bfloat16 on a CPU.
@@ -120,7 +135,7 @@ class CompileConfig:
             quantize=self.quantize,
             kv_dtype=kv_dtype,
             max_model_len=max_model_len,
-            block_size=max_model_len if self.target == "onnx" else block_size,  # of which a sequence has one
+            block_size=_dense_row(self.target, max_model_len) if has_dense_cache(self.target) else block_size,
             certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
             allow_drift=self.allow_drift,
             passes=tuple(os.path.basename(pass_spec(each)) for each in self.passes),  # no paths in an artifact

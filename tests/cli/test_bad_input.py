@@ -108,7 +108,7 @@ def test_wrong_dtype_name(model: Path) -> None:
     [
         *(
             ("--target", "cuda:sm_75"),
-            ("--target", "tensorrt:sm_86"),
+            ("--target", "tensorrt:sm_90"),
             ("--dtype", "float16"),
             ("--max-model-len", "0"),
             ("--max-model-len", "99999"),
@@ -125,6 +125,9 @@ def test_targets(model: Path) -> None:
     assert "'cuda:sm_90,sm_90' names a chip twice" in refused_compile(model, "--target", "cuda:sm_90,sm_90")
     assert "unknown target 'gpu'" in refused_compile(model, "--target", "gpu")
     assert "cpu takes no architecture" in refused_compile(model, "--target", "cpu:sm_90")
+    assert "'tensorrt': a plan is for one chip; write for example tensorrt:sm_86" in refused_compile(
+        model, "--target", "tensorrt"
+    )
     message = refused_compile(model, "--target", "cuda:sm_90", "--tp", "2")
     assert "more than one GPU is not built yet" in message
 

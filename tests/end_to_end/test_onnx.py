@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES
+from greedy import greedy_of_hugging_face
 from random_models import make_random_model
 from serving import Server, run_inferc
 
@@ -48,18 +49,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     compile(source, folder / "onnx", ONNX)
     compile(source, folder / "cpu", replace(ONNX, target="cpu", dtype="float32"))
     return source, folder / "onnx", folder / "cpu"
-
-
-def greedy_of_hugging_face(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        how = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
 
 
 def test_tokens_are_hugging_faces_and_the_cpus(both: tuple[Path, Path, Path]) -> None:

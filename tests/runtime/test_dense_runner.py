@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import RequestError
-from inferc.runtime.dense_runner import MIN_CAPACITY, CacheInput, DenseRunner, calls_of
+from inferc.runtime.dense_runner import MIN_CAPACITY, CacheInput, DenseRunner, HostCaches, calls_of
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler_config import SchedulerConfig
@@ -65,7 +65,7 @@ CACHES = (CacheInput("k", 1, 2, np.dtype(np.float32)), CacheInput("v", 2, 1, np.
 def make_runner(max_num_seqs: int = 4, max_model_len: int = 200) -> tuple[DenseRunner, FakeModel]:
     model = FakeModel()
     config = ResolvedEngineConfig(1, "auto", max_num_seqs, 64, 0, (9,), False, False, False)
-    return DenseRunner(model, CACHES, config, max_model_len, VOCAB_SIZE), model
+    return DenseRunner(model, HostCaches(CACHES), config, max_model_len, VOCAB_SIZE), model
 
 
 def make_engine(

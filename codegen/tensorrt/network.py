@@ -1,0 +1,275 @@
+"""A TensorRT network in the making: what all calls write into.
+
+The network is strongly typed: every tensor has the dtype that its layer gives it, and what another one is wanted for is cast.
+Elementwise layers want operands of one rank, so smaller ones get axes of 1 in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from inferc.codegen.tensorrt.adapter import Building
+from inferc.program import Program, dtype_name, name_of
+
+NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int8: "int8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+WEIGHT_TYPES = {dtype_name(dtype): name for dtype, name in NAMES.items()}
+
+Tensor = Any  # ITensor of whichever package is there
+
+
+class Bytes:
+    """A weight's bytes, row-major, in memory that outlives the build."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> None:
+        self.dtype, self.shape, self.data = dtype, shape, data
+
+
+class TensorRTNetwork:
+    """Values of the program's nodes as TensorRT's tensors, and layers on them.
+
+    capacity: tokens that a sequence has room for in the caches, which TensorRT wants to be one number.
+    """
+
+    def __init__(self, building: Building, program: Program, weights: Mapping[str, Bytes], capacity: int) -> None:
+        self.program, self.capacity = program, capacity
+        self.trt, self.network = building.library.module, building.network
+        self._checked = building.library.checked
+        self.weights = weights
+        self.values: dict[fx.Node, Any] = {}  # a tensor, or a tuple of them
+        self._kept: dict[Any, Tensor] = {}
+        self._alive: list[NDArray[Any]] = []  # constants, which the network points to
+        self._names: set[str] = set()
+        self._node: fx.Node | None = None
+
+    # ------------------------------------------------------------------------------------------- values
+
+    def dtype(self, dtype: torch.dtype) -> Any:
+        return getattr(self.trt, NAMES[dtype])
+
+    def value(self, node: Any) -> Any:
+        """Of an argument that is a node; None stays None."""
+        if node is None:
+            return None
+        if node.op == "get_attr" and node not in self.values:
+            name = str(node.target)
+            self.values[node] = self.shared(("weight", name), lambda: self._weight(name))
+        return self.values[node]
+
+    def _weight(self, name: str) -> Tensor:
+        stored = self.weights[name]
+        count = int(np.prod(stored.shape, dtype=np.int64))
+        weights = self.trt.Weights(getattr(self.trt, WEIGHT_TYPES[stored.dtype]), stored.data.ctypes.data, count)
+        return self.add("constant", stored.shape, weights, name=name)
+
+    def input(self, node: fx.Node) -> None:
+        """An input of the program: symbolic sizes may be any, but for the caches' capacity."""
+        value = node.meta["val"]
+        shape = [size if isinstance(size, int) else -1 for size in value.shape]
+        if value.dim() == 4:
+            shape[2] = self.capacity
+        self.values[node] = self.network.add_input(self.unique(node.name), self.dtype(value.dtype), tuple(shape))
+
+    def named_input(self, name: str) -> Tensor:
+        return self.values[next(node for node in self.program.inputs() if node.name == name)]
+
+    def output(self, value: Tensor, name: str) -> None:
+        """Make a layer's result one of the network's, in place: a copy would part a cache from the memory that it is in."""
+        value.name = self.unique(name)
+        self.network.mark_output(value)
+
+    def unique(self, name: str) -> str:
+        """A name that no other layer or input has."""
+        found, count = name, 1
+        while found in self._names:
+            found, count = f"{name}.{count}", count + 1
+        self._names.add(found)
+        return found
+
+    def emit(self, node: fx.Node, call: Callable[[TensorRTNetwork, fx.Node], Any]) -> None:
+        """What the call makes of a node; its layers are named as people know the node."""
+        self._node = node
+        made = self.values[node] = call(self, node)
+        with self._checked(f"node {name_of(node)}"):  # it looks into layers only when they are asked for their shapes
+            wanted = node.meta["val"]
+            if isinstance(made, tuple):
+                for value, want in zip(made, wanted, strict=True):
+                    self._check(node, value, want)
+            else:
+                self._check(node, made, wanted)
+        self._node = None
+
+    def _check(self, node: fx.Node, value: Tensor, want: torch.Tensor) -> None:
+        """That a call made what the node is."""
+        found = (*value.shape,)
+        fits = len(found) == want.dim() and all(
+            size == each for size, each in zip(found, want.shape, strict=True) if isinstance(each, int) and size != -1
+        )
+        assert fits and value.dtype == self.dtype(want.dtype), (
+            f"{name_of(node)}: {found} {value.dtype}, expected {want}"
+        )
+
+    # ------------------------------------------------------------------------------------------- layers
+
+    def layer(self, kind: str, *args: Any, name: str | None = None) -> Any:
+        """`add_{kind}` of the network. Raises UnsupportedError, with the node's name, where TensorRT refuses."""
+        where = name_of(self._node) if self._node is not None else "shared"
+        with self._checked(f"node {where}, layer {kind}") as checked:
+            made = checked.made(getattr(self.network, f"add_{kind}")(*args))
+            made.name = self.unique(f"{where}.{kind}" if name is None else name)
+        return made
+
+    def add(self, kind: str, *args: Any, name: str | None = None) -> Tensor:
+        """The result of a layer that has one."""
+        return self.layer(kind, *args, name=name).get_output(0)
+
+    def shared(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """A value that several calls need; the first makes it."""
+        if key not in self._kept:
+            before, self._node = self._node, None
+            self._kept[key] = make()
+            self._node = before
+        return self._kept[key]
+
+    def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> Tensor:
+        """A number, or numbers of any shape."""
+        array = np.ascontiguousarray(np.array(value, dtype))
+        key = (array.dtype.str, array.shape, array.tobytes())
+
+        def make() -> Tensor:
+            self._alive.append(array)
+            return self.add("constant", array.shape, self.trt.Weights(array), name=f"constant.{len(self._alive)}")
+
+        return self.shared(key, make)
+
+    def number(self, value: float, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One number that goes with tensors of `rank`."""
+        if not dtype.is_floating_point:
+            return self.constant(np.full((1,) * rank, value), np.int64 if dtype == torch.int64 else np.int32)
+        made = self.constant(np.full((1,) * rank, value), np.float32)
+        return self.shared(("number", value, rank, dtype), lambda: self.cast(made, dtype))
+
+    def cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        to = self.dtype(dtype)
+        return value if value.dtype == to else self.add("cast", value, to)
+
+    def wide(self, node: fx.Node) -> Tensor:
+        """A node's value in float32."""
+        return self.cast(self.value(node), torch.float32)
+
+    # ------------------------------------------------------------------------------------------ operators
+
+    def elementwise(self, kind: str, left: Tensor, right: Tensor) -> Tensor:
+        """kind: of ElementWiseOperation. Axes of 1 are spread, and the smaller rank gets such axes in front."""
+        rank = max(len(left.shape), len(right.shape))
+        operation = getattr(self.trt.ElementWiseOperation, kind)
+        return self.add("elementwise", self.to_rank(left, rank), self.to_rank(right, rank), operation)
+
+    def mul(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.elementwise("PROD", left, right)
+
+    def plus(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.elementwise("SUM", left, right)
+
+    def times(self, value: Tensor, number: float) -> Tensor:
+        """A float32 tensor by a number."""
+        return value if number == 1.0 else self.mul(value, self.number(number, len(value.shape)))
+
+    def unary(self, kind: str, value: Tensor) -> Tensor:
+        return self.add("unary", value, getattr(self.trt.UnaryOperation, kind))
+
+    def activation(self, kind: str, value: Tensor) -> Tensor:
+        return self.add("activation", value, getattr(self.trt.ActivationType, kind))
+
+    def where(self, condition: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        rank = max(len(each.shape) for each in (condition, left, right))
+        return self.add("select", *(self.to_rank(each, rank) for each in (condition, left, right)))
+
+    def matmul(self, left: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
+        """Of the last two axes. transposed: right is [..., n, k]."""
+        operation = self.trt.MatrixOperation
+        how = operation.TRANSPOSE if transposed else operation.NONE
+        rank = max(len(left.shape), len(right.shape))
+        left, right = self.to_rank(left, rank), self.to_rank(right, rank)
+        return self.add("matrix_multiply", left, operation.NONE, right, how)
+
+    def reduce(self, kind: str, value: Tensor, axis: int, *, keep: bool = True) -> Tensor:
+        return self.add("reduce", value, getattr(self.trt.ReduceOperation, kind), 1 << axis, keep)
+
+    def softmax(self, value: Tensor, axis: int) -> Tensor:
+        layer = self.layer("softmax", value)
+        layer.axes = 1 << axis
+        return layer.get_output(0)
+
+    def gather(self, value: Tensor, indices: Tensor, axis: int) -> Tensor:
+        return self.add("gather", value, indices, axis)
+
+    def concat(self, values: list[Tensor], axis: int) -> Tensor:
+        layer = self.layer("concatenation", values)
+        layer.axis = axis % len(values[0].shape)
+        return layer.get_output(0)
+
+    # --------------------------------------------------------------------------------------------- shapes
+
+    def to_rank(self, value: Tensor, rank: int) -> Tensor:
+        missing = rank - len(value.shape)
+        if not missing:
+            return value
+        return self.view(value, *([1] * missing), *value.shape)
+
+    def view(self, value: Tensor, *sizes: int | Tensor) -> Tensor:
+        """Reshaped. sizes: numbers, -1 for what is left, or an int64 [1] that says it as the step runs."""
+        is_static = all(isinstance(size, int) for size in sizes) and sizes.count(-1) <= 1
+        shape = None if is_static else self.shape_of(sizes, value)
+        layer = self.layer("shuffle", value)
+        if shape is None:
+            layer.reshape_dims = sizes
+        else:
+            layer.set_input(1, shape)
+        return layer.get_output(0)
+
+    def shape_of(self, sizes: tuple[int | Tensor, ...], value: Tensor) -> Tensor:
+        """A shape as a tensor. sizes: as in `view`; what is -1 beside others is the size of `value`'s axis of that number
+        from the end."""
+        rank = len(value.shape)
+        parts = []
+        for place, size in enumerate(sizes):
+            if isinstance(size, int) and size == -1:
+                parts.append(self.size(value, rank - len(sizes) + place))
+            else:
+                parts.append(self.constant([size]) if isinstance(size, int) else size)
+        return self.concat(parts, 0)
+
+    def size(self, value: Tensor, axis: int) -> Tensor:
+        """Of an axis, as the step runs: int64 [1]."""
+        return self.gather(self.add("shape", value), self.constant([axis], np.int32), 0)
+
+    def transpose(self, value: Tensor, *order: int) -> Tensor:
+        layer = self.layer("shuffle", value)
+        layer.first_transpose = order
+        return layer.get_output(0)
+
+    def part(self, value: Tensor, axis: int, start: int, end: int, step: int = 1) -> Tensor:
+        """The elements [start, end) of an axis, every step-th."""
+        rank = len(value.shape)
+        axis %= rank
+        starts, steps, sizes = [0] * rank, [1] * rank, list(value.shape)
+        starts[axis], steps[axis], sizes[axis] = start, step, -(-(end - start) // step)
+        shape = self.shape_of(tuple(sizes), value) if min(sizes) < 0 else None
+        layer = self.layer("slice", value, starts, [max(size, 0) for size in sizes], steps)
+        if shape is not None:
+            layer.set_input(2, shape)
+        return layer.get_output(0)

@@ -1,0 +1,361 @@
+"""An artifact's TensorRT plan on a GPU: numpy arrays in, numpy arrays out, K and V in place on the device. No torch.
+
+A plan takes calls within its profiles; what is larger is cut here: sequences apart, or a prompt into pieces, each of which finds the
+K and V of those before it in the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.codegen.tensorrt.adapter import Library, to_run
+from inferc.config import EngineConfig, ResolvedEngineConfig
+from inferc.errors import ArtifactError, ConfigError, InfercError, UnsupportedError
+from inferc.kv_pools import CacheGroup
+from inferc.manifest import STORED_DTYPES, TENSORRT_PLAN
+from inferc.runtime.artifact import Artifact
+from inferc.runtime.cuda.driver import Driver, OutOfMemory
+from inferc.runtime.dense_runner import DenseRunner
+from inferc.runtime.step import F32
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 256  # of every address that TensorRT is given
+RESERVE_BYTES = 256 << 20  # of the device: for what TensorRT takes once it runs
+ROWS, TOKENS, SEQS = "rows", "tokens", "seqs"
+INPUTS: dict[str, tuple[str, type[np.generic]]] = {
+    "token_ids": (TOKENS, np.int32),
+    "positions": (TOKENS, np.int64),
+    "starts": (SEQS, np.int64),
+    "seq_lens": (SEQS, np.int64),
+    "logits_rows": (ROWS, np.int32),
+}
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The most of a call that the plan takes in one of its profiles."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_num_rows: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A call that fits a profile. first: its first sequence among the caller's; places: which of the rows asked for it gives."""
+
+    profile: int
+    first: int
+    inputs: dict[str, Array]
+    places: NDArray[np.int64]
+
+
+def pieces_of(inputs: Mapping[str, Array], decode: Profile, prefill: Profile) -> list[Piece]:
+    """A call's inputs as calls that fit: profile 0 is `decode`, of one token a sequence, 1 is `prefill`, of one sequence."""
+    num_seqs, num_tokens = len(inputs["starts"]), len(inputs["token_ids"])
+    rows = inputs["logits_rows"].astype(np.int64)
+    if num_tokens == num_seqs:
+        step = min(decode.max_num_seqs, decode.max_num_rows)
+        cuts = [(start, min(start + step, num_seqs)) for start in range(0, num_seqs, step)]
+        return [_piece(0, inputs, rows, start, end, start, end) for start, end in cuts]
+    assert num_seqs == 1, "several new tokens of several sequences: one call a sequence, see calls_of"
+    pieces, start = [], 0
+    while start < num_tokens:
+        end = min(start + prefill.max_num_tokens, num_tokens)
+        within = np.unique(rows[rows >= start])
+        if len(within) > prefill.max_num_rows:
+            end = min(end, int(within[prefill.max_num_rows]))
+        pieces.append(_piece(1, inputs, rows, start, end, 0, 1))
+        start = end
+    return pieces
+
+
+def _piece(
+    profile: int, inputs: Mapping[str, Array], rows: Array, start: int, end: int, first: int, last: int
+) -> Piece:
+    """Tokens [start, end) of sequences [first, last)."""
+    places = np.flatnonzero((rows >= start) & (rows < end))
+    positions = inputs["positions"][start:end]
+    num_new = (end - start) // (last - first)
+    own = {
+        "token_ids": inputs["token_ids"][start:end],
+        "positions": positions,
+        "starts": positions[::num_new],
+        "seq_lens": positions[num_new - 1 :: num_new] + 1,
+        # A plan gives one row at least; one that nobody asked for is left where it is.
+        "logits_rows": rows[places] - start if len(places) else np.zeros(1, np.int64),
+    }
+    return Piece(profile, first, own, places)
+
+
+@dataclass(frozen=True)
+class DeviceCache:
+    """One of the program's caches: [rows, num_heads, capacity, head_dim]."""
+
+    name: str
+    num_heads: int
+    head_dim: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a cache on the device, each of `num_bytes`."""
+
+    address: int
+    num_bytes: int
+    shape: tuple[int, int, int]  # heads, capacity, head_dim
+
+
+class DeviceCaches:
+    """The caches in the GPU's memory, taken at once: as many rows as sequences can run, as long as they may become."""
+
+    def __init__(self, driver: Driver, inputs: Sequence[DeviceCache], num_rows: int, capacity: int) -> None:
+        """Raises ConfigError where the device has not as much memory."""
+        self._driver, self._inputs, self._num_rows = driver, tuple(inputs), num_rows
+        self.fixed_capacity: int | None = capacity
+        self._stream = driver.new_stream()
+        self._addresses: dict[str, int] = {}
+        for each in self._inputs:
+            assert self._row_bytes(each) % ALIGNMENT == 0, f"{each} of {capacity} tokens: rows would not be aligned"
+            num_bytes = num_rows * self._row_bytes(each)
+            try:
+                self._addresses[each.name] = driver.allocate(num_bytes)
+            except OutOfMemory:
+                self.close()
+                raise ConfigError(
+                    f"{driver.name} has no memory for K and V of {num_rows} sequences of {capacity} tokens; lower"
+                    " --max-num-seqs, or compile with a smaller --max-model-len"
+                ) from None
+            driver.fill(self._addresses[each.name], 0, num_bytes, self._stream)
+        driver.wait(self._stream)
+
+    def _row_bytes(self, each: DeviceCache) -> int:
+        assert self.fixed_capacity is not None
+        return each.num_heads * self.fixed_capacity * each.head_dim * each.itemsize
+
+    def resize(self, rows: int, capacity: int) -> None:
+        assert rows <= self._num_rows and capacity == self.fixed_capacity, (rows, capacity)
+
+    def rows(self, first: int, count: int) -> dict[str, Rows]:
+        assert self.fixed_capacity is not None and first + count <= self._num_rows, (first, count)
+        return {
+            each.name: Rows(
+                self._addresses[each.name] + first * self._row_bytes(each),
+                self._row_bytes(each),
+                (each.num_heads, self.fixed_capacity, each.head_dim),
+            )
+            for each in self._inputs
+        }
+
+    def clear(self, row: int) -> None:
+        self._driver.enter()
+        for each in self._inputs:
+            size = self._row_bytes(each)
+            self._driver.fill(self._addresses[each.name] + row * size, 0, size, self._stream)
+        self._driver.wait(self._stream)
+
+    def close(self) -> None:
+        for address in self._addresses.values():
+            self._driver.free(address)
+        self._addresses.clear()
+        self._driver.call("cuStreamDestroy_v2", self._stream)
+
+
+class TensorRTModel:
+    """The engine of a plan, with a context for each of its profiles, which share their memory: one runs at a time."""
+
+    def __init__(
+        self,
+        library: Library,
+        plan: Any,
+        where: str,
+        profiles: Sequence[Profile],
+        caches: Sequence[str],
+        hidden_size: int,
+        vocab_size: int,
+        driver: Driver,
+    ) -> None:
+        """plan: its bytes; where: its name, for people. Raises ArtifactError for one that TensorRT does not take."""
+        self.name = f"{library.title} on {driver.name}"
+        self._library, self._driver = library, driver
+        self._decode, self._prefill = profiles
+        self._closing: list[Callable[[], None]] = []
+        try:
+            self._open(plan, where, caches)
+            self._allocate({"hidden": hidden_size, "logits": vocab_size})
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self, plan: Any, where: str, caches: Sequence[str]) -> None:
+        trt, driver = self._library.module, self._driver
+        self._stream = driver.new_stream()
+        self._closing.append(lambda: driver.call("cuStreamDestroy_v2", self._stream))
+        with self._library.checked(f"{where} does not load", ArtifactError) as checked:
+            runtime = checked.made(trt.Runtime(self._library.logger))
+            if hasattr(runtime, "get_engine_validity"):
+                _check_validity(trt, *runtime.get_engine_validity(plan))
+            self._engine: Any = checked.made(runtime.deserialize_cuda_engine(plan))
+            self._contexts: list[Any] = []
+            for index in range(2):
+                strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+                context = checked.made(self._engine.create_execution_context(strategy))
+                checked.made(context.set_optimization_profile_async(index, self._stream.value))
+                self._contexts.append(context)
+            driver.wait(self._stream)
+        self._closing.append(self._forget)
+        for name in caches:
+            if self._engine.get_aliased_input_tensor(f"{name}.out") != name:
+                raise ArtifactError(f"{where} does not write {name} in place; compile the model again")
+        num_bytes = int(self._engine.device_memory_size_v2)
+        memory = self._take(num_bytes)
+        for context in self._contexts:
+            context.set_device_memory(memory, num_bytes)
+
+    def _forget(self) -> None:
+        self._contexts = []
+        self._engine = None
+
+    def _allocate(self, outputs: Mapping[str, int]) -> None:
+        """Memory for the inputs and outputs of the largest calls, here and on the device."""
+        both = (self._decode, self._prefill)
+        most = {
+            TOKENS: max(each.max_num_tokens for each in both),
+            SEQS: max(each.max_num_seqs for each in both),
+            ROWS: max(each.max_num_rows for each in both),
+        }
+        self._places: dict[str, tuple[int, Array]] = {}  # address on the device, memory here
+        for name, (axis, dtype) in INPUTS.items():
+            self._places[name] = self._pair((most[axis],), dtype)
+        for name, size in outputs.items():
+            self._places[name] = self._pair((most[ROWS], size), np.float32)
+        self._outputs = tuple(outputs)
+
+    def _pair(self, shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[int, Array]:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        memory = self._driver.allocate_host(num_bytes)
+        self._closing.append(lambda: self._driver.free_host(memory))
+        return self._take(num_bytes), memory[:num_bytes].view(dtype).reshape(shape)
+
+    def _take(self, num_bytes: int) -> int:
+        try:
+            address = self._driver.allocate(num_bytes)
+        except OutOfMemory:
+            raise ConfigError(
+                f"{self._driver.name} has no {num_bytes} bytes left, which a step of this model takes beside its weights"
+            ) from None
+        self._closing.append(lambda: self._driver.free(address))
+        return address
+
+    def __call__(self, inputs: Mapping[str, Array], caches: Mapping[str, Rows]) -> tuple[Array, F32]:
+        self._driver.enter()
+        num_rows = len(inputs["logits_rows"])
+        results = [np.empty((num_rows, self._places[name][1].shape[1]), np.float32) for name in self._outputs]
+        for piece in pieces_of(inputs, self._decode, self._prefill):
+            self._run(piece, caches)
+            for result, name in zip(results, self._outputs, strict=True):
+                result[piece.places] = self._places[name][1][: len(piece.places)]
+        hidden, logits = results
+        return hidden, logits
+
+    def _run(self, piece: Piece, caches: Mapping[str, Rows]) -> None:
+        """Leaves the results in the memory here."""
+        driver, context, stream = self._driver, self._contexts[piece.profile], self._stream
+        count = len(piece.inputs["starts"])
+        with self._library.checked("TensorRT failed a step", InfercError) as checked:
+            for name, array in piece.inputs.items():
+                address, memory = self._places[name]
+                memory[: len(array)] = array
+                driver.copy_in(address, memory.ctypes.data, len(array) * memory.itemsize, stream)
+                checked.made(context.set_input_shape(name, (len(array),)))
+                checked.made(context.set_tensor_address(name, address))
+            for name, rows in caches.items():
+                address = rows.address + piece.first * rows.num_bytes
+                checked.made(context.set_input_shape(name, (count, *rows.shape)))
+                checked.made(context.set_tensor_address(name, address))
+                checked.made(context.set_tensor_address(f"{name}.out", address))
+            for name in self._outputs:
+                checked.made(context.set_tensor_address(name, self._places[name][0]))
+            checked.made(context.execute_async_v3(stream.value))
+        for name in self._outputs:
+            address, memory = self._places[name]
+            driver.copy_out(memory.ctypes.data, address, len(piece.places) * memory.shape[1] * memory.itemsize, stream)
+        driver.wait(stream)
+
+    def close(self) -> None:
+        self._driver.enter()
+        self.release()
+        self._driver.close()
+
+    def release(self) -> None:
+        """Give all back but the driver."""
+        while self._closing:
+            self._closing.pop()()
+
+
+def _check_validity(trt: Any, validity: Any, diagnostics: int) -> None:
+    """Raise ArtifactError, with what TensorRT-RTX finds wrong, for a plan that it cannot run here."""
+    if validity == trt.EngineValidity.INVALID:
+        found = [name for name, bit in trt.EngineInvalidityDiagnostics.__members__.items() if int(bit) & diagnostics]
+        told = ", ".join(name.lower().replace("_", " ") for name in found) or "it says nothing of why"
+        raise ArtifactError(f"TensorRT-RTX does not run this plan here: {told}")
+
+
+# ------------------------------------------------------------------------------------------ from an artifact
+
+
+def open_tensorrt(
+    artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], driver: Driver
+) -> tuple[DenseRunner, ResolvedEngineConfig]:
+    """A runner of an artifact for the `tensorrt` target; the driver is its own once it is made.
+
+    Raises ConfigError, UnsupportedError or ArtifactError where the plan is of another package, version or chip.
+    """
+    facts = artifact.manifest["tensorrt"]
+    where = str(artifact.path / TENSORRT_PLAN)
+    library = to_run(facts["package"], facts["version"], where)
+    if driver.arch != facts["arch"]:
+        raise UnsupportedError(
+            f"{where} is for {facts['arch']}, and this GPU ({driver.name}) is {driver.arch}: a plan runs on its own chip"
+            f" alone; compile the model with --target tensorrt:{driver.arch} or cuda:{driver.arch}"
+        )
+    caches = cache_inputs(artifact)
+    hidden_size, vocab_size = int(artifact.program["step"]["hidden"]["shape"][-1]), int(artifact.model["vocab_size"])
+    profiles = [Profile(**{name: each[name] for name in PROFILE_FIELDS}) for each in facts["profiles"]]
+    plan = memoryview(artifact.maps[TENSORRT_PLAN])
+    names = [each.name for each in caches]
+    model = TensorRTModel(library, plan, where, profiles, names, hidden_size, vocab_size, driver)
+    try:
+        free, _ = driver.memory_info()
+        available = max(free - RESERVE_BYTES, 0)
+        resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, "tensorrt")
+        num_rows = min(config.max_num_seqs, *(count - 1 for count in resolved.num_blocks))
+        memory = DeviceCaches(driver, caches, num_rows, artifact.block_size)
+    except BaseException:
+        model.release()
+        raise
+    return DenseRunner(model, memory, resolved, artifact.max_model_len, vocab_size), resolved
+
+
+PROFILE_FIELDS = ("max_num_seqs", "max_num_tokens", "max_num_rows")
+
+
+def cache_inputs(artifact: Artifact) -> list[DeviceCache]:
+    """The caches among the step's inputs."""
+    found = []
+    for entry in artifact.program["step"]["inputs"]:
+        if len(entry["shape"]) == 4:
+            _, heads, _, head_dim = entry["shape"]
+            itemsize = STORED_DTYPES[entry["dtype"]][1]
+            found.append(DeviceCache(entry["name"], int(heads), int(head_dim), itemsize))
+    return found

@@ -1,0 +1,83 @@
+"""What a target does not do, refused before minutes of work. Like compiler.py it sees every stage."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from inferc.codegen.target import Target
+from inferc.config import CompileConfig
+from inferc.errors import ConfigError, InfercError, UnsupportedError
+
+if TYPE_CHECKING:
+    from inferc.codegen.tensorrt.adapter import Library
+
+
+def check_target(target: Target, config: CompileConfig) -> None:
+    """Raise UnsupportedError for what a target does not do, before minutes of work."""
+    if target.device == "cuda" and (config.tp, config.pp, config.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
+        )
+    if target.device == "onnx":
+        _check_onnx(config)
+    if target.device == "tensorrt":
+        _check_tensorrt(target, config)
+
+
+def _check_tensorrt(target: Target, config: CompileConfig) -> None:
+    if (config.tp, config.pp, config.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
+        )
+    for name, found in (("quantize", config.quantize), ("kv_dtype", config.kv_dtype)):
+        if found not in (None, "auto", config.dtype):
+            chip = target.spec.removeprefix("tensorrt:")
+            raise UnsupportedError(
+                f"target {target.spec}: --{name.replace('_', '-')} {found} is not built yet; leave it out, or use"
+                f" --target cuda:{chip}"
+            )
+    if config.block_size != "auto":
+        raise ConfigError(
+            f"target {target.spec}: --block-size: K and V of a sequence are one block there; leave it out"
+        )
+    tensorrt_for(*target.archs)
+
+
+def tensorrt_for(arch: str) -> Library:
+    """The package that builds for the chip, which with `tensorrt` has to be in this machine."""
+    from inferc.codegen.tensorrt.adapter import to_build
+
+    return to_build(arch, _arch_here())
+
+
+def _arch_here() -> str | None:
+    """The chip of this machine's GPU."""
+    from inferc.runtime.cuda.driver import Driver
+
+    try:
+        driver = Driver()
+    except InfercError:
+        return None
+    driver.close()
+    return driver.arch
+
+
+def _check_onnx(config: CompileConfig) -> None:
+    if (config.tp, config.pp, config.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            "target onnx: a model is one file for one process; leave out --tp, --pp and --ep, or use --target cpu"
+        )
+    if config.kv_dtype not in ("auto", "float32", config.dtype):
+        raise UnsupportedError(
+            f"target onnx: --kv-dtype {config.kv_dtype} is not built yet; leave it out, or use --target cpu"
+        )
+    if config.dtype == "bfloat16":
+        raise UnsupportedError(
+            "target onnx: --dtype bfloat16, for which onnxruntime has few kernels; leave it out for float32"
+        )
+    if config.block_size != "auto":
+        raise ConfigError("target onnx: --block-size: K and V of a sequence are one block there; leave it out")
+    missing = [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"target onnx needs {', '.join(missing)}; install them: pip install 'inferc[onnx]'")

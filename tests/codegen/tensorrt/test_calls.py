@@ -1,0 +1,64 @@
+"""Each op's network is built for a chip, and gives, layer by layer, what its reference gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dense_cases
+import pytest
+import torch
+from dense_cases import EXPERTS, EXPRESSIONS, PLAIN, ROUTING
+from graphs import Example, random, rows
+from tensorrt_runs import TENSORRT, run_tensorrt
+
+from inferc.codegen.tensorrt import calls
+from inferc.errors import UnsupportedError
+from inferc.ops.pointwise import FUNCTIONS
+from inferc.passes.choose_kernels import ChooseKernels
+
+
+def check(made: Example, folder: Path, tolerance: float = 2e-6) -> None:
+    want = made.run()
+    found = run_tensorrt(made, folder)
+    assert len(found) == len(want)
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_ops(name: str, tmp_path: Path) -> None:
+    check(dense_cases.plain(name), tmp_path)
+
+
+def test_every_function_is_known() -> None:
+    assert {*calls.UNARY, *calls.ACTIVATIONS, *calls.BINARY, *calls.SPELLED} == set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_pointwise(expression: str, tmp_path: Path) -> None:
+    check(dense_cases.pointwise(expression), tmp_path)
+
+
+def test_pointwise_over_a_column_and_a_row(tmp_path: Path) -> None:
+    check(dense_cases.product_of(rows(8), rows(1, seed=2)), tmp_path)
+    wider = dense_cases.product_of(rows(1), random(1, 8))
+    with pytest.raises(UnsupportedError, match=r"inputs of \[T, 1\], \[1, 8\]: expected one of the result's \[T, 8\]"):
+        ChooseKernels(TENSORRT)(wider.program)
+
+
+@pytest.mark.parametrize("pairs", ["halves", "neighbours", "neighbours_to_halves"])
+@pytest.mark.parametrize(("rotary_dim", "scaling"), [(8, 1.0), (4, 1.25)])
+def test_rope(pairs: str, rotary_dim: int, scaling: float, tmp_path: Path) -> None:
+    check(dense_cases.rope(pairs, rotary_dim, scaling), tmp_path)
+
+
+@pytest.mark.parametrize("how", ROUTING, ids=str)
+def test_routing(how: dict[str, Any], tmp_path: Path) -> None:
+    check(dense_cases.routing(how), tmp_path)
+
+
+@pytest.mark.parametrize("how", EXPERTS, ids=str)
+def test_experts(how: dict[str, Any], tmp_path: Path) -> None:
+    check(dense_cases.experts(how), tmp_path, 1e-5)

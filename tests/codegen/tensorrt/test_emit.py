@@ -1,0 +1,114 @@
+"""Whole models: their plans, and what artifacts say of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import run_inferc
+
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.errors import ConfigError, UnsupportedError
+from inferc.manifest import TENSORRT_LAYERS, TENSORRT_PLAN
+from inferc.runtime.artifact import inspect_artifact, load_artifact
+
+SHIPPED = Path(__file__).parents[3] / "examples" / "models"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tensorrt") / "out"
+    compile(SHIPPED / "tiny-llama", out, CompileConfig(target="tensorrt:sm_86", max_model_len=1000, certify="none"))
+    return out
+
+
+def test_an_artifact_is_one_plan_with_the_weights_in_it(artifact: Path) -> None:
+    names = {path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()}
+    assert TENSORRT_PLAN in names and not any(name.endswith(".safetensors") for name in names)
+    loaded = load_artifact(artifact)
+    assert loaded.weights == () and list(loaded.maps) == [TENSORRT_PLAN]
+    source = (SHIPPED / "tiny-llama" / "model.safetensors").stat().st_size
+    assert len(loaded.maps[TENSORRT_PLAN]) > source, "the weights are in bfloat16, as the checkpoint has them"
+
+
+def test_the_manifest_says_what_built_the_plan_and_for_what(artifact: Path) -> None:
+    manifest = load_artifact(artifact).manifest
+    assert manifest["targets"] == ["tensorrt:sm_86"] and manifest["config"]["dtype"] == "bfloat16"
+    plan = manifest["tensorrt"]
+    assert (plan["package"], plan["arch"]) == ("tensorrt_rtx", "sm_86") and plan["version"].startswith("1.")
+    assert [each["name"] for each in plan["profiles"]] == ["decode", "prefill"]
+    assert manifest["determinism"]["contract"].startswith("none")
+    assert manifest["config"]["block_size"] == 1024, "rows of the cache begin at multiples of 256 bytes"
+
+
+def test_layers_bear_the_names_of_nodes(artifact: Path) -> None:
+    layers = json.loads((artifact / TENSORRT_LAYERS).read_bytes())
+    names = [layer["name"] for layer in layers]
+    assert len(set(names)) == len(names)
+    assert any(name.startswith("layers.0.") for name in names)
+    kinds = inspect_artifact(artifact)["tensorrt"]["layers"]
+    assert kinds["kv_cache_update"] == 12 and kinds["attention_input"] == kinds["attention_output"] == 6
+    done = run_inferc("inspect", artifact)
+    assert "12 kv_cache_update" in done.stdout and "for sm_86" in done.stdout, done.stderr
+
+
+def test_equal_input_gives_equal_bytes_but_for_the_plan(tmp_path: Path) -> None:
+    """TensorRT-RTX orders what is in a plan by chance; nothing else is by chance."""
+    found = []
+    for name in ("one", "two"):
+        config = CompileConfig(target="tensorrt:sm_86", max_model_len=256, certify="none")
+        compile(SHIPPED / "tiny-draft", tmp_path / name, config)
+        paths = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        files = {path.relative_to(tmp_path / name).as_posix(): path.read_bytes() for path in paths}
+        manifest = json.loads(files.pop("engine.json"))
+        del files[TENSORRT_PLAN], manifest["sha256"], manifest["files"][TENSORRT_PLAN]
+        found.append((files, manifest))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-llama", "tiny-draft"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_shipped_models_build(model: str, arch: str, dtype: str, tmp_path: Path) -> None:
+    config = CompileConfig(target=f"tensorrt:{arch}", dtype=dtype, certify="none")  # type: ignore[arg-type]
+    compile(SHIPPED / model, tmp_path / "out", config)
+
+
+def test_experts_in_float16_build(tmp_path: Path) -> None:
+    config = CompileConfig(target="tensorrt:sm_86", dtype="float16", max_model_len=256, certify="none")
+    compile(SHIPPED / "tiny-moe", tmp_path / "out", config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2}, "target tensorrt:sm_86: a plan is for one GPU; leave out --tp"),
+        ({"quantize": "int8"}, "--quantize int8 is not built yet; leave it out, or use --target cuda:sm_86"),
+        ({"kv_dtype": "int8"}, "--kv-dtype int8 is not built yet"),
+        ({"block_size": 32}, "--block-size: K and V of a sequence are one block there"),
+        ({"target": "tensorrt:sm_90"}, "target tensorrt:sm_90: TensorRT-RTX .* builds for .*, or --target cuda:sm_90"),
+    ],
+)
+def test_what_is_refused(options: dict[str, object], message: str, tmp_path: Path) -> None:
+    config = {"target": "tensorrt:sm_86", "certify": "none", **options}
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        compile(SHIPPED / "tiny-draft", tmp_path / "out", CompileConfig(**config))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_bfloat16_on_a_chip_without_it_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = CompileConfig(target="tensorrt:sm_75", max_model_len=256, certify="none")
+    with pytest.raises(
+        UnsupportedError, match="cannot build a plan for sm_75: .*sm75, because the model contains HW-spec"
+    ):
+        compile(SHIPPED / "tiny-draft", tmp_path / "out", config)
+
+
+def test_the_other_targets_do_not_import_it() -> None:
+    code = "import sys, inferc.compiler, inferc.codegen.kernels; assert 'tensorrt_rtx' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

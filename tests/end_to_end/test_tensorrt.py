@@ -1,0 +1,67 @@
+"""Artifacts for TensorRT, which are built here and run on a GPU that is not there: the tokens of Hugging Face.
+
+Each plan is TensorRT-RTX's own. What it computes is told by its network, layer by layer on the CPU (tensorrt_network.py), in the
+place of the GPU's kernels; everything around it is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_tensorrt import on_fake_gpu, plans_are_kept
+from greedy import greedy_of_hugging_face
+
+import inferc
+from inferc.certify import run_kernels
+from inferc.codegen.tensorrt.adapter import to_build
+from inferc.compiler import compile
+from inferc.config import CompileConfig
+from inferc.drift import measure
+from inferc.errors import UnsupportedError
+from inferc.runtime.cuda.driver import Driver
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "examples" / "models"
+FLOAT32 = CompileConfig(target="tensorrt:sm_86", dtype="float32", certify="none")
+GREEDY = inferc.SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def test_tokens_are_hugging_faces(tmp_path: Path) -> None:
+    with plans_are_kept() as known:
+        compile(SHIPPED / "tiny-draft", tmp_path / "out", FLOAT32)
+    lengths = (1, 60, 33, 2, 17, 40, 9, 25)
+    prompts = [[(7 + 13 * i * i + length) % 500 + 4 for i in range(length)] for length in lengths]
+    params = [replace(GREEDY, max_tokens=4 + 3 * index) for index in range(len(prompts))]
+    want = greedy_of_hugging_face(SHIPPED / "tiny-draft", prompts, 25)
+    want = [ids[: each.max_tokens] for ids, each in zip(want, params, strict=True)]
+    for options in ({}, {"max_num_seqs": 1}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}):
+        with on_fake_gpu(known), inferc.LLM(tmp_path / "out", **options) as llm:
+            found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+        assert found == want, options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_on_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """The plan itself: Hugging Face's tokens in float32, and its text's likelihood in 16 bits."""
+    driver = Driver()
+    arch = driver.arch
+    driver.close()
+    try:
+        to_build(arch, arch)
+    except UnsupportedError as error:
+        pytest.skip(f"no plan for the GPU of this machine: {error}")
+    source = SHIPPED / "tiny-llama"
+    config = CompileConfig(target=f"tensorrt:{arch}", dtype=dtype, certify="none")  # type: ignore[arg-type]
+    compile(source, tmp_path / "out", config)
+    prompts = [[(7 + 13 * i * i) % 500 + 4 for i in range(length)] for length in (1, 60, 33, 600)]
+    want = greedy_of_hugging_face(source, prompts, 24)
+    with inferc.LLM(tmp_path / "out") as llm:
+        found = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, replace(GREEDY, max_tokens=24))]
+    if dtype == "float32":
+        assert found == want
+    compile(source, tmp_path / "cpu", CompileConfig(dtype="float32", certify="none"))
+    (_, ours, _), (_, theirs, _) = (run_kernels(tmp_path / name, prompts, 0) for name in ("out", "cpu"))
+    assert float(measure(ours, theirs).kl.mean()) < (1e-8 if dtype == "float32" else 1e-3)
