@@ -298,15 +298,25 @@ def pointwise_fits(node: fx.Node, target: Target) -> str:
     return why_not(node)
 
 
-def onnx_only(node: fx.Node, target: Target) -> str:
-    return "" if target.device == "onnx" else OTHER_TARGET
+@dataclass(frozen=True)
+class ForOnnx:
+    """Why not, of what is written as ONNX ops: it is for that target, and `check` has no reason either.
+
+    has_own: of onnxruntime's own ops among them, which `onnx:standard` leaves out.
+    """
+
+    check: Callable[[fx.Node], str] | None = None
+    has_own: bool = False
+
+    def __call__(self, node: fx.Node, target: Target) -> str:
+        if target.device != "onnx":
+            return OTHER_TARGET
+        if self.has_own and target.is_standard:
+            return OTHER_CASE
+        return "" if self.check is None else self.check(node)
 
 
-def onnx_pointwise_fits(node: fx.Node, target: Target) -> str:
-    return _broadcasts(node) if target.device == "onnx" else OTHER_TARGET
-
-
-def _broadcasts(node: fx.Node) -> str:
+def broadcasts(node: fx.Node) -> str:
     """The ops broadcast by themselves, but what an expression does not use widens nothing."""
     shapes, made = [tuple(each.meta["val"].shape) for each in argument(node, "inputs")], tuple(node.meta["val"].shape)
     return (
@@ -321,18 +331,12 @@ def nbits_block(k: int) -> int:
     return min(128, k & -k)
 
 
-def onnx_blocks_fit(node: fx.Node, target: Target) -> str:
+def blocks_fit(node: fx.Node) -> str:
     """Of int8 weights [n, k]: for kernels that take k in blocks, of 16 at least."""
-    if target.device != "onnx":
-        return OTHER_TARGET
     return "" if nbits_block(int(argument(node, "weight").meta["val"].shape[1])) >= 16 else OTHER_CASE
 
 
-def onnx_float_experts(node: fx.Node, target: Target) -> str:
-    return _float_experts(node) if target.device == "onnx" else OTHER_TARGET
-
-
-def _float_experts(node: fx.Node) -> str:
+def float_experts(node: fx.Node) -> str:
     is_float = all(argument(node, name) is None for name in ("gate_up_scale", "down_scale", "x_scale"))
     return "" if is_float else OTHER_CASE
 
@@ -343,29 +347,25 @@ def _is_swiglu(node: fx.Node) -> bool:
     return is_its and _dtype(node, "x") == torch.float32
 
 
-def onnx_moe_fits(node: fx.Node, target: Target) -> str:
-    return onnx_float_experts(node, target) or ("" if _is_swiglu(node) else OTHER_CASE)
+def moe_fits(node: fx.Node) -> str:
+    return float_experts(node) or ("" if _is_swiglu(node) else OTHER_CASE)
 
 
-def onnx_int8_experts(node: fx.Node, target: Target) -> str:
-    if target.device != "onnx":
-        return OTHER_TARGET
+def int8_experts(node: fx.Node) -> str:
     return "" if _dtype(node, "gate_up") == torch.int8 and argument(node, "x_scale") is None else OTHER_CASE
 
 
-def onnx_int4_experts(node: fx.Node, target: Target) -> str:
-    if target.device != "onnx":
-        return OTHER_TARGET
+def int4_experts(node: fx.Node) -> str:
     return "" if _dtype(node, "gate_up") == torch.uint8 and argument(node, "x_scale") is None else OTHER_CASE
 
 
-def onnx_qmoe_int8_fits(node: fx.Node, target: Target) -> str:
-    return onnx_int8_experts(node, target) or ("" if _is_swiglu(node) else OTHER_CASE)
+def qmoe_int8_fits(node: fx.Node) -> str:
+    return int8_experts(node) or ("" if _is_swiglu(node) else OTHER_CASE)
 
 
-def onnx_qmoe_int4_fits(node: fx.Node, target: Target) -> str:
+def qmoe_int4_fits(node: fx.Node) -> str:
     """Groups that are whole: QMoE reads no padding."""
-    if reason := onnx_int4_experts(node, target):
+    if reason := int4_experts(node):
         return reason
     k = (int(argument(node, "gate_up").meta["val"].shape[1]) // 2, int(node.meta["val"].shape[1]))
     packed = (argument(node, name).meta["val"] for name in ("down", "gate_up"))
@@ -382,11 +382,11 @@ def tensorrt_lookup(node: fx.Node, target: Target) -> str:
 
 
 def tensorrt_pointwise_fits(node: fx.Node, target: Target) -> str:
-    return tensorrt_only(node, target) or _broadcasts(node)
+    return tensorrt_only(node, target) or broadcasts(node)
 
 
 def tensorrt_float_experts(node: fx.Node, target: Target) -> str:
-    return tensorrt_only(node, target) or _float_experts(node)
+    return tensorrt_only(node, target) or float_experts(node)
 
 
 LARGEST_FUSED_HEAD = 256

@@ -136,7 +136,7 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     return (
         *_model_passes(),
         DenseKVCache(config.block_size),
-        *((fuse_dense_attention,) if config.target.device == "onnx" else ()),
+        *((fuse_dense_attention,) if config.target.device == "onnx" and not config.target.is_standard else ()),
         FusePointwise(),
         SelectRows(),
         SplitHead(),

@@ -10,9 +10,9 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from inferc.codegen.onnx.calls import activate, part_of
+from inferc.codegen.onnx.calls import activate
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
-from inferc.codegen.onnx.integer_calls import scales_of_groups
+from inferc.codegen.onnx.integer_calls import scales_of_groups, widened
 from inferc.ops.quantize import int4_group
 from inferc.program import named_arguments
 
@@ -176,13 +176,7 @@ def all_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     named, wide = named_arguments(node), []
     inputs = (int(named["x"].meta["val"].shape[1]), int(named["gate_up"].meta["val"].shape[1]) // 2)
     for name, k in zip(("gate_up", "down"), inputs, strict=True):
-        weight, group_scale = named[name], named[f"{name}_group_scale"]
-        experts, n, size = (int(each) for each in weight.meta["val"].shape)
-        values = graph.weight(weight, (experts, n, 2 * size), ir.DataType.INT4)
-        scales = scales_of_groups(graph, group_scale, named[f"{name}_scale"])
-        group = int4_group(weight.meta["val"], group_scale.meta["val"])
-        each = graph.op("DequantizeLinear", values, scales, axis=-1, block_size=group)
-        wide.append(each if k == 2 * size else part_of(graph, each, 2, 0, k))
+        wide.append(widened(graph, named[name], named[f"{name}_group_scale"], named[f"{name}_scale"], k))
     return _all_experts(graph, named, *wide)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from inferc.codegen.conditions import nbits_block
+from inferc.codegen.onnx.calls import part_of
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
 from inferc.ops.quantize import LARGEST, int4_group
 from inferc.program import named_arguments
@@ -71,10 +72,27 @@ def _nbits(
 
 
 def linear_int8_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """For k that no block divides: the weight is widened in every call."""
+    """By the standard's ops, and for k that no block divides: the weight is widened in every call."""
     named = named_arguments(node)
     wide = graph.op("DequantizeLinear", graph.value(named["weight"]), graph.value(named["scale"]), axis=0)
     return finish(graph, node, graph.op("Gemm", _wide(graph, named["x"]), wide, transB=1), named)
+
+
+def linear_int4_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """By the standard's ops."""
+    named = named_arguments(node)
+    wide = widened(graph, named["weight"], named["group_scale"], named["scale"], int(named["x"].meta["val"].shape[1]))
+    return finish(graph, node, graph.op("Gemm", _wide(graph, named["x"]), wide, transB=1), named)
+
+
+def widened(graph: OnnxGraph, weight: fx.Node, group_scale: fx.Node, scale: fx.Node, k: int) -> ir.Value:
+    """Weights in four bits, float32 [..., n, k], in every call."""
+    *lead, size = (int(each) for each in weight.meta["val"].shape)
+    group = int4_group(weight.meta["val"], group_scale.meta["val"])
+    values = graph.weight(weight, (*lead, 2 * size), ir.DataType.INT4)
+    scales = scales_of_groups(graph, group_scale, scale)
+    wide = graph.op("DequantizeLinear", values, scales, axis=-1, block_size=group)
+    return wide if k == 2 * size else part_of(graph, wide, len(lead), 0, k)
 
 
 def embedding_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -69,6 +70,23 @@ def test_tokens_are_hugging_faces_and_the_cpus(both: tuple[Path, Path, Path]) ->
         with inferc.LLM(path, **options) as llm:
             found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
         assert found == want, (path.name, options)
+
+
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
+    """The same model as with onnxruntime's own ops; in integers to what rounding rows makes of it."""
+    prompts = [[(7 + 13 * i * i + length) % 500 + 4 for i in range(length)] for length in (5, 40)]
+    logits = []
+    for target in ("onnx", "onnx:standard"):
+        out = tmp_path / target.replace(":", "-")
+        compile(SHIPPED / "tiny-moe", out, replace(ONNX, target=target, quantize=quantize))
+        ran_by, found, _ = run_kernels(out, prompts, 0)
+        assert ran_by.startswith("onnxruntime ")
+        logits.append(torch.cat(found))
+        model = onnx.load(out / "model.onnx", load_external_data=False)
+        assert [each.domain for each in model.opset_import] == ([""] if "standard" in target else ["", "com.microsoft"])
+    error = float((logits[0] - logits[1]).pow(2).mean().sqrt() / logits[1].std())
+    assert error < (1e-5 if quantize is None else 0.05), error
 
 
 def test_perplexity_is_the_cpus_to_four_digits(both: tuple[Path, Path, Path]) -> None:

@@ -19,7 +19,7 @@ from inferc.passes.choose_kernels import ChooseKernels
 from inferc.program import Program, dtype_name
 from inferc.weights import TensorReader, materialize, physical_shape
 
-ONNX = Target("onnx")
+ONNX, STANDARD = Target("onnx"), Target("onnx", ("standard",))
 
 
 def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[str, StoredWeight]:
@@ -34,10 +34,10 @@ def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[
     return found
 
 
-def session_of(made: Example, folder: Path) -> onnxruntime.InferenceSession:
+def session_of(made: Example, folder: Path, target: Target = ONNX) -> onnxruntime.InferenceSession:
     """The program's model, checked with its shapes, in onnxruntime. Its results are called out0, out1, …"""
     program = made.program
-    ChooseKernels(ONNX)(program)
+    ChooseKernels(target)(program)
     graph = build(program, write_weights(program, made.reader, folder))
     outputs: Any = program.output().args[0]
     results = {f"out{index}": graph.value(node) for index, node in enumerate(outputs)} | written_caches(graph)
@@ -47,9 +47,9 @@ def session_of(made: Example, folder: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def run_onnx(made: Example, folder: Path) -> list[Tensor]:
+def run_onnx(made: Example, folder: Path, target: Target = ONNX) -> list[Tensor]:
     """What onnxruntime makes of the example's inputs."""
-    session = session_of(made, folder)
+    session = session_of(made, folder, target)
     wanted = {each.name for each in session.get_inputs()}
     arrays = {name: value.numpy() for name, value in made.inputs.items() if name in wanted}
     return [torch.from_numpy(np.asarray(each)) for each in session.run(None, arrays)]

@@ -10,9 +10,10 @@ import onnx
 import pytest
 import torch
 from graphs import TOKENS, Example, example, random, rows
-from onnx_runs import run_onnx
+from onnx_runs import ONNX, STANDARD, run_onnx
 from torch import Tensor
 
+from inferc.codegen.target import Target
 from inferc.ops.quantize import quantize_int4, quantize_rows
 
 inferc = torch.ops.inferc
@@ -27,21 +28,24 @@ def exact_rows(k: int) -> Tensor:
     return x * torch.logspace(-3, 1, TOKENS)[:, None]
 
 
-def check(made: Example, folder: Path, tolerance: float = 3e-6) -> set[str]:
+def check(made: Example, folder: Path, tolerance: float = 3e-6, target: Target = ONNX) -> set[str]:
     """Returns the ops of the model."""
-    want, found = made.run(), run_onnx(made, folder)
+    want, found = made.run(), run_onnx(made, folder, target)
     assert len(found) == len(want)
     for ours, theirs in zip(found, want, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(
             ours.double(), theirs.double(), rtol=tolerance, atol=tolerance * float(theirs.abs().max())
         )
-    return {node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node}
+    nodes = onnx.load(folder / "model.onnx", load_external_data=False).graph.node
+    assert target != STANDARD or {node.domain for node in nodes} == {""}
+    return {node.op_type for node in nodes}
 
 
+@pytest.mark.parametrize("target", [ONNX, STANDARD], ids=lambda target: target.spec)
 @pytest.mark.parametrize("has_more", [False, True])
 @pytest.mark.parametrize("k", [16, 48, 384, 24])
-def test_linear_int8(k: int, has_more: bool, tmp_path: Path) -> None:
+def test_linear_int8(k: int, has_more: bool, target: Target, tmp_path: Path) -> None:
     """24 is no whole blocks."""
     values, scale = quantize_rows(random(6, k))
 
@@ -51,7 +55,7 @@ def test_linear_int8(k: int, has_more: bool, tmp_path: Path) -> None:
 
     inputs = {"x": exact_rows(k), "residual": rows(6)}
     made = example(graph, inputs, {"w": values, "scale": scale, "bias": random(6)})
-    assert ("MatMulNBits" in check(made, tmp_path)) is (k != 24)
+    assert ("MatMulNBits" in check(made, tmp_path, target=target)) is (k != 24 and target == ONNX)
 
 
 def test_the_kernel_rounds_rows_block_by_block(tmp_path: Path) -> None:
@@ -79,9 +83,10 @@ def test_what_is_no_number_is_seen_in_the_logits(broken: float, tmp_path: Path) 
     assert found[3].isnan().all() and found[[0, 1, 2, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("target", [ONNX, STANDARD], ids=lambda target: target.spec)
 @pytest.mark.parametrize("has_more", [False, True])
 @pytest.mark.parametrize(("k", "group"), [(64, 32), (128, 64), (256, 128), (112, 32)])
-def test_linear_int4(k: int, group: int, has_more: bool, tmp_path: Path) -> None:
+def test_linear_int4(k: int, group: int, has_more: bool, target: Target, tmp_path: Path) -> None:
     values, of_groups, scale = quantize_int4(random(6, k), group)
 
     def graph(x: Any, w: Any, groups: Any, scale: Any, bias: Any, residual: Any) -> Any:
@@ -90,17 +95,18 @@ def test_linear_int4(k: int, group: int, has_more: bool, tmp_path: Path) -> None
 
     weights = {"w": values, "groups": of_groups, "scale": scale, "bias": random(6)}
     made = example(graph, {"x": exact_rows(k), "residual": rows(6)}, weights)
-    assert "MatMulNBits" in check(made, tmp_path)
+    assert ("MatMulNBits" in check(made, tmp_path, target=target)) is (target == ONNX)
 
 
+@pytest.mark.parametrize("target", [ONNX, STANDARD], ids=lambda target: target.spec)
 @pytest.mark.parametrize("k", [32, 24])
-def test_embedding_int8(k: int, tmp_path: Path) -> None:
+def test_embedding_int8(k: int, target: Target, tmp_path: Path) -> None:
     values, scale = quantize_rows(random(9, k))
 
     def graph(ids: Any, w: Any, scale: Any) -> Any:
         return inferc.embedding_int8.default(w, scale, ids, torch.float32)
 
-    check(example(graph, {"ids": torch.tensor([8, 0, 3, 3, 1])}, {"w": values, "scale": scale}), tmp_path, 0.0)
+    check(example(graph, {"ids": torch.tensor([8, 0, 3, 3, 1])}, {"w": values, "scale": scale}), tmp_path, 0.0, target)
 
 
 @pytest.mark.parametrize("has_more", [False, True])
@@ -130,10 +136,11 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("target", [ONNX, STANDARD], ids=lambda target: target.spec)
 @pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize(("bits", "k"), [(8, 32), (4, 32), (4, 40)])
-def test_experts(bits: int, k: int, name: str, has_biases: bool, tmp_path: Path) -> None:
+def test_experts(bits: int, k: int, name: str, has_biases: bool, target: Target, tmp_path: Path) -> None:
     """In four bits 40 is no whole groups."""
     how, kernel = EXPERTS[name]
     experts, n = 4, 32
@@ -156,7 +163,7 @@ def test_experts(bits: int, k: int, name: str, has_biases: bool, tmp_path: Path)
     names_of_all = ("x", "ids", "shares", *weights)
     graph.__signature__ = inspect.Signature([inspect.Parameter(each, keyword) for each in names_of_all])  # type: ignore[attr-defined]
     program = example(graph, {"x": rows(k) * 3, "ids": IDS, "shares": SHARES}, weights)
-    check(program, tmp_path, 1e-5)
+    check(program, tmp_path, 1e-5, target)
     (chosen,) = (node.meta["kernel"] for node in program.program.graph.nodes if "moe" in str(node.target))
-    is_whole = bits == 8 or k % 32 == 0
+    is_whole = (bits == 8 or k % 32 == 0) and target == ONNX
     assert chosen == f"onnx.{kernel if is_whole else 'all_experts'}_int{bits}"
