@@ -344,7 +344,7 @@ def float_experts(node: fx.Node) -> str:
 def _is_swiglu(node: fx.Node) -> bool:
     """As onnxruntime's MoE and QMoE: SwiGLU of gate and up, no scaled input."""
     is_its = argument(node, "activation") in ("silu", "swiglu_clamped") and not argument(node, "scale_input")
-    return is_its and _dtype(node, "x") == torch.float32
+    return is_its and _dtype(node, "x") in (torch.float32, torch.float16)
 
 
 def moe_fits(node: fx.Node) -> str:

@@ -17,6 +17,9 @@ from inferc.ops.quantize import int4_group
 from inferc.program import named_arguments
 
 
+NOT_CHOSEN = -6e4  # a logit: float16 holds it, and its exponential is 0
+
+
 def moe_routing(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
     """(expert ids int32, weights float32), each [num_tokens, top_k]; of equals TopK takes the lower id, as we do."""
     named = named_arguments(node)
@@ -115,14 +118,16 @@ def _chosen_experts(
     """onnxruntime's op routes by itself: it is given logits whose softmax over all experts are our weights, but for their
     sum, by which the result is multiplied."""
     num_experts = int(named["gate_up"].meta["val"].shape[0])
-    weights = graph.value(named["expert_weights"])
+    weights, dtype = graph.value(named["expert_weights"]), named["x"].meta["val"].dtype
     total = graph.op("ReduceSum", weights, graph.constant([1]), keepdims=1)
-    logits = _spread(graph, named["expert_ids"], graph.op("Log", weights), num_experts, -1e9)
+    # The largest is 0, so that 16 bits round none by much.
+    shares = graph.op("Log", graph.op("Div", weights, graph.op("ReduceMax", weights, graph.constant([1]), keepdims=1)))
+    logits = _spread(graph, named["expert_ids"], shares, num_experts, NOT_CHOSEN)
     is_clamped = named["activation"] == "swiglu_clamped"
     if is_clamped:
         how = {**how, "swiglu_limit": float(named["limit"])}
     made = graph.op(
-        *(kind, graph.value(named["x"]), logits, *operands),
+        *(kind, graph.value(named["x"]), graph.cast(logits, torch.float32, dtype), *operands),
         domain=MICROSOFT,
         activation_type="swiglu",
         swiglu_fusion=1,
@@ -132,7 +137,7 @@ def _chosen_experts(
         activation_beta=1.0 if is_clamped else 0.0,
         **how,
     )
-    return graph.op("Mul", made, total)
+    return graph.cast(graph.op("Mul", graph.cast(made, dtype, torch.float32), total), torch.float32, dtype)
 
 
 def _bias(graph: OnnxGraph, bias: fx.Node | None, of: str = "gate_up") -> ir.Value | None:

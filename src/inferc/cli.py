@@ -100,7 +100,12 @@ def compile_model(
         ),
     ] = "cpu",
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="bfloat16|float32|float16|auto",
+            help="Of weights and activations; float16 for onnx and tensorrt.",
+        ),
     ] = "auto",
     quantize: Annotated[
         str | None,

@@ -60,7 +60,7 @@ def has_dense_cache(target: str) -> bool:
 
 
 def computes_in_float16(target: str) -> bool:
-    return target.partition(":")[0] == "tensorrt"
+    return target.partition(":")[0] in ("onnx", "tensorrt")
 
 
 def _dense_row(target: str, max_model_len: int) -> int:

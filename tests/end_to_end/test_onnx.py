@@ -110,6 +110,22 @@ def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
     assert load_artifact(tmp_path / "out").manifest["determinism"]["contract"].startswith("none")
 
 
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_in_float16(quantize: Any, tmp_path: Path) -> None:
+    """What a GPU's kernels are for; a CPU's mostly cast, and give the same model."""
+    config = CompileConfig(target="onnx", dtype="float16", quantize=quantize, max_model_len=128)
+    summary = compile(SHIPPED / "tiny-moe", tmp_path / "out", config)
+    assert summary.certificate is not None and summary.certificate["ok"]
+    (row,) = (row for row in summary.certificate["rows"] if row["name"] == "kernels")
+    assert row["dtype"] == "float16" and row["kl"] < (1e-3 if quantize is None else 0.05), row
+    model = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
+    types = {each.name: each.type.tensor_type.elem_type for each in (*model.graph.input, *model.graph.output)}
+    assert (
+        types["k_cache_0"] == types["hidden"] == onnx.TensorProto.FLOAT16 and types["logits"] == onnx.TensorProto.FLOAT
+    )
+    onnx.checker.check_model(str(tmp_path / "out" / "model.onnx"), full_check=True)
+
+
 FAMILIES_HERE = (
     "llama",
     "qwen3",
