@@ -16,7 +16,6 @@ from inferc.codegen.onnx.integer_calls import scales_of_groups, widened
 from inferc.ops.quantize import int4_group
 from inferc.program import named_arguments
 
-
 NOT_CHOSEN = -6e4  # a logit: float16 holds it, and its exponential is 0
 
 
