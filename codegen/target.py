@@ -61,6 +61,11 @@ class Target:
         return self.archs == ("standard",)
 
     @property
+    def rounds_rows(self) -> bool:
+        """Whether its kernels round rows that a quantized program has in floats."""
+        return self.device == "onnx" and not self.is_standard
+
+    @property
     def has_dense_cache(self) -> bool:
         """Whether its steps read a KV cache of whole sequences (`DenseKVCache`) and not of blocks."""
         return has_dense_cache(self.device)

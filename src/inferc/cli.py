@@ -48,6 +48,7 @@ from inferc.cli_replay import replay
 from inferc.cli_serve import serve
 from inferc.cli_simulate import simulate
 from inferc.cli_top import top
+from inferc.cli_verify import verify
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -305,6 +306,7 @@ command(app, "top")(top)
 command(app, "doctor")(doctor)
 command(app, "replay")(replay)
 command(app, "diff")(diff)
+command(app, "verify")(verify)
 
 
 @command(app, "eval")
