@@ -10,8 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from fake_tensorrt import on_fake_gpu, plans_are_kept
+from families import FAMILIES
 from greedy import greedy_of_hugging_face
+from random_models import make_random_model
 
 import inferc
 from inferc.certify import run_kernels
@@ -40,6 +43,45 @@ def test_tokens_are_hugging_faces(tmp_path: Path) -> None:
         with on_fake_gpu(known), inferc.LLM(tmp_path / "out", **options) as llm:
             found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
         assert found == want, options
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_the_numbers_are_close(dtype: str, tmp_path: Path) -> None:
+    """Where attention is TensorRT's own: of Hugging Face's logits, no further than bfloat16 is."""
+    source = SHIPPED / "tiny-llama"
+    with plans_are_kept() as known:
+        config = replace(FLOAT32, dtype=dtype)  # type: ignore[arg-type]
+        summary = compile(source, tmp_path / "out", config)
+    assert "tensorrt.dense_attention" in [row["name"] for row in summary.kernels]
+    compile(source, tmp_path / "cpu", replace(FLOAT32, target="cpu"))
+    prompts = [[(7 + 13 * i * i) % 500 + 4 for i in range(length)] for length in (5, 70)]
+    with on_fake_gpu(known):
+        name, ours, _ = run_kernels(tmp_path / "out", prompts, 0)
+    assert name.startswith("TensorRT-RTX") and name.endswith("on Fake GPU")
+    _, theirs, _ = run_kernels(tmp_path / "cpu", prompts, 0)
+    assert float(measure(ours, theirs).kl.mean()) < 1e-3
+
+
+# A softcap and windows; sinks; latents and groups of experts; chunks and scaled inputs of experts.
+FAMILIES_HERE = ("gemma2", "gpt_oss", "deepseek_v3", "llama4_text")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_families(name: str, tmp_path: Path) -> None:
+    """Random models: each one's plan is built, and its network gives Hugging Face's tokens."""
+    family = FAMILIES[name]
+    if family.model_type(name) not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    prompts = [[(11 * i * i + 7 * length) % 290 + 5 for i in range(length)] for length in (1, 40, 17, 33)]
+    folder = make_random_model(family.model_type(name), tmp_path / "m", **family.fields)
+    with plans_are_kept() as known:
+        compile(folder, tmp_path / "out", FLOAT32)
+    with on_fake_gpu(known), inferc.LLM(tmp_path / "out", max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        params = replace(GREEDY, max_tokens=12)
+        found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+    assert found == greedy_of_hugging_face(folder, prompts, 12)
 
 
 @pytest.mark.gpu
