@@ -138,6 +138,7 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FusePointwise(),
         SelectRows(),
         SplitHead(),
+        *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
         ChooseKernels(config.target, config.kernels),
     )
 
