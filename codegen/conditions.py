@@ -385,8 +385,15 @@ def tensorrt_pointwise_fits(node: fx.Node, target: Target) -> str:
     return tensorrt_only(node, target) or broadcasts(node)
 
 
-def tensorrt_float_experts(node: fx.Node, target: Target) -> str:
-    return tensorrt_only(node, target) or float_experts(node)
+def tensorrt_experts_fit(node: fx.Node, target: Target) -> str:
+    """Weights in floats, or in int8 with a scale for each output."""
+    special = ("x_scale", "gate_up_group_scale", "down_group_scale")
+    fits = all(argument(node, name) is None for name in special)
+    return tensorrt_only(node, target) or ("" if fits else OTHER_CASE)
+
+
+def tensorrt_packed_lookup(node: fx.Node, target: Target) -> str:
+    return tensorrt_only(node, target) or _multiple("hidden_size", _shape(node, "weight")[1], 4)
 
 
 LARGEST_FUSED_HEAD = 256

@@ -421,7 +421,9 @@ _TENSORRT_ROWS: tuple[tuple[str, str, Callable[[fx.Node, Target], str]], ...] = 
     ("inferc.dense_attention", "attention_calls:spelled_attention", conditions.tensorrt_only),
     ("inferc.dense_latent_attention", "attention_calls:spelled_latent_attention", conditions.tensorrt_only),
     ("inferc.moe_routing", "expert_calls:moe_routing", conditions.tensorrt_only),
-    ("inferc.moe_experts", "expert_calls:all_experts", conditions.tensorrt_float_experts),
+    ("inferc.moe_experts", "expert_calls:all_experts", conditions.tensorrt_experts_fit),
+    ("inferc.linear_int8", "calls:linear_int8", conditions.tensorrt_only),
+    ("inferc.embedding_int8", "calls:embedding_int8", conditions.tensorrt_packed_lookup),
 )
 
 _COLLECTIVES = {

@@ -140,7 +140,7 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FusePointwise(),
         SelectRows(),
         SplitHead(),
-        *_dense_quantization(config.quantize),
+        *_dense_quantization(config),
         ChooseKernels(config.target, config.kernels),
     )
 
@@ -191,12 +191,13 @@ def _quantization(name: str | None) -> tuple[Pass, ...]:
     )
 
 
-def _dense_quantization(name: str | None) -> tuple[Pass, ...]:
+def _dense_quantization(config: LowerConfig) -> tuple[Pass, ...]:
     """onnxruntime's kernels for four bits, for the head and for experts take rows in floats; those for four and eight bits
     round them by themselves, each block by its own scale."""
-    if name is None:
-        return ()
-    return (Quantize(SCHEMES[name], rows_of=() if SCHEMES[name].group else ("linear",)),)
+    if config.quantize is None or config.target.device != "onnx":
+        return _quantization(config.quantize)
+    scheme = SCHEMES[config.quantize]
+    return (Quantize(scheme, rows_of=() if scheme.group else ("linear",)),)
 
 
 def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:

@@ -262,7 +262,11 @@ class TensorRTModel:
         num_rows = len(inputs["logits_rows"])
         results = [np.empty((num_rows, self._places[name][1].shape[1]), np.float32) for name in self._outputs]
         for piece in pieces_of(inputs, self._decode, self._prefill):
-            self._run(piece, caches)
+            try:
+                self._run(piece, caches)
+            except BaseException:
+                self._driver.wait(self._stream)  # which may still copy from memory that the next step writes
+                raise
             for result, name in zip(results, self._outputs, strict=True):
                 result[piece.places] = self._places[name][1][: len(piece.places)]
         hidden, logits = results

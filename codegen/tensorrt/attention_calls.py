@@ -83,14 +83,17 @@ def dense_attention(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     q, k_cache, v_cache, _, _, scale, mask, window, _ = arguments(node)
     heads, head_dim = (int(size) for size in q.meta["val"].shape[1:])
     scaled = net.cast(net.times(net.wide(q), scale), dtype_of(q))
-    queries = _by_sequence(net, scaled, heads, head_dim)
+    queries, seen, seq_lens = (
+        _by_sequence(net, scaled, heads, head_dim),
+        _mask(net, mask, window),
+        _as_int32(net, "seq_lens"),
+    )
     trt = net.trt
     attention = net.layer(
         *("attention_v2", queries, net.value(k_cache), net.value(v_cache)),
         *(trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind.NONE),
     )
-    attention.mask = _mask(net, mask, window)
-    attention.key_value_lengths = _as_int32(net, "seq_lens")
+    attention.mask, attention.key_value_lengths = seen, seq_lens
     return _back(net, attention.get_output(0))
 
 

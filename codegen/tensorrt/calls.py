@@ -36,6 +36,13 @@ def embedding(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     return net.gather(net.value(weight), net.value(ids), 0)
 
 
+def embedding_int8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
+    weight, scale, ids, dtype = arguments(node)
+    rows = net.packed_rows(weight, net.value(ids))
+    scales = net.view(net.gather(net.wide(scale), net.value(ids), 0), -1, 1)
+    return net.cast(net.mul(rows, scales), dtype)
+
+
 def index_select(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     x, axis, rows = arguments(node)
     return net.gather(net.value(x), net.value(rows), axis % rank_of(x))
@@ -103,6 +110,16 @@ def lm_head(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     """In float32, which is what its logits are: TensorRT rounds a product to its operands' dtype."""
     hidden, weight, bias = arguments(node)
     return _linear(net, hidden, weight, bias, torch.float32)
+
+
+def linear_int8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
+    """Of a weight that is multiplied by its scales before the product, each rounded to the result's dtype."""
+    x, weight, scale, bias, residual, _ = arguments(node)
+    dtype = dtype_of(node)
+    product = net.matmul(net.cast(net.value(x), dtype), net.dequantized(weight, scale, dtype), transposed=True)
+    for added in (bias, residual):
+        product = product if added is None else net.plus(product, net.cast(net.value(added), dtype))
+    return product
 
 
 def head_linear(net: TensorRTNetwork, node: fx.Node) -> Tensor:

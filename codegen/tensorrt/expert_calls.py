@@ -87,12 +87,12 @@ def all_experts(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     taken = net.view(net.value(x), 1, -1, hidden_size)
     if named["scale_input"]:
         taken = net.cast(net.mul(net.cast(taken, torch.float32), share), dtype)
-    product = net.matmul(taken, net.value(gate_up), transposed=True)
+    product = net.matmul(taken, _weight(net, gate_up, named["gate_up_scale"], dtype), transposed=True)
     if (bias := named["gate_up_bias"]) is not None:
         product = net.plus(product, net.view(net.value(bias), num_experts, 1, both))
     gate, up = (net.part(product, 2, start, start + both // 2) for start in (0, both // 2))
     hidden = _activated(net, gate, up, named["activation"], named["alpha"], named["limit"], dtype)
-    result = net.matmul(hidden, net.value(down), transposed=True)
+    result = net.matmul(hidden, _weight(net, down, named["down_scale"], dtype), transposed=True)
     if (bias := named["down_bias"]) is not None:
         result = net.plus(result, net.view(net.value(bias), num_experts, 1, hidden_size))
     result = net.cast(result, torch.float32)
@@ -101,6 +101,10 @@ def all_experts(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     else:
         result = net.mul(result, share)
     return net.cast(net.reduce("SUM", result, 0, keep=False), dtype)
+
+
+def _weight(net: TensorRTNetwork, weight: fx.Node, scale: fx.Node | None, dtype: torch.dtype) -> Tensor:
+    return net.value(weight) if scale is None else net.dequantized(weight, scale, dtype)
 
 
 def _activated(

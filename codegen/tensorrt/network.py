@@ -75,6 +75,44 @@ class TensorRTNetwork:
         weights = self.trt.Weights(getattr(self.trt, WEIGHT_TYPES[stored.dtype]), stored.data.ctypes.data, count)
         return self.add("constant", stored.shape, weights, name=name)
 
+    def dequantized(self, weight: fx.Node, scale: fx.Node, dtype: torch.dtype) -> Tensor:
+        """A weight in int8, [..., n, k], times the scales of its rows, [..., n], in `dtype`. The plan holds the integers."""
+
+        def make() -> Tensor:
+            stored = self.weights[str(weight.target)]
+            rows = int(np.prod(stored.shape[:-1], dtype=np.int64))
+            integers = self.trt.Weights(self.trt.int8, stored.data.ctypes.data, rows * stored.shape[-1])
+            values = self.add("constant", (rows, stored.shape[-1]), integers, name=f"{weight.target}.integers")
+            layer = self.layer(
+                "dequantize", values, self.view(self.cast(self.value(scale), dtype), rows), self.dtype(dtype)
+            )
+            layer.axis = 0
+            return self.view(layer.get_output(0), *stored.shape)
+
+        return self.shared(("dequantized", str(weight.target), dtype), make)
+
+    def packed_rows(self, weight: fx.Node, ids: Tensor) -> Tensor:
+        """Rows of a table in int8, as float32: [T, k]. TensorRT looks up no int8 but may dequantize all of the table, so
+        four of them are read as an int32 and parted by arithmetic.
+        """
+        stored = self.weights[str(weight.target)]
+        rows, size = stored.shape
+
+        def make() -> Tensor:
+            words = self.trt.Weights(self.trt.int32, stored.data.ctypes.data, rows * size // 4)
+            return self.add("constant", (rows, size // 4), words, name=f"{weight.target}.words")
+
+        left = self.view(self.gather(self.shared(("words", str(weight.target)), make), ids, 0), -1, size // 4, 1)
+        parts = []
+        for _ in range(4):  # the lowest byte first
+            rest = self.elementwise("FLOOR_DIV", left, self.number(256, 3, torch.int32))
+            byte = self.elementwise("SUB", left, self.elementwise("PROD", rest, self.number(256, 3, torch.int32)))
+            parts.append(byte)
+            left = rest
+        unsigned = self.cast(self.view(self.concat(parts, 2), -1, size), torch.float32)
+        is_negative = self.elementwise("GREATER", unsigned, self.number(127.5, 2))
+        return self.where(is_negative, self.elementwise("SUB", unsigned, self.number(256.0, 2)), unsigned)
+
     def input(self, node: fx.Node) -> None:
         """An input of the program: symbolic sizes may be any, but for the caches' capacity."""
         value = node.meta["val"]

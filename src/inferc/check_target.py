@@ -30,12 +30,14 @@ def _check_tensorrt(target: Target, config: CompileConfig) -> None:
         raise UnsupportedError(
             f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
         )
-    for name, found in (("quantize", config.quantize), ("kv_dtype", config.kv_dtype)):
-        if found not in (None, "auto", config.dtype):
-            chip = target.spec.removeprefix("tensorrt:")
+    for name, found, known in (
+        ("--quantize", config.quantize, (None, "int8")),
+        ("--kv-dtype", config.kv_dtype, ("auto", config.dtype)),
+    ):
+        if found not in known:
             raise UnsupportedError(
-                f"target {target.spec}: --{name.replace('_', '-')} {found} is not built yet; leave it out, or use"
-                f" --target cuda:{chip}"
+                f"target {target.spec}: {name} {found} is not built yet; leave it out, or use --target"
+                f" cuda:{target.archs[0]}"
             )
     if config.block_size != "auto":
         raise ConfigError(

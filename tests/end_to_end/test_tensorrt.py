@@ -10,8 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from fake_tensorrt import on_fake_gpu, plans_are_kept
+from families import FAMILIES
 from greedy import greedy_of_hugging_face
+from random_models import make_random_model
 
 import inferc
 from inferc.certify import run_kernels
@@ -25,13 +28,14 @@ from inferc.runtime.cuda.driver import Driver
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "models"
 FLOAT32 = CompileConfig(target="tensorrt:sm_86", dtype="float32", certify="none")
+SLOW = pytest.mark.slow
 GREEDY = inferc.SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def test_tokens_are_hugging_faces(tmp_path: Path) -> None:
     with plans_are_kept() as known:
         compile(SHIPPED / "tiny-draft", tmp_path / "out", FLOAT32)
-    lengths = (1, 60, 33, 2, 17, 40, 9, 25)
+    lengths = (1, 60, 33, 2, 17, 40)
     prompts = [[(7 + 13 * i * i + length) % 500 + 4 for i in range(length)] for length in lengths]
     params = [replace(GREEDY, max_tokens=4 + 3 * index) for index in range(len(prompts))]
     want = greedy_of_hugging_face(SHIPPED / "tiny-draft", prompts, 25)
@@ -40,6 +44,71 @@ def test_tokens_are_hugging_faces(tmp_path: Path) -> None:
         with on_fake_gpu(known), inferc.LLM(tmp_path / "out", **options) as llm:
             found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
         assert found == want, options
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("tiny-draft", "bfloat16"),
+        *(pytest.param("tiny-llama", dtype, marks=SLOW) for dtype in ("bfloat16", "float16")),
+    ],
+)
+def test_in_16_bits_the_numbers_are_close(model: str, dtype: str, tmp_path: Path) -> None:
+    """Where attention is TensorRT's own."""
+    source = SHIPPED / model
+    with plans_are_kept() as known:
+        config = replace(FLOAT32, dtype=dtype)  # type: ignore[arg-type]
+        summary = compile(source, tmp_path / "out", config)
+    assert "tensorrt.dense_attention" in [row["name"] for row in summary.kernels]
+    compile(source, tmp_path / "cpu", replace(FLOAT32, target="cpu"))
+    prompts = [[(7 + 13 * i * i) % 500 + 4 for i in range(length)] for length in (5, 70)]
+    with on_fake_gpu(known):
+        name, ours, _ = run_kernels(tmp_path / "out", prompts, 0)
+    assert name.startswith("TensorRT-RTX") and name.endswith("on Fake GPU")
+    _, theirs, _ = run_kernels(tmp_path / "cpu", prompts, 0)
+    assert float(measure(ours, theirs).kl.mean()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "model", ["tiny-draft", *(pytest.param(each, marks=SLOW) for each in ("tiny-moe", "tiny-llama"))]
+)
+def test_weights_in_int8(model: str, tmp_path: Path) -> None:
+    """The tokens of the cpu target with the same integers and scales; the plan holds integers."""
+    config = replace(FLOAT32, quantize="int8", max_model_len=256)
+    with plans_are_kept() as known:
+        quantized = compile(SHIPPED / model, tmp_path / "out", config)
+    whole = compile(SHIPPED / model, tmp_path / "whole", replace(config, quantize=None))
+    parameters = (SHIPPED / model / "model.safetensors").stat().st_size / 2  # in bfloat16
+    assert whole.weights_bytes - quantized.weights_bytes > 1.5 * parameters  # of 3, for a table is there twice
+    compile(SHIPPED / model, tmp_path / "cpu", replace(config, target="cpu"))
+    prompts = [[(11 * i * i + 7 * length) % 290 + 5 for i in range(length)] for length in (1, 40, 17)]
+    with on_fake_gpu(known):
+        _, ours, greedy = run_kernels(tmp_path / "out", prompts, 16)
+    _, theirs, expected = run_kernels(tmp_path / "cpu", prompts, 16)
+    assert greedy == expected
+    assert float(measure(ours, theirs).kl.mean()) < 1e-8
+
+
+# Windows and sinks; latents and groups of experts; chunks and scaled inputs of experts.
+FAMILIES_HERE = ("gpt_oss", "deepseek_v3", "llama4_text")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=SLOW) for name in FAMILIES]
+)
+def test_families(name: str, tmp_path: Path) -> None:
+    """Random models: each one's plan is built, and its network gives Hugging Face's tokens."""
+    family = FAMILIES[name]
+    if family.model_type(name) not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    prompts = [[(11 * i * i + 7 * length) % 290 + 5 for i in range(length)] for length in (1, 40, 17, 33)]
+    folder = make_random_model(family.model_type(name), tmp_path / "m", **family.fields)
+    with plans_are_kept() as known:
+        compile(folder, tmp_path / "out", FLOAT32)
+    with on_fake_gpu(known), inferc.LLM(tmp_path / "out", max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        params = replace(GREEDY, max_tokens=12)
+        found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+    assert found == greedy_of_hugging_face(folder, prompts, 12)
 
 
 @pytest.mark.gpu

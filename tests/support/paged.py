@@ -46,11 +46,10 @@ def sharing(
         x = aten.embedding.default(embed, token_ids)
 
         def kv() -> tuple[Any, Any]:
-            k, v = (
-                aten.view.default(aten.slice.Tensor(x, -1, at, at + 2 * head_dim), [-1, 2, head_dim])
-                for at in (0, 2 * head_dim)
-            )
-            return inferc.rope.default(k, table), v
+            width = 2 * head_dim
+            k = aten.view.default(aten.slice.Tensor(x, -1, 0, width), [-1, 2, head_dim])
+            k = inferc.rope.default(k, table)
+            return k, aten.view.default(aten.slice.Tensor(x, -1, width, 2 * width), [-1, 2, head_dim])
 
         k, v = kv()
         out, hidden = x, []

@@ -95,8 +95,9 @@ class Evaluated:
 def _constant(layer: Any, result: Any, weights: Mapping[str, Bytes]) -> Tensor:
     """A copy: the network points to memory of whoever made it. Of bfloat16 the bindings give no array."""
     dtype, shape = DTYPES[result.dtype], tuple(layer.shape)
-    if layer.name in weights:
-        return torch.from_numpy(weights[layer.name].data.copy()).view(dtype).reshape(shape)
+    name = layer.name.removesuffix(".integers").removesuffix(".words")
+    if name in weights:
+        return torch.from_numpy(weights[name].data.copy()).view(dtype).reshape(shape)
     return torch.from_numpy(layer.weights.copy()).view(dtype).reshape(shape)
 
 
@@ -206,6 +207,12 @@ def _slice(layer: Any) -> Callable[..., Tensor]:
     return run
 
 
+def _dequantize(layer: Any) -> Callable[..., Tensor]:
+    assert layer.axis == 0
+    dtype = DTYPES[layer.get_output(0).dtype]
+    return lambda value, scale: (value.float() * scale.float()[:, None]).to(dtype)
+
+
 def _attention(layer: Any) -> Callable[..., Tensor]:
     attention = layer.attention
     assert attention.causal_kind == trt.CausalMaskKind.NONE
@@ -253,6 +260,7 @@ RUN: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "ATTENTION_INPUT": lambda _: lambda: None,
     "ATTENTION_OUTPUT": _attention,
     "KV_CACHE_UPDATE": _kv_cache_update,
+    "DEQUANTIZE": _dequantize,
 }
 CLASSES = {
     "CONSTANT": trt.IConstantLayer,
@@ -274,4 +282,5 @@ CLASSES = {
     "ATTENTION_INPUT": trt.IAttentionInputLayer,
     "ATTENTION_OUTPUT": trt.IAttentionOutputLayer,
     "KV_CACHE_UPDATE": trt.IKVCacheUpdateLayer,
+    "DEQUANTIZE": trt.IDequantizeLayer,
 }

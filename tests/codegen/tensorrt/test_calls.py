@@ -9,13 +9,15 @@ import dense_cases
 import pytest
 import torch
 from dense_cases import EXPERTS, EXPRESSIONS, PLAIN, ROUTING
-from graphs import Example, random, rows
+from graphs import Example, example, random, rows
 from tensorrt_runs import TENSORRT, run_tensorrt
 
 from inferc.codegen.tensorrt import calls
 from inferc.errors import UnsupportedError
 from inferc.ops.pointwise import FUNCTIONS
 from inferc.passes.choose_kernels import ChooseKernels
+
+inferc = torch.ops.inferc
 
 
 def check(made: Example, folder: Path, tolerance: float = 2e-6) -> None:
@@ -62,3 +64,39 @@ def test_routing(how: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", EXPERTS, ids=str)
 def test_experts(how: dict[str, Any], tmp_path: Path) -> None:
     check(dense_cases.experts(how), tmp_path, 1e-5)
+
+
+INTEGERS = torch.arange(-127, 128, dtype=torch.int8)
+
+
+def integers(*sizes: int) -> torch.Tensor:
+    """Of any value, from one end to the other."""
+    count = torch.Size(sizes).numel()
+    return INTEGERS[(torch.arange(count) * 37) % len(INTEGERS)].reshape(sizes)
+
+
+QUANTIZED: dict[str, tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {
+    "linear_int8": (
+        lambda x, w, s, b: inferc.linear_int8.default(x, w, s, b),
+        {"x": rows(8)},
+        {"w": integers(6, 8), "s": random(6).abs(), "b": random(6)},
+    ),
+    "embedding_int8": (
+        lambda ids, w, s: inferc.embedding_int8.default(w, s, ids, torch.float32),
+        {"ids": dense_cases.IDS},
+        {"w": integers(70, 12), "s": random(70).abs()},
+    ),
+    "moe_experts": (
+        lambda x, ids, shares, a, b, c, d: inferc.moe_experts.default(
+            x, ids, shares, a, b, gate_up_scale=c, down_scale=d
+        ),
+        {"x": rows(8), "ids": torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2]]).int(), "shares": rows(2).abs()},
+        {"a": integers(3, 12, 8), "b": integers(3, 8, 6), "c": random(3, 12).abs() / 99, "d": random(3, 8).abs() / 99},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_weights_in_int8(name: str, tmp_path: Path) -> None:
+    graph, inputs, weights = QUANTIZED[name]
+    check(example(graph, inputs, weights), tmp_path, 2e-5)
