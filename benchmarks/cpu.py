@@ -40,7 +40,7 @@ def prepared(shape: str, engine: str, format: str, peer: Peer | None, work: Path
     source = work / shape
     if not source.exists():
         partial = fresh(source.with_name(source.name + ".partial"))
-        _run([sys.executable, str(ROOT / "benchmarks/make_model.py"), shape, str(partial)])
+        run([sys.executable, str(ROOT / "benchmarks/make_model.py"), shape, str(partial)])
         partial.rename(source)
     if engine in ("transformers", "vllm"):
         return source
@@ -62,9 +62,9 @@ def prepared(shape: str, engine: str, format: str, peer: Peer | None, work: Path
             "--max-model-len",
             str(max_model_len),
         ]
-        _run([*inferc, "--dtype", "bfloat16", "--certify", "none", *quantize])
+        run([*inferc, "--dtype", "bfloat16", "--certify", "none", *quantize])
     else:
-        _run([str(peer.python), str(HERE / "convert.py"), engine, str(source), format, str(partial)])
+        run([str(peer.python), str(HERE / "convert.py"), engine, str(source), format, str(partial)])
     partial.rename(out)
     return out
 
@@ -77,7 +77,7 @@ def fresh(partial: Path) -> Path:
     return partial
 
 
-def _run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
+def run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
     """Standard output; raises RuntimeError with the last line of standard error."""
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=HERE.parent, env={**os.environ, **(env or {})}, check=False
@@ -101,7 +101,7 @@ def run_once(entry: Entry, cases: Iterable[str], threads: int) -> dict[str, Any]
     env = {key: value.format(threads=threads) for key, value in entry.peer.env.items()} if entry.peer else {}
     command = [str(python), "-m", "peers.worker", entry.engine, str(entry.model), "--format", entry.format]
     wanted = json.dumps({name: [*astuple(CASES[name])[:3], CASES[name].neighbour] for name in cases})
-    out = _run([*command, "--threads", str(threads), "--cases", wanted], env)
+    out = run([*command, "--threads", str(threads), "--cases", wanted], env)
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 

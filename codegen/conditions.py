@@ -298,15 +298,25 @@ def pointwise_fits(node: fx.Node, target: Target) -> str:
     return why_not(node)
 
 
-def onnx_only(node: fx.Node, target: Target) -> str:
-    return "" if target.device == "onnx" else OTHER_TARGET
+@dataclass(frozen=True)
+class ForOnnx:
+    """Why not, of what is written as ONNX ops: it is for that target, and `check` has no reason either.
+
+    has_own: of onnxruntime's own ops among them, which `onnx:standard` leaves out.
+    """
+
+    check: Callable[[fx.Node], str] | None = None
+    has_own: bool = False
+
+    def __call__(self, node: fx.Node, target: Target) -> str:
+        if target.device != "onnx":
+            return OTHER_TARGET
+        if self.has_own and target.is_standard:
+            return OTHER_CASE
+        return "" if self.check is None else self.check(node)
 
 
-def onnx_pointwise_fits(node: fx.Node, target: Target) -> str:
-    return _broadcasts(node) if target.device == "onnx" else OTHER_TARGET
-
-
-def _broadcasts(node: fx.Node) -> str:
+def broadcasts(node: fx.Node) -> str:
     """The ops broadcast by themselves, but what an expression does not use widens nothing."""
     shapes, made = [tuple(each.meta["val"].shape) for each in argument(node, "inputs")], tuple(node.meta["val"].shape)
     return (
@@ -316,20 +326,51 @@ def _broadcasts(node: fx.Node) -> str:
     )
 
 
-def onnx_float_experts(node: fx.Node, target: Target) -> str:
-    return _float_experts(node) if target.device == "onnx" else OTHER_TARGET
+def nbits_block(k: int) -> int:
+    """How many neighbours along k are a block of onnxruntime's MatMulNBits: the largest power of two that divides, to 128."""
+    return min(128, k & -k)
 
 
-def _float_experts(node: fx.Node) -> str:
+def blocks_fit(node: fx.Node) -> str:
+    """Of int8 weights [n, k]: for kernels that take k in blocks, of 16 at least."""
+    return "" if nbits_block(int(argument(node, "weight").meta["val"].shape[1])) >= 16 else OTHER_CASE
+
+
+def float_experts(node: fx.Node) -> str:
     is_float = all(argument(node, name) is None for name in ("gate_up_scale", "down_scale", "x_scale"))
     return "" if is_float else OTHER_CASE
 
 
-def onnx_moe_fits(node: fx.Node, target: Target) -> str:
-    """onnxruntime's MoE: SwiGLU of gate and up, no scaled input."""
-    reason = onnx_float_experts(node, target)
+def _is_swiglu(node: fx.Node) -> bool:
+    """As onnxruntime's MoE and QMoE: SwiGLU of gate and up, no scaled input."""
     is_its = argument(node, "activation") in ("silu", "swiglu_clamped") and not argument(node, "scale_input")
-    return reason or ("" if is_its and _dtype(node, "x") == torch.float32 else OTHER_CASE)
+    return is_its and _dtype(node, "x") in (torch.float32, torch.float16)
+
+
+def moe_fits(node: fx.Node) -> str:
+    return float_experts(node) or ("" if _is_swiglu(node) else OTHER_CASE)
+
+
+def int8_experts(node: fx.Node) -> str:
+    return "" if _dtype(node, "gate_up") == torch.int8 and argument(node, "x_scale") is None else OTHER_CASE
+
+
+def int4_experts(node: fx.Node) -> str:
+    return "" if _dtype(node, "gate_up") == torch.uint8 and argument(node, "x_scale") is None else OTHER_CASE
+
+
+def qmoe_int8_fits(node: fx.Node) -> str:
+    return int8_experts(node) or ("" if _is_swiglu(node) else OTHER_CASE)
+
+
+def qmoe_int4_fits(node: fx.Node) -> str:
+    """Groups that are whole: QMoE reads no padding."""
+    if reason := int4_experts(node):
+        return reason
+    k = (int(argument(node, "gate_up").meta["val"].shape[1]) // 2, int(node.meta["val"].shape[1]))
+    packed = (argument(node, name).meta["val"] for name in ("down", "gate_up"))
+    are_whole = all(2 * int(each.shape[2]) == size for each, size in zip(packed, k, strict=True))
+    return "" if are_whole and _is_swiglu(node) else OTHER_CASE
 
 
 def tensorrt_only(node: fx.Node, target: Target) -> str:
@@ -341,7 +382,7 @@ def tensorrt_lookup(node: fx.Node, target: Target) -> str:
 
 
 def tensorrt_pointwise_fits(node: fx.Node, target: Target) -> str:
-    return tensorrt_only(node, target) or _broadcasts(node)
+    return tensorrt_only(node, target) or broadcasts(node)
 
 
 def tensorrt_experts_fit(node: fx.Node, target: Target) -> str:

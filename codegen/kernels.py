@@ -326,47 +326,77 @@ def _triton_kernels() -> tuple[Kernel, ...]:
     )
 
 
-# op, name of the call
-_ONNX_ROWS: tuple[tuple[str, str], ...] = (
-    ("aten.embedding", "embedding"),
-    ("aten.linear", "linear"),
-    ("aten.add.Tensor", "add"),
-    ("aten.mul.Tensor", "mul"),
-    ("aten.cat", "cat"),
-    ("aten.index_select", "index_select"),
-    ("inferc.head_linear", "head_linear"),
-    ("inferc.linear_wide", "linear_wide"),
-    ("inferc.lm_head", "lm_head"),
-    ("inferc.layer_norm", "layer_norm"),
-    ("inferc.rms_norm", "rms_norm"),
-    ("inferc.rope_table", "rope_table"),
-    ("inferc.rope", "rope"),
-    ("inferc.silu_mul", "silu_mul"),
-    ("inferc.gelu_mul", "gelu_mul"),
-    ("inferc.dense_write", "dense_write"),
-    ("inferc.dense_attention", "dense_attention"),
-    ("inferc.dense_latent_attention", "dense_latent_attention"),
+_OwnCheck = Callable[[fx.Node], str] | None
+# op, module and name of the call, condition
+_ONNX_ROWS: tuple[tuple[str, str, _OwnCheck], ...] = (
+    ("aten.embedding", "calls:embedding", None),
+    ("aten.linear", "calls:linear", None),
+    ("aten.add.Tensor", "calls:add", None),
+    ("aten.mul.Tensor", "calls:mul", None),
+    ("aten.cat", "calls:cat", None),
+    ("aten.index_select", "calls:index_select", None),
+    ("inferc.head_linear", "calls:head_linear", None),
+    ("inferc.linear_wide", "calls:linear_wide", None),
+    ("inferc.lm_head", "calls:lm_head", None),
+    ("inferc.layer_norm", "calls:layer_norm", None),
+    ("inferc.rms_norm", "calls:rms_norm", None),
+    ("inferc.rope_table", "calls:rope_table", None),
+    ("inferc.rope", "calls:rope", None),
+    ("inferc.silu_mul", "calls:silu_mul", None),
+    ("inferc.gelu_mul", "calls:gelu_mul", None),
+    ("inferc.pointwise", "calls:pointwise", conditions.broadcasts),
+    ("inferc.dense_write", "calls:dense_write", None),
+    ("inferc.dense_attention", "calls:dense_attention", None),
+    ("inferc.dense_latent_attention", "calls:dense_latent_attention", None),
+    ("inferc.quantize_rows", "integer_calls:quantize_rows", None),
+    ("inferc.moe_routing", "expert_calls:moe_routing", None),
+)
+# The same of what reads weights in a layout, those with onnxruntime's own ops before those without.
+_ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
+    ("inferc.dense_write_attention", "calls:dense_write_attention", None, {}),
+    ("inferc.embedding_int8", "integer_calls:embedding_int8", conditions.blocks_fit, {"weight": "unsigned"}),
+    ("inferc.linear_int8", "integer_calls:linear_int8", conditions.blocks_fit, {"weight": "unsigned"}),
+    ("inferc.linear_int4", "integer_calls:linear_int4", None, {"weight": "neighbours"}),
+    ("inferc.moe_experts", "expert_calls:moe_experts", conditions.moe_fits, {"gate_up": "pairs"}),
+    (
+        *("inferc.moe_experts", "expert_calls:moe_experts_int8", conditions.qmoe_int8_fits),
+        {"gate_up": "pairs_unsigned", "down": "unsigned"},
+    ),
+    (
+        *("inferc.moe_experts", "expert_calls:moe_experts_int4", conditions.qmoe_int4_fits),
+        {"gate_up": "pairs_neighbours", "down": "neighbours"},
+    ),
+)
+_ONNX_WIDE_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
+    ("inferc.embedding_int8", "integer_calls:embedding_int8_plain", None, {"weight": None}),
+    ("inferc.linear_int8", "integer_calls:linear_int8_wide", None, {"weight": None}),
+    ("inferc.linear_int4", "integer_calls:linear_int4_wide", None, {"weight": "neighbours_signed"}),
+    ("inferc.linear_w8a8", "integer_calls:linear_w8a8", None, {"weight": "transposed"}),
+    ("inferc.moe_experts", "expert_calls:all_experts", conditions.float_experts, {"gate_up": None, "down": None}),
+    ("inferc.moe_experts", "expert_calls:all_experts_int8", conditions.int8_experts, {"gate_up": None, "down": None}),
+    (
+        *("inferc.moe_experts", "expert_calls:all_experts_int4", conditions.int4_experts),
+        {"gate_up": "neighbours_signed", "down": "neighbours_signed"},
+    ),
 )
 
-_ONNX_MORE = (
-    Kernel(
-        *("onnx", "inferc.pointwise", "onnx.pointwise", conditions.onnx_pointwise_fits),
-        "inferc.codegen.onnx.calls:pointwise",
-    ),
-    Kernel(
-        *("onnx", "inferc.moe_routing", "onnx.moe_routing", conditions.onnx_only),
-        "inferc.codegen.onnx.expert_calls:moe_routing",
-    ),
-    Kernel(
-        *("onnx", "inferc.moe_experts", "onnx.moe_experts", conditions.onnx_moe_fits),
-        "inferc.codegen.onnx.expert_calls:moe_experts",
-        {"gate_up": "pairs"},
-    ),
-    Kernel(
-        *("onnx", "inferc.moe_experts", "onnx.all_experts", conditions.onnx_float_experts),
-        "inferc.codegen.onnx.expert_calls:all_experts",
-    ),
-)
+
+def _onnx_kernels() -> tuple[Kernel, ...]:
+    def kernel(op: str, call: str, why_not: conditions.ForOnnx, layouts: dict[str, str | None]) -> Kernel:
+        return Kernel(
+            *("onnx", op, f"onnx.{call.partition(':')[2]}", why_not, f"inferc.codegen.onnx.{call}"),
+            weight_layouts=layouts,
+        )
+
+    return (
+        *(kernel(op, call, conditions.ForOnnx(check), {}) for op, call, check in _ONNX_ROWS),
+        *(
+            kernel(op, call, conditions.ForOnnx(check, has_own=rows is _ONNX_OWN_ROWS), layouts)
+            for rows in (_ONNX_OWN_ROWS, _ONNX_WIDE_ROWS)
+            for op, call, check, layouts in rows
+        ),
+    )
+
 
 # op, name of the call, condition
 _TENSORRT_ROWS: tuple[tuple[str, str, Callable[[fx.Node, Target], str]], ...] = (
@@ -415,11 +445,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpp_kernels(),
     *_more_triton_kernels(),
     *_triton_kernels(),
-    *(
-        Kernel("onnx", op, f"onnx.{name}", conditions.onnx_only, f"inferc.codegen.onnx.calls:{name}")
-        for op, name in _ONNX_ROWS
-    ),
-    *_ONNX_MORE,
+    *_onnx_kernels(),
     *(
         Kernel("tensorrt", op, f"tensorrt.{call.partition(':')[2]}", why_not, f"inferc.codegen.tensorrt.{call}")
         for op, call, why_not in _TENSORRT_ROWS

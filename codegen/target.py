@@ -16,7 +16,8 @@ DEVICES = ("cpu", "cuda", "onnx", "tensorrt", "reference")
 @dataclass(frozen=True)
 class Target:
     """What an artifact is compiled for: `cpu`, `onnx`, `reference`, `tensorrt` with one architecture, or `cuda` with one or
-    several."""
+    several. `onnx:standard` is ONNX without onnxruntime's own ops.
+    """
 
     device: Literal["cpu", "cuda", "onnx", "tensorrt", "reference"]
     archs: tuple[str, ...] = ()
@@ -31,9 +32,12 @@ class Target:
             if not re.fullmatch(r"sm_\d{2,3}", archs):
                 raise ConfigError(f"target {spec!r}: a plan is for one chip; write for example tensorrt:sm_86")
             return Target("tensorrt", (archs,))  # which chips it can be is for the installed TensorRT to say
+        if device == "onnx" and archs == "standard":
+            return Target("onnx", ("standard",))
         if device != "cuda":
             if archs:
-                raise ConfigError(f"target {spec!r}: {device} takes no architecture; write {device}")
+                forms = "onnx or onnx:standard" if device == "onnx" else device
+                raise ConfigError(f"target {spec!r}: {device} takes no architecture; write {forms}")
             return Target(device)  # type: ignore[arg-type]
         named = tuple(arch for arch in archs.split(",") if arch)
         if not named:
@@ -50,6 +54,16 @@ class Target:
     @property
     def spec(self) -> str:
         return f"{self.device}:{','.join(self.archs)}" if self.archs else self.device
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the standard's ops alone are to be used."""
+        return self.archs == ("standard",)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether its kernels round rows that a quantized program has in floats."""
+        return self.device == "onnx" and not self.is_standard
 
     @property
     def has_dense_cache(self) -> bool:

@@ -13,6 +13,7 @@ COUNT = 32
 
 
 def main(out: str, prompt: str = "def add(a, b):") -> None:
+    onnxruntime.set_default_logger_severity(3)  # K and V are copied in each call here, which it tells every time
     session = onnxruntime.InferenceSession(f"{out}/model.onnx")
     tokenizer = tokenizers.Tokenizer.from_file(f"{out}/tokenizer/tokenizer.json")
     ids = list(tokenizer.encode(prompt).ids)

@@ -25,10 +25,7 @@ class ChooseKernels:
     name: str = "choose_kernels"
 
     def __call__(self, program: Program) -> int:
-        chosen: dict[fx.Node, Kernel] = {}
-        for node in program.graph.nodes:
-            if needs_kernel(node):
-                chosen[node] = select(node, self.target, self.kernels)
+        chosen = self._choose(program)
         wanted: dict[str, str | None] = {}
         for node, kernel in chosen.items():
             _collect_layouts(node, kernel, wanted)
@@ -40,6 +37,23 @@ class ChooseKernels:
         for node, kernel in chosen.items():
             node.meta["kernel"] = kernel.name
         return changed
+
+    def _choose(self, program: Program) -> dict[fx.Node, Kernel]:
+        """Raises UnsupportedError with all that cannot run, each kind of node once."""
+        chosen: dict[fx.Node, Kernel] = {}
+        refused: dict[str, list[str]] = {}  # of each op and what it reads, by the refusals of its nodes
+        for node in filter(needs_kernel, program.graph.nodes):
+            try:
+                chosen[node] = select(node, self.target, self.kernels)
+            except UnsupportedError as error:
+                refused.setdefault(f"{node.target} {node.meta.get('val')}", []).append(str(error))
+        if refused:
+            raise UnsupportedError("; ".join(map(_of_nodes, refused.values())))
+        return chosen
+
+
+def _of_nodes(errors: list[str]) -> str:
+    return errors[0] if len(errors) == 1 else f"{errors[0]}, and {len(errors) - 1} more like it"
 
 
 def _collect_layouts(node: fx.Node, kernel: Kernel, wanted: dict[str, str | None]) -> None:

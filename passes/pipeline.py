@@ -19,6 +19,7 @@ from inferc.passes.choose_kernels import ChooseKernels
 from inferc.passes.dense_kv_cache import DenseKVCache
 from inferc.passes.flatten_batch import FlattenBatch
 from inferc.passes.fold_weights import FoldWeights
+from inferc.passes.fuse_dense_attention import fuse_dense_attention
 from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
 from inferc.passes.fuse_layer_norm import fuse_layer_norm
 from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
@@ -135,10 +136,12 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     return (
         *_model_passes(),
         DenseKVCache(config.block_size),
+        *((fuse_dense_attention,) if config.target.device == "onnx" and not config.target.is_standard else ()),
         FusePointwise(),
         SelectRows(),
         SplitHead(),
-        *_quantization(config.quantize),  # after split_head, which tells the LM head from the other products
+        # After split_head, which tells the LM head from the other products.
+        *(_quantization if config.target.device == "tensorrt" else _dense_quantization)(config.quantize),
         ChooseKernels(config.target, config.kernels),
     )
 
@@ -187,6 +190,14 @@ def _quantization(name: str | None) -> tuple[Pass, ...]:
         fuse_layer_norm_quantize,
         fuse_silu_mul_quantize,
     )
+
+
+def _dense_quantization(name: str | None) -> tuple[Pass, ...]:
+    """onnxruntime's kernels for four bits, for the head and for experts take rows in floats; those for four and eight bits
+    round them by themselves, each block by its own scale."""
+    if name is None:
+        return ()
+    return (Quantize(SCHEMES[name], rows_of=() if SCHEMES[name].group else ("linear",)),)
 
 
 def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:

@@ -10,9 +10,6 @@ is enough. Runtimes attend to all of a row and mask what is not there, so room c
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,8 +22,7 @@ from inferc.errors import RequestError
 from inferc.runtime.host_sampler import HostSampler, log_softmax
 from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_limits import outside
-
-log = logging.getLogger(__name__)
+from inferc.runtime.step_worker import StepWorker
 
 MIN_CAPACITY = 64
 Array = NDArray[Any]
@@ -140,10 +136,7 @@ class DenseRunner:
         self._num_rows = 0
         # Slots with a NaN, which would reach the next sequence: what is masked is multiplied by 0.
         self._broken: set[int] = set()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="inferc-step", daemon=True)
-        self._worker.start()
+        self._worker = StepWorker()
 
     @property
     def name(self) -> str:
@@ -154,10 +147,10 @@ class DenseRunner:
 
     def submit(self, plan: StepPlan) -> None:
         calls, resize = self._prepare(plan)
-        self._jobs.put(lambda: self._results.put(self._run(plan, calls, resize)))
+        self._worker.submit(lambda: self._run(plan, calls, resize))
 
     def wait(self) -> StepResult:
-        return self._results.get()
+        return self._worker.wait()
 
     def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
         if len(target_ids) != len(plan.logits_rows) or outside(target_ids, self.vocab_size):
@@ -177,16 +170,14 @@ class DenseRunner:
     def rows_of(self, plan: StepPlan) -> tuple[Array, F32]:
         """(hidden, logits) of the plan's logits rows; runs the step."""
         calls, resize = self._prepare(plan)
-        return self._call(lambda: self._rows(plan, calls, resize))  # type: ignore[no-any-return]
+        return self._worker.call(lambda: self._rows(plan, calls, resize))  # type: ignore[no-any-return]
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         self._lengths[slot] = 0
-        self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
+        self._worker.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
     def close(self) -> None:
-        if self._worker.is_alive():
-            self._jobs.put(None)
-            self._worker.join()
+        if self._worker.close():
             self._caches.close()
             self._model.close()
 
@@ -211,30 +202,6 @@ class DenseRunner:
         return calls, (rows, capacity)
 
     # ------------------------------------------------------------------------------------------ the worker
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:  # a step must answer: whoever waits for it would wait forever
-                log.exception("step failed")
-                self._results.put(StepResult(np.zeros(0, np.int32), error=str(error)))
-
-    def _call(self, function: Callable[[], Any]) -> Any:
-        """Run in the worker, after what is queued, and return its result here."""
-        done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-
-        def job() -> None:
-            try:
-                done.put((function(), None))
-            except Exception as error:  # noqa: BLE001  (raised again in the caller's thread)
-                done.put((None, error))
-
-        self._jobs.put(job)
-        result, error = done.get()
-        if error is not None:
-            raise error
-        return result
 
     def _reset(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None) -> None:
         self._sampler.reset_slot(slot, prompt_ids, output_ids)

@@ -276,7 +276,7 @@ def _make_runner(
         from inferc.runtime.reference_runner import ReferenceRunner
 
         return ReferenceRunner(artifact, resolved), resolved
-    if target == "onnx":
+    if target.startswith("onnx"):
         from inferc.runtime.onnx_model import open_onnx
 
         return open_onnx(artifact, resolved), resolved

@@ -9,9 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +28,9 @@ from inferc.runtime.hidden_rows import hidden_rows
 from inferc.runtime.step import F32, I32, I64, Copies, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
 from inferc.runtime.step_limits import StepLimits, outside
+from inferc.runtime.step_worker import StepWorker
 from inferc.runtime.taps import Node, StepTaps, Tables
-from inferc.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
+from inferc.topology import cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)
 
@@ -130,13 +128,10 @@ class ModelRunner:
         inputs = _step_inputs(artifact)
         self._hidden = _rows_of(inputs["hidden_in"]) if "hidden_in" in inputs else None
         self._hidden_out = _hidden_out(artifact)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         pinned = cores_to_pin(config.num_threads, first_core) if config.pin_threads else ()
         with memory_on(nodes_of(pinned or read_cores())):  # those threads touch weights, arena and KV cache first
             self._threads = self._open_threads(config.num_threads, [core.cpus[0] for core in pinned])
-            self._worker = threading.Thread(target=self._work, args=(pinned[:1],), name="inferc-step", daemon=True)
-            self._worker.start()
+            self._worker = StepWorker([core.cpus[0] for core in pinned[:1]], lambda: self._collectives.abort())
         log.info(
             "model runner: isa %s, %d threads, arena %.1f MB, %s KV blocks of %d tokens (%.1f MB)",
             *(self.isa, config.num_threads, self.arena_bytes / 1e6),
@@ -168,11 +163,11 @@ class ModelRunner:
         taps = None
         if self._tables is not None and len(plan.tapped_rows):
             taps = StepTaps(self._tables, plan)
-        self._jobs.put(lambda: self._results.put(self._run(inputs, sample, plan.copies, taps)))
+        self._worker.submit(lambda: self._run(inputs, sample, plan.copies, taps))
 
     def wait(self) -> StepResult:
         """The result of the oldest step that was submitted and not yet waited for."""
-        return self._results.get()
+        return self._worker.wait()
 
     def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
@@ -183,18 +178,18 @@ class ModelRunner:
             raise RequestError(
                 f"score: {len(targets)} target ids for {len(plan.logits_rows)} rows, or one out of range"
             )
-        scored: tuple[F32, I32] = self._call(lambda: self._score(plan, targets, hidden))
+        scored: tuple[F32, I32] = self._worker.call(lambda: self._score(plan, targets, hidden))
         return scored
 
     def embed(self, plan: StepPlan) -> F32:
         """The hidden rows in front of the LM head, float32 [S, hidden_size]; runs the step (its K,V are written)."""
         self.limits.check(plan)
-        rows: F32 = self._call(lambda: self._embed(plan))
+        rows: F32 = self._worker.call(lambda: self._embed(plan))
         return rows
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
-        self._jobs.put(lambda: self._reset(slot, prompt_ids, output_ids))
+        self._worker.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
     def _run(
         self, inputs: StepInputs, sample: SampleInputs | None, copies: tuple[Copies, ...], taps: StepTaps | None
@@ -258,7 +253,7 @@ class ModelRunner:
     def copy_slots(self, group: int, source: I64, target: I64) -> None:
         """Copy K and V of slots, in order, in every layer of a KV group."""
         copies = Copies(abi.contiguous(source, np.int64), abi.contiguous(target, np.int64))
-        self._call(lambda: self._copy(group, copies))
+        self._worker.call(lambda: self._copy(group, copies))
 
     def _copy(self, group: int, copies: Copies) -> None:
         arguments = (copies.source.ctypes.data, copies.target.ctypes.data, len(copies.source))
@@ -283,7 +278,7 @@ class ModelRunner:
     def _move(self, function: str, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
         ids, pool = abi.contiguous(blocks, np.int32), self._pools[group].ctypes.data
         arguments = (group, pool, ids.ctypes.data, len(ids), canonical.ctypes.data)
-        self._call(lambda: self._done(getattr(self._library, function)(*arguments), function))
+        self._worker.call(lambda: self._done(getattr(self._library, function)(*arguments), function))
 
     def blocks(self, group: int) -> NDArray[np.uint8]:
         """The bytes of a KV group's blocks, those of its file last: [blocks, bytes of a block], [layers] outermost in each."""
@@ -345,7 +340,7 @@ class ModelRunner:
             return False
         begin, end = self._unbacked[0]
         size = min(BACKED_AT_ONCE, end - begin)
-        failure = self._call(lambda: back(begin, size))  # by the worker, whose pages lie on the steps' nodes
+        failure = self._worker.call(lambda: back(begin, size))  # by the worker, whose pages lie on the steps' nodes
         if failure is not None:
             log.info("the KV cache gets its memory when it is first used: %s", failure)
             self._unbacked.clear()
@@ -374,38 +369,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads and give the memory back."""
-        if self._worker.is_alive():
-            self._jobs.put(None)
-            self._worker.join()
+        if self._worker.close():
             self._library.inferc_threads_close(self._threads)
-
-    def _work(self, pinned_to: Sequence[Core]) -> None:
-        for core in pinned_to:
-            os.sched_setaffinity(0, core.cpus[:1])  # of this thread
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:  # a step must answer: whoever waits for it would wait forever
-                log.exception("step failed")
-                self._collectives.abort()
-                self._results.put(StepResult(np.zeros(0, np.int32), error=str(error)))
-
-    def _call(self, function: Callable[[], Any]) -> Any:
-        """Run in the worker, after what is queued, and return its result here."""
-        done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-
-        def job() -> None:
-            try:
-                done.put((function(), None))
-            except Exception as error:  # noqa: BLE001  (raised again in the caller's thread)
-                self._collectives.abort()
-                done.put((None, error))
-
-        self._jobs.put(job)
-        result, error = done.get()
-        if error is not None:
-            raise error
-        return result
 
     def _done(self, code: int, what: str) -> None:
         self._collectives.check()

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 INSTALL = "pip install 'inferc[onnx]'"
+OLDEST = (1, 25)  # onnxruntime that has TensorScatter, and so all of opset 24 that is used
 
 
 class OnnxModel:
@@ -91,10 +92,16 @@ def _onnxruntime(provider: str) -> Any:
         import onnxruntime
     except ImportError:
         raise ConfigError(f"this artifact runs by onnxruntime, which is not installed: {INSTALL}") from None
+    version = onnxruntime.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise ConfigError(
+            f"onnxruntime {version} does not run all of ONNX's opset 24, in which the model is; versions from"
+            f" {OLDEST[0]}.{OLDEST[1]} on do: pip install -U 'inferc[onnx]'"
+        )
     have = onnxruntime.get_available_providers()
     if provider not in have:
         raise ConfigError(
-            f"onnxruntime {onnxruntime.__version__} has no {provider}, only {', '.join(have)};"
+            f"onnxruntime {version} has no {provider}, only {', '.join(have)};"
             " for a GPU install 'inferc[onnx-gpu]' in place of 'inferc[onnx]'"
         )
     return onnxruntime

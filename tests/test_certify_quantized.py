@@ -115,3 +115,13 @@ def test_what_follows_is_measured_by_the_quantized_program(certifier: Certifier)
     assert certifier.certificate.rows[-1].ok
     with pytest.raises(VerifyError, match=r"kernels .* the int8 program's own by the references is"):
         certifier.add("kernels", "cpu", noisy(certifier, 0.12))
+
+
+def test_kernels_that_round_rows_have_the_budget_again(certifier: Certifier) -> None:
+    certifier.certificate.lossy = [replace(SCHEMES["int8"].budget, min_top1=0.5)]
+    certifier._kernels_round = True
+    certifier.add("quantize", "reference", noisy(certifier, 0.05))
+    certifier.add_kernels("onnxruntime", noisy(certifier, 0.12), [])
+    assert certifier.certificate.rows[-1].ok
+    with pytest.raises(VerifyError, match=r"kernels .*, int8 is allowed 1.00e-02"):
+        certifier.add_kernels("onnxruntime", noisy(certifier, 1.0), [])

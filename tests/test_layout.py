@@ -17,6 +17,7 @@ SEES_EVERY_STAGE = {
     "compiler.py",
     "certify.py",
     "diff.py",
+    "verify.py",
     "explain_model.py",
     "__main__.py",
 }

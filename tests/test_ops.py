@@ -67,6 +67,10 @@ CALLS: dict[str, tuple[Any, ...]] = {
         *(random(6, 4, 4), random(2, 2, 7, 4), random(2, 2, 7, 5), torch.tensor([3, 5]), None),
         *(0.5, "causal", 0, 0.0),
     ),
+    "dense_write_attention": (
+        *(random(6, 4, 4), random(6, 2, 4), random(6, 2, 4), random(2, 2, 7, 4), random(2, 2, 7, 4)),
+        *(torch.tensor([0, 2]), torch.tensor([3, 5]), random(4), 0.5, "sliding", 3, 0.0),
+    ),
     "dense_latent_attention": (
         *(random(6, 4, 8), random(2, 1, 7, 8), torch.tensor([3, 5]), 0.5, "sliding", 2, 0.0, 6),
     ),
@@ -74,6 +78,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "quantize_rows": (random(5, 8).bfloat16(),),
     "embedding_int8": (INT8, random(6).abs(), torch.tensor([[5, 0], [2, 2]]), torch.bfloat16),
     "linear_int8": (random(5, 8).bfloat16(), INT8, random(6).abs(), random(6).bfloat16()),
+    "linear_int4": (random(5, 8).bfloat16(), BYTES, INT8[0, :7, None], random(7).abs(), random(7).bfloat16()),
     "linear_w8a8": (INT8[:5], random(5).abs(), INT8, random(6).abs(), torch.bfloat16, None, random(5, 6).bfloat16()),
     "linear_w4a8": (
         INT8[:5],
@@ -296,6 +301,9 @@ def test_products_by_four_bits_are_those_of_what_the_integers_mean(group: int) -
     assert int(integers.min()) == -8
     found = reference.linear_w4a8(rows, row_scale, values, of_groups, scale, torch.float32, None, random(5, 6))
     torch.testing.assert_close(found, random(5, 6) + F.linear(rows * row_scale[:, None], integers * each))
+    x, bias = random(5, 100, seed=3), random(6)
+    found = reference.linear_int4(x, values, of_groups, scale, bias, random(5, 6))
+    torch.testing.assert_close(found, random(5, 6) + F.linear(x, integers * each, bias))
 
 
 def test_a_group_of_zeros_is_zeros_in_four_bits() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from inferc.codegen.onnx.graph import OnnxGraph
+from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
 from inferc.ops.pointwise import parse, walk
-from inferc.program import arguments
+from inferc.program import arguments, named_arguments
 
 INT64_MAX = (1 << 63) - 1
 
@@ -337,6 +338,52 @@ def dense_attention(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     q, k_cache, v_cache, seq_lens, sinks, scale, mask, window, softcap = arguments(node)
     keys, values = graph.value(k_cache), graph.value(v_cache)
     return _attention(graph, node, q, keys, values, seq_lens, sinks, scale, mask, window, softcap)
+
+
+def dense_write_attention(graph: OnnxGraph, node: fx.Node) -> Sequence[ir.Value]:
+    """onnxruntime's GroupQueryAttention, on rows as they are: [num_seqs, num_new, heads * head_dim]."""
+    named = named_arguments(node)
+    q, k_cache = named["q"], named["k_cache"]
+    heads, head_dim = (int(size) for size in q.meta["val"].shape[1:])
+    kv_heads = int(k_cache.meta["val"].shape[1])
+
+    def rows(name: str, heads: int) -> ir.Value:
+        value = graph.cast(graph.value(named[name]), _dtype(named[name]), _dtype(k_cache))
+        return graph.op("Reshape", value, _rows_by_sequence(graph, heads * head_dim))
+
+    def last() -> ir.Value:  # index of each sequence's last token
+        return graph.op("Cast", graph.op("Sub", lengths, graph.constant(1)), to=ir.DataType.INT32.value)
+
+    def longest() -> ir.Value:
+        return graph.op("Cast", graph.op("ReduceMax", lengths, keepdims=0), to=ir.DataType.INT32.value)
+
+    lengths, sinks = graph.value(named["seq_lens"]), named["sinks"]
+    how: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": named["scale"]}
+    if named["mask"] == "sliding":
+        how["local_window_size"] = named["window"]
+    if named["softcap"]:
+        how["softcap"] = named["softcap"]
+    out, keys, values = graph.ops(
+        *("GroupQueryAttention", rows("q", heads), rows("k", kv_heads), rows("v", kv_heads)),
+        *(graph.value(k_cache), graph.value(named["v_cache"])),
+        *(graph.shared(("last", lengths.name), last), graph.shared(("longest", lengths.name), longest)),
+        *(None, None, None, None),
+        None if sinks is None else graph.cast(graph.value(sinks), _dtype(sinks), _dtype(k_cache)),
+        count=3,
+        domain=MICROSOFT,
+        **how,
+    )
+    out = graph.cast(graph.reshape(out, -1, heads, head_dim), _dtype(k_cache), _dtype(q))
+    return out, keys, values
+
+
+def _rows_by_sequence(graph: OnnxGraph, size: int) -> ir.Value:
+    """A shape: [num_seqs, num_new, size]."""
+    starts = next(node for node in graph.program.inputs() if node.name == "starts")
+    return graph.shared(
+        ("rows by sequence", size),
+        lambda: graph.op("Concat", graph.op("Shape", graph.value(starts)), graph.constant([-1, size]), axis=0),
+    )
 
 
 def dense_latent_attention(graph: OnnxGraph, node: fx.Node) -> ir.Value:

@@ -10,17 +10,16 @@ from collections.abc import Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
-from torch import fx
 
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.onnx import calls
-from inferc.codegen.onnx.graph import OPSET, OnnxGraph
+from inferc.codegen.onnx.graph import MICROSOFT, OPSET, OnnxGraph
 from inferc.codegen.values import outputs
 from inferc.manifest import StoredWeight
-from inferc.program import Program, target_name
+from inferc.program import Program, named_arguments, target_name
 
 IR_VERSION = 11
-DOMAINS = {"": OPSET, "com.microsoft": 1}
+DOMAINS = {"": OPSET, MICROSOFT: 1}
 ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
 
 
@@ -31,11 +30,22 @@ def emit(
     graph = build(program, weights, kernels)
     hidden, logits = outputs(program)
     assert logits is not None, "the ranks of a pipeline are not exported"
-    results = {"hidden": hidden, "logits": logits}
-    for node in program.graph.nodes:
-        if node.op == "call_function" and target_name(node.target) == "inferc.dense_write":
-            results[f"{node.args[0].name}.out"] = node
+    results = {"hidden": graph.value(hidden), "logits": graph.value(logits), **written_caches(graph)}
     return serialized(graph, results, producer)
+
+
+def written_caches(graph: OnnxGraph) -> dict[str, ir.Value]:
+    """What becomes of the caches, by the names of their outputs."""
+    found = {}
+    for node in graph.program.graph.nodes:
+        op = target_name(node.target) if node.op == "call_function" else ""
+        if op == "inferc.dense_write":
+            found[f"{node.args[0].name}.out"] = graph.value(node)
+        elif op == "inferc.dense_write_attention":
+            named = named_arguments(node)
+            for name, value in zip(("k_cache", "v_cache"), graph.value(node)[1:], strict=True):
+                found[f"{named[name].name}.out"] = value
+    return found
 
 
 def build(program: Program, weights: Mapping[str, StoredWeight], kernels: Sequence[Kernel] = KERNELS) -> OnnxGraph:
@@ -53,11 +63,10 @@ def build(program: Program, weights: Mapping[str, StoredWeight], kernels: Sequen
     return graph
 
 
-def serialized(graph: OnnxGraph, results: Mapping[str, fx.Node], producer: str) -> bytes:
+def serialized(graph: OnnxGraph, results: Mapping[str, ir.Value], producer: str) -> bytes:
     """The file of a model with these results, by the names that they are to have."""
     values = []
-    for name, node in results.items():
-        value = graph.value(node)
+    for name, value in results.items():
         value.name = graph.unique(name)
         values.append(value)
     made = ir.Graph(

@@ -11,10 +11,12 @@ import torch
 from torch import fx
 
 from inferc.codegen.onnx.calls import activate
-from inferc.codegen.onnx.graph import OnnxGraph
+from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
+from inferc.codegen.onnx.integer_calls import scales_of_groups, widened
+from inferc.ops.quantize import int4_group
 from inferc.program import named_arguments
 
-MICROSOFT = "com.microsoft"
+NOT_CHOSEN = -6e4  # a logit: float16 holds it, and its exponential is 0
 
 
 def moe_routing(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
@@ -73,21 +75,58 @@ def _spread(graph: OnnxGraph, ids: fx.Node, values: ir.Value, num_experts: int, 
 
 
 def moe_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """onnxruntime's MoE, which routes by itself: it is given logits whose softmax over all experts are our weights, but for
-    their sum, by which the result is multiplied."""
+    """onnxruntime's MoE."""
     named = named_arguments(node)
-    x, num_experts = named["x"], int(named["gate_up"].meta["val"].shape[0])
-    weights = graph.value(named["expert_weights"])
+    first = (graph.value(named["gate_up"]), _bias(graph, named["gate_up_bias"]))
+    second = (graph.value(named["down"]), graph.value(named["down_bias"]))
+    return _chosen_experts(graph, named, "MoE", (*first, *second), {})
+
+
+def moe_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """QMoE, with a scale for each output."""
+    named = named_arguments(node)
+    operands = []
+    for name, scale in (("gate_up", _pairs(graph, named["gate_up_scale"])), ("down", graph.value(named["down_scale"]))):
+        weight = named[name]
+        experts, n, k = (int(size) for size in weight.meta["val"].shape)
+        operands += [
+            graph.weight(weight, (experts, n, k), torch.uint8),
+            scale,
+            _bias(graph, named[f"{name}_bias"], name),
+        ]
+    return _chosen_experts(graph, named, "QMoE", tuple(operands), {"expert_weight_bits": 8})
+
+
+def moe_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """QMoE, with a scale for each group."""
+    named = named_arguments(node)
+    operands, group = [], 0
+    for name in ("gate_up", "down"):
+        scales = scales_of_groups(graph, named[f"{name}_group_scale"], named[f"{name}_scale"])
+        if name == "gate_up":
+            scales = _in_pairs(graph, scales, named[f"{name}_group_scale"])
+        group = int4_group(*(named[each].meta["val"] for each in (name, f"{name}_group_scale")))
+        operands += [graph.value(named[name]), scales, _bias(graph, named[f"{name}_bias"], name)]
+    sizes = {"expert_weight_bits": 4, "block_size": group}
+    return _chosen_experts(graph, named, "QMoE", tuple(operands), sizes)
+
+
+def _chosen_experts(
+    graph: OnnxGraph, named: dict[str, Any], kind: str, operands: tuple[ir.Value | None, ...], how: dict[str, Any]
+) -> ir.Value:
+    """onnxruntime's op routes by itself: it is given logits whose softmax over all experts are our weights, but for their
+    sum, by which the result is multiplied."""
+    num_experts = int(named["gate_up"].meta["val"].shape[0])
+    weights, dtype = graph.value(named["expert_weights"]), named["x"].meta["val"].dtype
     total = graph.op("ReduceSum", weights, graph.constant([1]), keepdims=1)
-    logits = _spread(graph, named["expert_ids"], graph.op("Log", weights), num_experts, -1e9)
+    # The largest is 0, so that 16 bits round none by much.
+    shares = graph.op("Log", graph.op("Div", weights, graph.op("ReduceMax", weights, graph.constant([1]), keepdims=1)))
+    logits = _spread(graph, named["expert_ids"], shares, num_experts, NOT_CHOSEN)
     is_clamped = named["activation"] == "swiglu_clamped"
-    limit: dict[str, Any] = {"swiglu_limit": float(named["limit"])} if is_clamped else {}
-    bias = named["gate_up_bias"]
+    if is_clamped:
+        how = {**how, "swiglu_limit": float(named["limit"])}
     made = graph.op(
-        *("MoE", graph.value(x), logits, graph.value(named["gate_up"])),
-        None if bias is None else _pairs(graph, bias),
-        graph.value(named["down"]),
-        graph.value(named["down_bias"]),
+        *(kind, graph.value(named["x"]), graph.cast(logits, torch.float32, dtype), *operands),
         domain=MICROSOFT,
         activation_type="swiglu",
         swiglu_fusion=1,
@@ -95,44 +134,88 @@ def moe_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
         normalize_routing_weights=0,
         activation_alpha=float(named["alpha"]) if is_clamped else 1.0,
         activation_beta=1.0 if is_clamped else 0.0,
-        **limit,
+        **how,
     )
-    return graph.op("Mul", made, total)
+    return graph.cast(graph.op("Mul", graph.cast(made, dtype, torch.float32), total), torch.float32, dtype)
 
 
-def _pairs(graph: OnnxGraph, bias: fx.Node) -> ir.Value:
+def _bias(graph: OnnxGraph, bias: fx.Node | None, of: str = "gate_up") -> ir.Value | None:
+    if bias is None:
+        return None
+    value: ir.Value = _pairs(graph, bias) if of == "gate_up" else graph.value(bias)
+    return value
+
+
+def _pairs(graph: OnnxGraph, values: fx.Node) -> ir.Value:
     """[experts, 2 n] with gate and up in turn, as the weights lie; made once, as the model is loaded."""
-    experts, size = (int(each) for each in bias.meta["val"].shape)
-    halves = graph.reshape(graph.value(bias), experts, 2, size // 2)
-    return graph.reshape(graph.op("Transpose", halves, perm=[0, 2, 1]), experts, size)
+    return _in_pairs(graph, graph.value(values), values)
+
+
+def _in_pairs(graph: OnnxGraph, value: ir.Value, like: fx.Node) -> ir.Value:
+    """[experts, 2 n, …] of the shape of `like`."""
+    experts, size, *rest = (int(each) for each in like.meta["val"].shape)
+    halves = graph.reshape(value, experts, 2, size // 2, *rest)
+    turned = graph.op("Transpose", halves, perm=[0, 2, 1, *(3 + axis for axis in range(len(rest)))])
+    return graph.reshape(turned, experts, size, *rest)
 
 
 def all_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """Every expert on every token, weighed by 0 where it was not chosen: what no op of onnxruntime's does otherwise."""
     named = named_arguments(node)
-    x, gate_up, down = named["x"], named["gate_up"], named["down"]
-    dtype = x.meta["val"].dtype
-    num_experts = int(gate_up.meta["val"].shape[0])
+    return _all_experts(graph, named, *(_wide(graph, named[name]) for name in ("gate_up", "down")))
 
-    def wide(each: fx.Node) -> ir.Value:
-        return graph.cast(graph.value(each), each.meta["val"].dtype, torch.float32)
 
-    share = _spread(graph, named["expert_ids"], graph.value(named["expert_weights"]), num_experts, 0.0)
-    share = graph.op("Unsqueeze", graph.op("Transpose", share, perm=[1, 0]), graph.constant([2]))  # [experts, T, 1]
-    taken = graph.op("Unsqueeze", wide(x), graph.constant([0]))
+def all_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """The same, with weights that are widened in every call."""
+    named, wide = named_arguments(node), []
+    for name in ("gate_up", "down"):
+        scale = graph.op("Unsqueeze", graph.value(named[f"{name}_scale"]), graph.constant([-1]))
+        k = int(named[name].meta["val"].shape[2])
+        wide.append(graph.op("DequantizeLinear", graph.value(named[name]), scale, axis=-1, block_size=k))
+    return _all_experts(graph, named, *wide)
+
+
+def all_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """The same in four bits."""
+    named, wide = named_arguments(node), []
+    inputs = (int(named["x"].meta["val"].shape[1]), int(named["gate_up"].meta["val"].shape[1]) // 2)
+    for name, k in zip(("gate_up", "down"), inputs, strict=True):
+        wide.append(widened(graph, named[name], named[f"{name}_group_scale"], named[f"{name}_scale"], k))
+    return _all_experts(graph, named, *wide)
+
+
+def _wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    return graph.cast(graph.value(node), node.meta["val"].dtype, torch.float32)
+
+
+def _all_experts(graph: OnnxGraph, named: dict[str, Any], gate_up: ir.Value, down: ir.Value) -> ir.Value:
+    """gate_up [experts, 2 n, k], down [experts, k, n] in float32."""
+    x, num_experts = named["x"], int(named["gate_up"].meta["val"].shape[0])
+
+    def of_experts(values: ir.Value) -> ir.Value:  # [T, top_k] as [experts, T, 1], 0 where not chosen
+        spread = _spread(graph, named["expert_ids"], values, num_experts, 0.0)
+        return graph.op("Unsqueeze", graph.op("Transpose", spread, perm=[1, 0]), graph.constant([2]))
+
+    weights = graph.value(named["expert_weights"])
+    share = of_experts(weights)
+    taken = graph.op("Unsqueeze", _wide(graph, x), graph.constant([0]))
     if named["scale_input"]:
         taken = graph.op("Mul", taken, share)
-    product = graph.op("MatMul", taken, graph.op("Transpose", wide(gate_up), perm=[0, 2, 1]))
+    product = graph.op("MatMul", taken, graph.op("Transpose", gate_up, perm=[0, 2, 1]))
     if (bias := named["gate_up_bias"]) is not None:
-        product = graph.op("Add", product, graph.op("Unsqueeze", wide(bias), graph.constant([1])))
+        product = graph.op("Add", product, graph.op("Unsqueeze", _wide(graph, bias), graph.constant([1])))
     gate, up = graph.ops("Split", product, count=2, axis=2, num_outputs=2)
     hidden = _activated(graph, gate, up, named["activation"], named["alpha"], named["limit"])
-    result = graph.op("MatMul", hidden, graph.op("Transpose", wide(down), perm=[0, 2, 1]))
+    result = graph.op("MatMul", hidden, graph.op("Transpose", down, perm=[0, 2, 1]))
     if (bias := named["down_bias"]) is not None:
-        result = graph.op("Add", result, graph.op("Unsqueeze", wide(bias), graph.constant([1])))
+        result = graph.op("Add", result, graph.op("Unsqueeze", _wide(graph, bias), graph.constant([1])))
     if not named["scale_input"]:
         result = graph.op("Mul", result, share)
-    return graph.cast(graph.op("ReduceSum", result, graph.constant([0]), keepdims=0), torch.float32, dtype)
+    elif named["gate_up_bias"] is not None or named["down_bias"] is not None:  # which those not chosen would add too
+        ones = graph.op("Expand", graph.constant(1.0, np.float32), graph.op("Shape", weights))
+        result = graph.op("Mul", result, of_experts(ones))
+    total = graph.op("ReduceSum", result, graph.constant([0]), keepdims=0)
+    return graph.cast(total, torch.float32, x.meta["val"].dtype)
 
 
 def _activated(graph: OnnxGraph, gate: ir.Value, up: ir.Value, activation: str, alpha: float, limit: float) -> ir.Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ DTYPES = {
     torch.bool: ir.DataType.BOOL,
 }
 
+MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own ops
 AXES = {("token_ids", 0): "num_tokens", ("starts", 0): "num_seqs", ("logits_rows", 0): "num_rows"}
 
 
@@ -51,17 +53,24 @@ class OnnxGraph:
         if node is None:
             return None
         if node.op == "get_attr" and node not in self.values:
-            self.values[node] = self._initializer(str(node.target))
+            stored = self._weights[str(node.target)]
+            self.values[node] = self.weight(node, stored.physical_shape, getattr(torch, stored.dtype))
         return self.values[node]
 
-    def _initializer(self, name: str) -> ir.Value:
-        stored = self._weights[name]
-        dtype = DTYPES[getattr(torch, stored.dtype)]
-        shape = ir.Shape(stored.physical_shape)
-        tensor = ir.ExternalTensor(stored.file, stored.offset, stored.num_bytes, dtype, shape=shape, name=name)
-        made = ir.Value(name=self.unique(name), shape=shape, type=ir.TensorType(dtype), const_value=tensor)
-        self.initializers.append(made)
-        return made
+    def weight(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype | ir.DataType) -> ir.Value:
+        """The stored bytes of a weight as a tensor of this shape and dtype; several may be of the same bytes."""
+        name = str(node.target)
+        key = ("weight", name, shape, dtype)
+        if key not in self._kept:
+            stored, sizes = self._weights[name], ir.Shape(shape)
+            kind = DTYPES[dtype] if isinstance(dtype, torch.dtype) else dtype
+            if (size := math.prod(shape) * kind.bitwidth // 8) != stored.num_bytes:
+                raise ValueError(f"{name}: {stored.num_bytes} bytes are stored, expected {size}")
+            tensor = ir.ExternalTensor(stored.file, stored.offset, stored.num_bytes, kind, shape=sizes, name=name)
+            made = ir.Value(name=self.unique(name), shape=sizes, type=ir.TensorType(kind), const_value=tensor)
+            self.initializers.append(made)
+            self._kept[key] = made
+        return self._kept[key]
 
     def input(self, node: fx.Node) -> None:
         value = node.meta["val"]
@@ -83,9 +92,9 @@ class OnnxGraph:
         made = call(self, node)
         self.values[node] = made
         self._node = None
-        if isinstance(made, ir.Value) and isinstance(node.meta["val"], Tensor):
-            value = node.meta["val"]
-            made.shape, made.type = self._shape(value), ir.TensorType(DTYPES[value.dtype])
+        value = node.meta["val"]
+        for each, like in [(made, value)] if isinstance(value, Tensor) else zip(made, value, strict=True):
+            each.shape, each.type = self._shape(like), ir.TensorType(DTYPES[like.dtype])
 
     def _shape(self, value: Tensor) -> ir.Shape:
         return ir.Shape([size if isinstance(size, int) else self._axes.get(str(size)) for size in value.shape])

@@ -14,7 +14,7 @@ import logging
 import operator
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -39,16 +39,25 @@ BEFORE_ROUTING = (
 )
 
 
+Reader = Literal["linear", "head", "experts"]
+READERS: tuple[Reader, ...] = ("linear", "head", "experts")
+
+
 @dataclass(frozen=True)
 class Quantize:
-    """Runs where products are packed and have their residuals, behind the selection of rows."""
+    """Runs where products are packed and have their residuals, behind the selection of rows.
+
+    rows_of: what reads rows in integers, where the scheme has such; the others read them as they are, for kernels that
+    round them by themselves.
+    """
 
     scheme: Scheme
+    rows_of: tuple[Reader, ...] = READERS
     name: str = "quantize"
 
     def __call__(self, program: Program) -> int:
         """Writes what it did into `program.info["quantization"]`, which the artifact keeps."""
-        run = _Run(program, self.scheme)
+        run = _Run(program, self.scheme, self.rows_of if self.scheme.quantizes_rows else ())
         for node in list(program.graph.nodes):
             if node.op != "call_function":
                 continue
@@ -77,30 +86,28 @@ class Quantize:
 class _Run:
     program: Program
     scheme: Scheme
+    rows_of: tuple[Reader, ...]
     count: int = 0
     kept: Counter[str] = field(default_factory=Counter)
     rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)  # of x: its int8 rows and their scales
 
     def linear(self, node: fx.Node) -> None:
         x, weight, bias, *residual = arguments(node)
-        if self.scheme.group:
-            weights = self._int4_weight(weight, node)
+        in_four_bits = self.scheme.group > 0
+        weights = self._int4_weight(weight, node) if in_four_bits else self._weight(weight, node)
+        if "linear" in self.rows_of:
+            call = inferc.linear_w4a8.default if in_four_bits else inferc.linear_w8a8.default
             args = (*self._rows(x, node), *weights, node.meta["val"].dtype, bias, *residual)
-            self._replace(node, inferc.linear_w4a8.default, args)
-            return
-        values, scale = self._weight(weight, node)
-        if self.scheme.quantizes_rows:
-            dtype = node.meta["val"].dtype
-            call, args = inferc.linear_w8a8.default, (*self._rows(x, node), values, scale, dtype, bias, *residual)
         else:
-            call, args = inferc.linear_int8.default, (x, values, scale, bias, *residual)
+            call = inferc.linear_int4.default if in_four_bits else inferc.linear_int8.default
+            args = (x, *weights, bias, *residual)
         self._replace(node, call, args)
 
     def head(self, node: fx.Node) -> None:
         """As other products, but its sums are not rounded."""
         x, weight, bias = arguments(node)
         values, scale = self._weight(weight, node)
-        if self.scheme.quantizes_rows:
+        if "head" in self.rows_of:
             args = (*self._rows(x, node), values, scale, torch.float32, bias)
             self._replace(node, inferc.linear_w8a8.default, args)
         else:
@@ -119,12 +126,12 @@ class _Run:
                 args[name], args[f"{name}_group_scale"], args[f"{name}_scale"] = self._int4_weight(args[name], node)
             else:
                 args[name], args[f"{name}_scale"] = self._weight(args[name], node)
-        if self.scheme.quantizes_rows:
+        if "experts" in self.rows_of:
             args["dtype"] = args["x"].meta["val"].dtype
             args["x"], args["x_scale"] = self._rows(args["x"], node)
         self._replace(node, inferc.moe_experts.default, tuple(args.values()))
 
-    def _weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def _weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
         expression = self.program.weight(weight)
         values, scales = weight_lib.int8_values(expression), weight_lib.int8_scales(expression)
         name = str(weight.target)
@@ -133,7 +140,7 @@ class _Run:
             self.program.add_weight(f"{name}.scale", scales, before=before),
         )
 
-    def _int4_weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def _int4_weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
         expression, group, name = self.program.weight(weight), self.scheme.group, str(weight.target)
         return (
             self.program.add_weight(f"{name}.int4", weight_lib.int4_values(expression, group), before=before),

@@ -121,7 +121,8 @@ def make_prompts(encode: Callable[[str], list[int]] | None, vocab_size: int, max
 class Certifier:
     """Collects rows while a program is lowered, then from whatever runs the artifact; refuses what drifted.
 
-    scope: a sentence for the certificate. allow_drift: record a row over its budget and go on.
+    scope: a sentence for the certificate. allow_drift: record a row over its budget and go on. kernels_round: those of
+    the target round rows that the program has in floats, so that a quantized program's kernels have its budget again.
     """
 
     def __init__(
@@ -133,10 +134,11 @@ class Certifier:
         *,
         max_model_len: int,
         allow_drift: bool = False,
+        kernels_round: bool = False,
     ) -> None:
         self.certificate = Certificate(scope, prompts)
         self._reader: TensorReader = checkpoint.reader
-        self._dtype, self._allow_drift = dtype, allow_drift
+        self._dtype, self._allow_drift, self._kernels_round = dtype, allow_drift, kernels_round
         self._graph = ""
         self._has_router = False
         self.greedy_tokens = max(0, min(GREEDY_TOKENS, max_model_len - max(map(len, prompts))))
@@ -186,6 +188,8 @@ class Certifier:
     def add_kernels(self, ran_by: str, logits: Sequence[Tensor], greedy: Sequence[list[int]]) -> None:
         """The row of an artifact's compiled step: logits per prompt [T, vocab_size], and what it generates."""
         equal = sum(self._same_greedy(index, found) for index, found in enumerate(greedy))
+        if self._kernels_round and self.certificate.lossy:
+            self._budget = together(self.certificate.lossy)
         self.add("kernels", f"{ran_by} on {platform.system()}-{platform.machine()}".lower(), logits, equal)
 
     def _same_greedy(self, index: int, found: list[int]) -> bool:

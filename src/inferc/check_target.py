@@ -70,11 +70,10 @@ def _check_onnx(config: CompileConfig) -> None:
         raise UnsupportedError(
             "target onnx: a model is one file for one process; leave out --tp, --pp and --ep, or use --target cpu"
         )
-    for name, found in (("quantize", config.quantize), ("kv_dtype", config.kv_dtype)):
-        if found not in (None, "auto", "float32", config.dtype):
-            raise UnsupportedError(
-                f"target onnx: --{name.replace('_', '-')} {found} is not built yet; leave it out, or use --target cpu"
-            )
+    if config.kv_dtype not in ("auto", "float32", config.dtype):
+        raise UnsupportedError(
+            f"target onnx: --kv-dtype {config.kv_dtype} is not built yet; leave it out, or use --target cpu"
+        )
     if config.dtype == "bfloat16":
         raise UnsupportedError(
             "target onnx: --dtype bfloat16, for which onnxruntime has few kernels; leave it out for float32"

@@ -48,6 +48,7 @@ from inferc.cli_replay import replay
 from inferc.cli_serve import serve
 from inferc.cli_simulate import simulate
 from inferc.cli_top import top
+from inferc.cli_verify import verify
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,12 +95,18 @@ def compile_model(
         str,
         typer.Option(
             "--target",
-            metavar="cpu|cuda:sm_90|onnx|tensorrt:sm_86|reference",
-            help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine.",
+            metavar="cpu|cuda:sm_90|onnx|onnx:standard|tensorrt:sm_86|reference",
+            help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine. onnx:standard"
+            " does without onnxruntime's own ops, and is slower.",
         ),
     ] = "cpu",
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="bfloat16|float32|float16|auto",
+            help="Of weights and activations; float16 for onnx and tensorrt.",
+        ),
     ] = "auto",
     quantize: Annotated[
         str | None,
@@ -299,6 +306,7 @@ command(app, "top")(top)
 command(app, "doctor")(doctor)
 command(app, "replay")(replay)
 command(app, "diff")(diff)
+command(app, "verify")(verify)
 
 
 @command(app, "eval")

@@ -35,7 +35,12 @@ def explain(
         str | None, typer.Option("--target", metavar="cpu|onnx|reference", help="What to lower for.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="bfloat16|float32|auto", help="Of weights and activations.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="bfloat16|float32|float16|auto",
+            help="Of weights and activations; float16 for onnx and tensorrt.",
+        ),
     ] = None,
     quantize: Annotated[
         str | None, typer.Option("--quantize", metavar="SCHEME", help="As `inferc compile` has it.")

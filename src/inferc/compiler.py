@@ -384,6 +384,7 @@ class _Build:
             scope,
             max_model_len=config.max_model_len,
             allow_drift=config.allow_drift,
+            kernels_round=self.target.rounds_rows,
         )
 
     def _certify_copy(self, copied: Checkpoint) -> Certifier:

@@ -60,12 +60,12 @@ def has_dense_cache(target: str) -> bool:
 
 
 def computes_in_float16(target: str) -> bool:
-    return target.partition(":")[0] == "tensorrt"
+    return target.partition(":")[0] in ("onnx", "tensorrt")
 
 
 def _dense_row(target: str, max_model_len: int) -> int:
     """The tokens of a sequence's one block. On a GPU rows begin at multiples of 256 bytes, as TensorRT wants it."""
-    return max_model_len if target == "onnx" else -(-max_model_len // TENSORRT_ROW) * TENSORRT_ROW
+    return max_model_len if target.startswith("onnx") else -(-max_model_len // TENSORRT_ROW) * TENSORRT_ROW
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class CompileConfig:
                 " give --dtype float32 (keeps every bit) or --dtype bfloat16 (half the memory)"
             )
         # onnxruntime has few kernels for bfloat16 on a CPU.
-        own_dtype = "float32" if self.target == "onnx" else model_dtype
+        own_dtype = "float32" if self.target.startswith("onnx") else model_dtype
         dtype: Any = own_dtype if self.dtype == "auto" else self.dtype
         kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype not in (dtype, "int8"):

@@ -69,7 +69,7 @@ def diff(
     options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and what taps and models raise.
     """
     checkpoint = load(model)
-    _check_same(artifact, checkpoint)
+    check_same(artifact, checkpoint)
     outputs = layer_outputs(artifact.program, int(artifact.model["hidden_size"]))
     report("run the engine")
     found = _run_engine(artifact, prompt, params, outputs, options)
@@ -100,7 +100,8 @@ def diff(
     }
 
 
-def _check_same(artifact: Artifact, checkpoint: Checkpoint) -> None:
+def check_same(artifact: Artifact, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError unless the checkpoint is, as far as its config tells, what the artifact was compiled from."""
     config, facts = checkpoint.config, artifact.model
     for name in ("model_type", "vocab_size", "hidden_size"):
         found = getattr(config, name, None)

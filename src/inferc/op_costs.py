@@ -349,6 +349,17 @@ def _dense_attention(call: Call) -> None:
     _attend(call, key_dim, value_dim, int(k.shape[1]) * (key_dim + value_dim) * k.dtype.itemsize)
 
 
+def _dense_write_attention(call: Call) -> None:
+    """The two writes and the attention; what is written comes back as the caches do."""
+    call.read("k_cache", "v_cache")
+    call.write(call.node.meta["val"][0])
+    k, v = call.value("k_cache"), call.value("v_cache")
+    key_dim, value_dim = int(k.shape[3]), int(v.shape[3])
+    row = int(k.shape[1]) * (key_dim + value_dim) * k.dtype.itemsize
+    _attend(call, key_dim, value_dim, row)
+    add(call.cache, times(call.sizes.elements((call.value("k").shape[0],)), row))
+
+
 def _dense_latent_attention(call: Call) -> None:
     call.read("cache")
     call.write()
@@ -383,7 +394,8 @@ def _qkv_rope_kv_write(call: Call) -> None:
 
 def _moe_experts(call: Call) -> None:
     """Weights of the experts that the step's tokens touch, and the arithmetic of top_k experts for each token."""
-    scales = [name for name in ("gate_up_scale", "down_scale") if call.arguments[name] is not None]
+    names = ("gate_up_scale", "down_scale", "gate_up_group_scale", "down_group_scale")
+    scales = [name for name in names if call.arguments[name] is not None]
     call.read("gate_up", "down", *scales)
     call.write()
     gate_up, down = call.value("gate_up"), call.value("down")
@@ -415,6 +427,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.latent_write": _latent_write,
     "inferc.dense_write": _dense_write,
     "inferc.dense_attention": _dense_attention,
+    "inferc.dense_write_attention": _dense_write_attention,
     "inferc.dense_latent_attention": _dense_latent_attention,
     "inferc.kv_write": _kv_write,
     "inferc.norm_rope_kv_write": _kv_write,
@@ -422,6 +435,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.qkv_rope_kv_write": _qkv_rope_kv_write,
     "inferc.moe_experts": _moe_experts,
     "inferc.linear_silu_mul": _linear_silu_mul,
+    "inferc.linear_int4": Matmul("x"),
     "inferc.linear_int8": Matmul("x"),
     "inferc.linear_w8a8": Matmul("x"),
     "inferc.linear_w4a8": Matmul("x"),

@@ -17,6 +17,7 @@ from inferc.weights import TensorReader, read_whole
 
 IN_PLACE: dict[Any, Callable[..., Any]] = {
     torch.ops.inferc.dense_write.default: ops.dense_write_in_place,
+    torch.ops.inferc.dense_write_attention.default: ops.dense_write_attention_in_place,
     torch.ops.inferc.kv_write.default: ops.kv_write_in_place,
     torch.ops.inferc.latent_write.default: ops.latent_write_in_place,
     torch.ops.inferc.norm_rope_kv_write.default: ops.norm_rope_kv_write_in_place,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,25 +201,70 @@ class Layout:
         return x.view(*lead, panels, PANEL, units, self.k_unit).transpose(-2, -3).contiguous()
 
 
-@dataclass(frozen=True)
-class Pairs:
+def _pairs(x: Tensor) -> Tensor:
     """The two halves of axis n, [..., 2 n, k], row by row in turn: gate 0, up 0, gate 1, up 1, …"""
+    *lead, rows, k = x.shape
+    return x.view(*lead, 2, rows // 2, k).transpose(-2, -3).reshape(x.shape)
+
+
+def _unsigned(x: Tensor) -> Tensor:
+    """int8 plus 128, in the same bytes."""
+    return (x.contiguous().view(torch.uint8) ^ 128).view(torch.int8)
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    """Bytes of `int4_values` with two neighbours in each, the first in its low bits."""
+    fours = x.reshape(*x.shape[:-1], -1, 4)
+    eights = torch.cat((fours & 15, fours >> 4), -1)
+    return (eights[..., 0::2] | eights[..., 1::2] << 4).reshape(x.shape)
+
+
+def _signed(x: Tensor) -> Tensor:
+    """Four bits plus 8 as four bits with a sign, in the same bytes."""
+    return x ^ 0x88
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """As onnxruntime's kernels read integers and experts: one step after another, none of which changes the shape."""
 
     name: str
+    steps: tuple[Callable[[Tensor], Tensor], ...]
 
     def physical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
     def pack(self, x: Tensor) -> Tensor:
-        *lead, rows, k = x.shape
-        return x.view(*lead, 2, rows // 2, k).transpose(-2, -3).reshape(x.shape)
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """[n, k] as [k, n]: of the whole at once."""
+
+    name: str = "transposed"
+
+    def physical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        n, k = shape
+        return (k, n)
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x.t().contiguous()
 
 
 # panel16_k1: float32. panel16_k2: bfloat16, pairs along k as AVX-512 and AMX dot products want them; panel16_k4: int8,
-# in fours for the same reason. pairs: as onnxruntime's experts read gate and up.
-LAYOUTS: dict[str, Layout | Pairs] = {
+# in fours for the same reason. The others are for onnxruntime.
+LAYOUTS: dict[str, Layout | Arranged | Transposed] = {
     **{f"panel16_k{unit}": Layout(f"panel16_k{unit}", unit) for unit in (1, 2, 4)},
-    "pairs": Pairs("pairs"),
+    "pairs": Arranged("pairs", (_pairs,)),
+    "unsigned": Arranged("unsigned", (_unsigned,)),
+    "neighbours": Arranged("neighbours", (_neighbours,)),
+    "neighbours_signed": Arranged("neighbours_signed", (_neighbours, _signed)),
+    "pairs_unsigned": Arranged("pairs_unsigned", (_pairs, _unsigned)),
+    "pairs_neighbours": Arranged("pairs_neighbours", (_pairs, _neighbours)),
+    "transposed": Transposed(),
 }
 
 
@@ -309,13 +354,22 @@ def _row_bytes(weight: Weight) -> int:
 
 
 def materialize(weight: Weight, reader: TensorReader, chunk_bytes: int = 64 << 20) -> Iterator[Tensor]:
-    """The stored tensor in order, a chunk of rows at a time: concatenated they have `physical_shape(weight)`."""
+    """The stored tensor in order, a chunk of rows at a time: concatenated they have `physical_shape(weight)`.
+
+    What lies transposed comes whole.
+    """
     layout = LAYOUTS[weight.layout] if weight.op == "pack" else None
     unit = PANEL if layout and len(weight.shape) == 2 else 1
     row_bytes = max(1, _row_bytes(weight))
     step = max(unit, chunk_bytes // row_bytes // unit * unit)
-    for start in range(0, weight.shape[0], step):
-        rows = read_rows(weight, reader, start, min(start + step, weight.shape[0]))
+    chunks = (
+        read_rows(weight, reader, start, min(start + step, weight.shape[0]))
+        for start in range(0, weight.shape[0], step)
+    )
+    if isinstance(layout, Transposed):
+        yield layout.pack(torch.cat(list(chunks)))
+        return
+    for rows in chunks:
         yield layout.pack(rows) if layout else rows.contiguous()
 
 

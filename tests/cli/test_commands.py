@@ -19,7 +19,7 @@ from inferc.runtime.abi import detect_isa
 
 COMMANDS = (
     *("compile", "explain", "inspect", "generate", "chat", "batch", "serve", "simulate"),
-    *("top", "doctor", "replay", "diff", "eval", "bench", "keys"),
+    *("top", "doctor", "replay", "diff", "verify", "eval", "bench", "keys"),
 )
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
 NOT_BUILT = ("verify",)

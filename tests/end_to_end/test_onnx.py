@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -71,6 +72,23 @@ def test_tokens_are_hugging_faces_and_the_cpus(both: tuple[Path, Path, Path]) ->
         assert found == want, (path.name, options)
 
 
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
+    """The same model as with onnxruntime's own ops; in integers to what rounding rows makes of it."""
+    prompts = [[(7 + 13 * i * i + length) % 500 + 4 for i in range(length)] for length in (5, 40)]
+    logits = []
+    for target in ("onnx", "onnx:standard"):
+        out = tmp_path / target.replace(":", "-")
+        compile(SHIPPED / "tiny-moe", out, replace(ONNX, target=target, quantize=quantize))
+        ran_by, found, _ = run_kernels(out, prompts, 0)
+        assert ran_by.startswith("onnxruntime ")
+        logits.append(torch.cat(found))
+        model = onnx.load(out / "model.onnx", load_external_data=False)
+        assert [each.domain for each in model.opset_import] == ([""] if "standard" in target else ["", "com.microsoft"])
+    error = float((logits[0] - logits[1]).pow(2).mean().sqrt() / logits[1].std())
+    assert error < (1e-5 if quantize is None else 0.05), error
+
+
 def test_perplexity_is_the_cpus_to_four_digits(both: tuple[Path, Path, Path]) -> None:
     _, *artifacts = both
     found = []
@@ -90,6 +108,22 @@ def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
     assert all(row["ok"] and row["kl"] < 1e-9 and row["relative_error"] < 1e-5 for row in rows), rows
     assert rows[-1]["greedy_equal"] == len(summary.certificate["prompts"])
     assert load_artifact(tmp_path / "out").manifest["determinism"]["contract"].startswith("none")
+
+
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_in_float16(quantize: Any, tmp_path: Path) -> None:
+    """What a GPU's kernels are for; a CPU's mostly cast, and give the same model."""
+    config = CompileConfig(target="onnx", dtype="float16", quantize=quantize, max_model_len=128)
+    summary = compile(SHIPPED / "tiny-moe", tmp_path / "out", config)
+    assert summary.certificate is not None and summary.certificate["ok"]
+    (row,) = (row for row in summary.certificate["rows"] if row["name"] == "kernels")
+    assert row["dtype"] == "float16" and row["kl"] < (1e-3 if quantize is None else 0.05), row
+    model = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
+    types = {each.name: each.type.tensor_type.elem_type for each in (*model.graph.input, *model.graph.output)}
+    assert (
+        types["k_cache_0"] == types["hidden"] == onnx.TensorProto.FLOAT16 and types["logits"] == onnx.TensorProto.FLOAT
+    )
+    onnx.checker.check_model(str(tmp_path / "out" / "model.onnx"), full_check=True)
 
 
 FAMILIES_HERE = (
@@ -215,6 +249,12 @@ def test_without_onnxruntime(artifact: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ConfigError, match="runs by onnxruntime, which is not installed: pip install 'inferc\\[onnx\\]'"
     ):
+        inferc.LLM(artifact)
+
+
+def test_an_onnxruntime_that_is_too_old(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.__version__", "1.24.4")
+    with pytest.raises(ConfigError, match=r"onnxruntime 1\.24\.4 does not run all of ONNX's opset 24.* from 1\.25 on"):
         inferc.LLM(artifact)
 
 

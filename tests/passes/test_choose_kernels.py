@@ -78,3 +78,17 @@ def test_an_op_without_a_kernel_is_named() -> None:
         UnsupportedError, match=r"inferc cannot run aten.relu yet \(node relu_default\).* on target cpu"
     ):
         ChooseKernels(Target("cpu"))(made.program)
+
+
+def test_all_that_cannot_run_is_listed_each_kind_once() -> None:
+    def graph(token_ids: Any, w: Any) -> Any:
+        x = aten.relu.default(aten.relu.default(aten.embedding.default(w, token_ids)))
+        return aten.sort.default(x)[0]
+
+    made = example(graph, IDS, {"w": random(8, 8)})
+    message = (
+        r"inferc cannot run aten.relu yet \(node relu_default\): .* on target onnx, and 1 more like it;"
+        r" inferc cannot run aten.sort yet \(node sort_default\): .* on target onnx$"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        ChooseKernels(Target("onnx"))(made.program)

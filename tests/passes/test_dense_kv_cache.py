@@ -5,60 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import torch
+from dense import as_captured, run_dense
 from graphs import TOKENS, Example, example, random
 from onnx_runs import session_of
 from paged import IDS, model, sharing
 
 from inferc.passes.dense_kv_cache import DenseKVCache
 from inferc.passes.verify import verify
-from inferc.reference import IN_PLACE, dense_inputs, new_dense_caches
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-PROMPT = IDS["token_ids"].tolist()
-OTHER = [6, 2, 2, 0, 3]
-CAPACITY = 8
-
-
-def alone(made: Example, ids: list[int], others: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Rows of the captured program, which knows one sequence from its beginning."""
-    inputs = {**others, "token_ids": torch.tensor(ids), "positions": torch.arange(len(ids))}
-    (found,) = made.program.run(inputs, made.reader.tensors.__getitem__)
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def run_dense(made: Example, chunk_size: int, session: onnxruntime.InferenceSession | None = None) -> torch.Tensor:
-    """Rows of both sequences in calls of `chunk_size` tokens of each; [2, TOKENS, …]."""
-    others = {name: value for name, value in made.inputs.items() if name not in IDS}
-    caches = new_dense_caches(made.program, 2, CAPACITY)
-    for cache in caches.values():
-        cache.fill_(1e4)  # what must not be seen; not a NaN, as onnxruntime multiplies what is masked by 0
-    found = []
-    for start in range(0, TOKENS, chunk_size):
-        new = [ids[start : start + chunk_size] for ids in (PROMPT, OTHER)]
-        inputs = dense_inputs(new, [start, start], caches)
-        for name, value in others.items():  # a row for each token of both
-            inputs[name] = value[start : start + chunk_size].repeat(2, *[1] * (value.dim() - 1))
-        if session is None:
-            (rows,) = made.program.run(inputs, made.reader.tensors.__getitem__, calls=IN_PLACE)
-        else:
-            wanted = {each.name for each in session.get_inputs()}
-            arrays = {name: value.numpy() for name, value in inputs.items() if name in wanted}
-            names = [each.name for each in session.get_outputs()]
-            results = dict(zip(names, session.run(names, arrays), strict=True))
-            rows = torch.from_numpy(results["out0"])
-            caches = {name: torch.from_numpy(results[f"{name}.out"]) for name in caches}
-        found.append(rows.view(2, -1, *rows.shape[1:]))
-    return torch.cat(found, 1)
 
 
 def check(made: Example, tmp_path: Path, count: int) -> None:
     """The pass rewrites so many attentions, and neither it nor onnxruntime changes a result."""
-    others = {name: value for name, value in made.inputs.items() if name not in IDS}
-    want = torch.stack([alone(made, ids, others) for ids in (PROMPT, OTHER)])
+    want = as_captured(made)
     assert DenseKVCache(max_model_len=64)(made.program) == count
     verify(made.program)
     for chunk_size in (TOKENS, 2, 1):

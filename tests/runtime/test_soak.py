@@ -149,11 +149,11 @@ def soak(steps: int, seed: int) -> dict[str, int]:
     return total
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_fifty_thousand_steps(seed: int) -> None:
-    total = soak(25_000, seed)
+@pytest.mark.parametrize(("seed", "steps"), [(1, 12_500), pytest.param(2, 50_000, marks=pytest.mark.slow)])
+def test_many_steps(seed: int, steps: int) -> None:
+    total = soak(steps, seed)
     assert min(total.values()) > 0, "everything has happened"
-    assert total["requests"] > 2000 and total["outputs"] > 20_000
+    assert total["requests"] > steps // 13 and total["outputs"] > steps // 2
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def test_an_interrupt_ends_the_load_and_keeps_what_has_ended() -> None:
     found = measured_on(fake, settings_of(requests=50, concurrency=1))
     (result,) = found.results
     assert found.is_interrupted and (result.requests, result.completed, result.unfinished) == (3, 2, 1)
-    assert result.goodput == 1.0 and result.warnings[0].startswith("interrupted")
+    assert result.goodput == 1.0 and any(each.startswith("interrupted") for each in result.warnings)
 
 
 def test_a_fault_of_our_own_is_not_a_result() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,14 +12,14 @@ import torch
 from graphs import Example
 from torch import Tensor
 
-from inferc.codegen.onnx.emit import build, serialized
+from inferc.codegen.onnx.emit import build, serialized, written_caches
 from inferc.codegen.target import Target
 from inferc.manifest import StoredWeight
 from inferc.passes.choose_kernels import ChooseKernels
 from inferc.program import Program, dtype_name
 from inferc.weights import TensorReader, materialize, physical_shape
 
-ONNX = Target("onnx")
+ONNX, STANDARD = Target("onnx"), Target("onnx", ("standard",))
 
 
 def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[str, StoredWeight]:
@@ -33,24 +34,22 @@ def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[
     return found
 
 
-def session_of(made: Example, folder: Path) -> onnxruntime.InferenceSession:
+def session_of(made: Example, folder: Path, target: Target = ONNX) -> onnxruntime.InferenceSession:
     """The program's model, checked with its shapes, in onnxruntime. Its results are called out0, out1, …"""
     program = made.program
-    ChooseKernels(ONNX)(program)
+    ChooseKernels(target)(program)
     graph = build(program, write_weights(program, made.reader, folder))
-    results = {f"out{index}": node for index, node in enumerate(program.output().args[0])}  # type: ignore[arg-type]
-    for node in program.graph.nodes:
-        if node.target == torch.ops.inferc.dense_write.default:
-            results[f"{node.args[0].name}.out"] = node
+    outputs: Any = program.output().args[0]
+    results = {f"out{index}": graph.value(node) for index, node in enumerate(outputs)} | written_caches(graph)
     path = folder / "model.onnx"
     path.write_bytes(serialized(graph, results, "test 1"))
     onnx.checker.check_model(str(path), full_check=True)
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def run_onnx(made: Example, folder: Path) -> list[Tensor]:
+def run_onnx(made: Example, folder: Path, target: Target = ONNX) -> list[Tensor]:
     """What onnxruntime makes of the example's inputs."""
-    session = session_of(made, folder)
+    session = session_of(made, folder, target)
     wanted = {each.name for each in session.get_inputs()}
     arrays = {name: value.numpy() for name, value in made.inputs.items() if name in wanted}
     return [torch.from_numpy(np.asarray(each)) for each in session.run(None, arrays)]

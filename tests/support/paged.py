@@ -13,39 +13,44 @@ aten, inferc = torch.ops.aten, torch.ops.inferc
 IDS = {"token_ids": torch.tensor([3, 1, 4, 1, 5]), "positions": torch.arange(TOKENS)}
 
 
-def attend(x: Any, layer: int, mask: str, window: int) -> Any:
-    """4 query heads over 2 KV heads of 4, from rows of 16."""
-    q = aten.view.default(x, [-1, 4, 4])
-    k = aten.view.default(aten.slice.Tensor(x, -1, 0, 8), [-1, 2, 4])
-    v = aten.view.default(aten.slice.Tensor(x, -1, 8, 16), [-1, 2, 4])
+def attend(x: Any, layer: int, mask: str, window: int, head_dim: int) -> Any:
+    """4 query heads over 2 KV heads, from rows of 4 heads."""
+    q = aten.view.default(x, [-1, 4, head_dim])
+    k = aten.view.default(aten.slice.Tensor(x, -1, 0, 2 * head_dim), [-1, 2, head_dim])
+    v = aten.view.default(aten.slice.Tensor(x, -1, 2 * head_dim, 4 * head_dim), [-1, 2, head_dim])
     out = inferc.attention.default(q, k, v, None, 0.5, mask, window, 0.0)
     out.node.meta["at"] = layer
-    return aten.view.default(out, [-1, 16])
+    return aten.view.default(out, [-1, 4 * head_dim])
 
 
-def model(*kinds: tuple[str, int]) -> Example:
+def model(*kinds: tuple[str, int], head_dim: int = 4) -> Example:
     def graph(token_ids: Any, positions: Any, embed: Any) -> Any:
         x = aten.embedding.default(embed, token_ids)
         for layer, (mask, window) in enumerate(kinds):
-            x = attend(x, layer, mask, window)
+            x = attend(x, layer, mask, window, head_dim)
         return x
 
-    made = example(graph, IDS, {"embed": random(7, 16)})
+    made = example(graph, IDS, {"embed": random(7, 4 * head_dim)})
     for node in made.program.graph.nodes:
         if "at" in node.meta:
             node.meta["layer"] = node.meta["at"]
     return made
 
 
-def sharing(*masks: tuple[str, int], is_computed_again: bool = False, scale_v: float | None = None) -> Example:
+def sharing(
+    *masks: tuple[str, int], is_computed_again: bool = False, scale_v: float | None = None, head_dim: int = 4
+) -> Example:
     """Attentions over the K and V of the first layer, each with queries and a mask of its own."""
 
     def graph(token_ids: Any, positions: Any, embed: Any, table: Any) -> Any:
         x = aten.embedding.default(embed, token_ids)
 
         def kv() -> tuple[Any, Any]:
-            k = aten.view.default(aten.slice.Tensor(x, -1, 0, 8), [-1, 2, 4])
-            return inferc.rope.default(k, table), aten.view.default(aten.slice.Tensor(x, -1, 8, 16), [-1, 2, 4])
+            k, v = (
+                aten.view.default(aten.slice.Tensor(x, -1, at, at + 2 * head_dim), [-1, 2, head_dim])
+                for at in (0, 2 * head_dim)
+            )
+            return inferc.rope.default(k, table), v
 
         k, v = kv()
         out, hidden = x, []
@@ -54,13 +59,13 @@ def sharing(*masks: tuple[str, int], is_computed_again: bool = False, scale_v: f
                 k, v = kv()
             if index and scale_v is not None:
                 v = aten.mul.Tensor(v, scale_v)
-            q = inferc.rope.default(aten.view.default(out, [-1, 4, 4]), table)
+            q = inferc.rope.default(aten.view.default(out, [-1, 4, head_dim]), table)
             attended = inferc.attention.default(q, k, v, None, 0.5, mask, window, 0.0)
-            out = aten.mul.Tensor(aten.view.default(attended, [-1, 16]), 1.5)
+            out = aten.mul.Tensor(aten.view.default(attended, [-1, 4 * head_dim]), 1.5)
             hidden.append(out)
         return aten.cat.default(hidden, -1)
 
-    made = example(graph, {**IDS, "table": rows(4, seed=5)}, {"embed": random(7, 16)})
+    made = example(graph, {**IDS, "table": rows(head_dim, seed=5)}, {"embed": random(7, 4 * head_dim)})
     for index, node in enumerate(node for node in made.program.graph.nodes if node.name.startswith("attention")):
         node.meta["layer"] = index
     return made

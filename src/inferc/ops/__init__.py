@@ -28,7 +28,14 @@ from inferc.ops.collectives import (
     joined,
     run_ranks,
 )
-from inferc.ops.dense import dense_attention, dense_latent_attention, dense_write, dense_write_in_place
+from inferc.ops.dense import (
+    dense_attention,
+    dense_latent_attention,
+    dense_write,
+    dense_write_attention,
+    dense_write_attention_in_place,
+    dense_write_in_place,
+)
 from inferc.ops.elementwise import gelu_mul, silu_mul
 from inferc.ops.experts import moe_experts, moe_routing
 from inferc.ops.linear import head_linear, linear_add, linear_silu_mul, linear_wide, lm_head
@@ -38,6 +45,7 @@ from inferc.ops.qkv import qkv_rope_kv_write, qkv_rope_kv_write_in_place
 from inferc.ops.quantize import (
     embedding_int8,
     layer_norm_quantize,
+    linear_int4,
     linear_int8,
     linear_w4a8,
     linear_w8a8,
@@ -57,6 +65,8 @@ __all__ = [
     "dense_attention",
     "dense_latent_attention",
     "dense_write",
+    "dense_write_attention",
+    "dense_write_attention_in_place",
     "dense_write_in_place",
     "embedding_int8",
     "expert_choose",
@@ -73,6 +83,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantize",
     "linear_add",
+    "linear_int4",
     "linear_int8",
     "linear_silu_mul",
     "linear_w4a8",

@@ -7,6 +7,8 @@ tokens, `[num_seqs * num_new, …]` in the flattened form, and K and V of a laye
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -89,3 +91,41 @@ def dense_latent_attention(
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2.
     """
     return dense_attention(q, cache, cache[..., :v_dim], seq_lens, None, scale, mask, window, softcap)
+
+
+def _dense_write_attention_fake(
+    q: Tensor, _k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], v.shape[2])), torch.empty_like(k_cache), torch.empty_like(v_cache)
+
+
+@define(
+    "dense_write_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor starts, Tensor seq_lens,"
+    " Tensor? sinks, float scale, str mask, int window, float softcap) -> (Tensor, Tensor, Tensor)",
+    _dense_write_attention_fake,
+)
+def dense_write_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    mask: str,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dense_write` of K and of V, then `dense_attention`: its result, and both caches."""
+    caches = (k_cache.clone(), v_cache.clone())
+    return dense_write_attention_in_place(q, k, v, *caches, starts, seq_lens, sinks, scale, mask, window, softcap)
+
+
+def dense_write_attention_in_place(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, seq_lens: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dense_write_attention` as a runner does it."""
+    caches = dense_write_in_place(k_cache, k, starts), dense_write_in_place(v_cache, v, starts)
+    return dense_attention(q, *caches, seq_lens, *how), *caches

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inferc.ops.elementwise import silu_mul
-from inferc.ops.quantize import linear_int8, linear_w4a8, linear_w8a8, quantize_rows
+from inferc.ops.quantize import linear_int4, linear_int8, linear_w4a8, linear_w8a8, quantize_rows
 from inferc.ops.registry import define
 
 SCORES = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
@@ -88,6 +88,8 @@ def _product(
     """One expert's, in the arithmetic of the linear with such operands."""
     if scale is None:
         return torch.nn.functional.linear(x, weight, bias)
+    if x_scale is None and group_scale is not None:
+        return linear_int4(x, weight, group_scale, scale, bias)
     if x_scale is None:
         return linear_int8(x, weight, scale, bias)
     if group_scale is not None:
@@ -134,7 +136,7 @@ def moe_experts(
     up, or "swiglu_clamped" (gpt-oss): `gate * sigmoid(alpha * gate) * (up + 1)`, both within `limit`.
     With `scale_input` (Llama 4) the weight multiplies an expert's input, rounded, and not its result.
     With gate_up_scale [num_experts, 2 * intermediate_size] and down_scale [num_experts, hidden_size], float32, both
-    weights are int8 and multiplied as in `linear_int8`. With x_scale [num_tokens] x is int8 too and the result in
+    weights are int8 and multiplied as in `linear_int8`, or with the scales of groups as in `linear_int4`. With x_scale [num_tokens] x is int8 too and the result in
     `dtype`: products are those of `linear_w8a8`, or with the scales of groups, [..., groups] int8, of `linear_w4a8`. Each
     activation is quantized by `quantize_rows`, and `scale_input` multiplies the row's scale.
     """

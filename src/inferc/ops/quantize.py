@@ -140,6 +140,36 @@ def unpack_int4(values: Tensor, k: int) -> Tensor:
     return both.reshape(len(values), -1)[:, :k].to(torch.int8) - 8
 
 
+def _linear_int4_fake(
+    x: Tensor,
+    weight: Tensor,
+    group_scale: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@define(
+    "linear_int4(Tensor x, Tensor weight, Tensor group_scale, Tensor scale, Tensor? bias=None, Tensor? residual=None,"
+    " ScalarType? dtype=None) -> Tensor",
+    _linear_int4_fake,
+)
+def linear_int4(
+    x: Tensor,
+    weight: Tensor,
+    group_scale: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear_int8` with weights in four bits (W4A16): x is not rounded; weight and scales are those of `linear_w4a8`."""
+    return linear_int8(x, _with_group_scales(weight, group_scale, x.shape[1]), scale, bias, residual, dtype)
+
+
 def _linear_w4a8_fake(
     x: Tensor,
     _x_scale: Tensor,
@@ -173,10 +203,14 @@ def linear_w4a8(
     int8 and scale [n] float32 as `weights.int4_values`, `int4_group_scales` and `int4_scales` make them; the rest as in
     `linear_w8a8`, whose sums are exact here too.
     """
-    integers = unpack_int4(weight, k := x.shape[1]).short()
-    group = int4_group(weight, group_scale)
-    wide = integers * group_scale.short().repeat_interleave(group, 1)[:, :k]
+    wide = _with_group_scales(weight, group_scale, x.shape[1])
     return linear_w8a8(x, x_scale, wide, scale, dtype, bias, residual)
+
+
+def _with_group_scales(weight: Tensor, group_scale: Tensor, k: int) -> Tensor:
+    """The integers of 11 bits that four bits times their group's scale are: [n, k] int16."""
+    group = int4_group(weight, group_scale)
+    return unpack_int4(weight, k).short() * group_scale.short().repeat_interleave(group, 1)[:, :k]
 
 
 def _finish(product: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:

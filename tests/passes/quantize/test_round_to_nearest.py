@@ -55,6 +55,21 @@ def projected() -> Example:
     return example(projections, {"x": rows(8), "residual": rows(6)}, weights)
 
 
+def test_rows_stay_as_they_are_for_kernels_that_round_them() -> None:
+    golden = """
+        %x: float32[s0, 8] = input
+        %residual: float32[s0, 6] = input
+        %0: float32[s0, 12] = inferc.linear_int4(%x, @qkv.int4, @qkv.int4_group_scale, @qkv.int4_scale, @bias)
+        %1: float32[s0, 4] = aten.slice.Tensor(%0, -1, 0, 4)
+        %2: float32[s0, 6] = inferc.linear_int4(%x, @o.int4, @o.int4_group_scale, @o.int4_scale, None, %residual)
+        return (%1, %2)
+    """
+    projected().check(Quantize(SCHEMES["int4"], rows_of=()), 2, golden, tolerance=1.0)
+    made = projected()
+    assert Quantize(SCHEMES["w8a8"], rows_of=("head",))(made.program) == 2
+    assert "linear_int8(%x" in made.program.to_text() and "quantize_rows" not in made.program.to_text()
+
+
 def test_int8_weights_of_projections() -> None:
     golden = """
         %x: float32[s0, 8] = input
