@@ -302,16 +302,18 @@ def pointwise_fits(node: fx.Node, target: Target) -> str:
 class ForOnnx:
     """Why not, of what is written as ONNX ops: it is for that target, and `check` has no reason either.
 
-    has_own: of onnxruntime's own ops among them, which `onnx:standard` leaves out.
+    has_own: of onnxruntime's own ops among them, which `onnx:standard` leaves out. on_cpu: ops whose weights lie as its CPU
+    kernels read them alone.
     """
 
     check: Callable[[fx.Node], str] | None = None
     has_own: bool = False
+    on_cpu: bool = False
 
     def __call__(self, node: fx.Node, target: Target) -> str:
         if target.device != "onnx":
             return OTHER_TARGET
-        if self.has_own and target.is_standard:
+        if (self.has_own and target.is_standard) or (self.on_cpu and target.spec == "onnx:cuda"):
             return OTHER_CASE
         return "" if self.check is None else self.check(node)
 

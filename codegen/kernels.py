@@ -381,6 +381,9 @@ _ONNX_WIDE_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] =
 )
 
 
+_ON_CPU = ("expert_calls:moe_experts_int8", "expert_calls:moe_experts_int4")  # a GPU's QMoE has them in another order
+
+
 def _onnx_kernels() -> tuple[Kernel, ...]:
     def kernel(op: str, call: str, why_not: conditions.ForOnnx, layouts: dict[str, str | None]) -> Kernel:
         return Kernel(
@@ -391,7 +394,7 @@ def _onnx_kernels() -> tuple[Kernel, ...]:
     return (
         *(kernel(op, call, conditions.ForOnnx(check), {}) for op, call, check in _ONNX_ROWS),
         *(
-            kernel(op, call, conditions.ForOnnx(check, has_own=rows is _ONNX_OWN_ROWS), layouts)
+            kernel(op, call, conditions.ForOnnx(check, rows is _ONNX_OWN_ROWS, call in _ON_CPU), layouts)
             for rows in (_ONNX_OWN_ROWS, _ONNX_WIDE_ROWS)
             for op, call, check, layouts in rows
         ),

@@ -16,7 +16,7 @@ DEVICES = ("cpu", "cuda", "onnx", "tensorrt", "reference")
 @dataclass(frozen=True)
 class Target:
     """What an artifact is compiled for: `cpu`, `onnx`, `reference`, `tensorrt` with one architecture, or `cuda` with one or
-    several. `onnx:standard` is ONNX without onnxruntime's own ops.
+    several. `onnx:standard` is ONNX without onnxruntime's own ops, `onnx:cuda` for onnxruntime on an NVIDIA GPU.
     """
 
     device: Literal["cpu", "cuda", "onnx", "tensorrt", "reference"]
@@ -32,11 +32,11 @@ class Target:
             if not re.fullmatch(r"sm_\d{2,3}", archs):
                 raise ConfigError(f"target {spec!r}: a plan is for one chip; write for example tensorrt:sm_86")
             return Target("tensorrt", (archs,))  # which chips it can be is for the installed TensorRT to say
-        if device == "onnx" and archs == "standard":
-            return Target("onnx", ("standard",))
+        if device == "onnx" and archs in ("standard", "cuda"):
+            return Target("onnx", (archs,))
         if device != "cuda":
             if archs:
-                forms = "onnx or onnx:standard" if device == "onnx" else device
+                forms = "onnx, onnx:standard or onnx:cuda" if device == "onnx" else device
                 raise ConfigError(f"target {spec!r}: {device} takes no architecture; write {forms}")
             return Target(device)  # type: ignore[arg-type]
         named = tuple(arch for arch in archs.split(",") if arch)
@@ -63,7 +63,7 @@ class Target:
     @property
     def rounds_rows(self) -> bool:
         """Whether its kernels round rows that a quantized program has in floats."""
-        return self.device == "onnx" and not self.is_standard
+        return self.spec == "onnx"
 
     @property
     def has_dense_cache(self) -> bool:

@@ -70,7 +70,7 @@ def load_engine(
     nodes = _tapped_nodes(artifact, target, config)
     with ExitStack() as made:  # closed again if what comes after it cannot be made
         with ExitStack() as opened:
-            driver = _open_driver() if target.startswith(("cuda", "tensorrt")) else None
+            driver = _open_driver() if target.startswith(("cuda", "tensorrt", "onnx:cuda")) else None
             if driver is not None:
                 opened.callback(driver.close)  # the runner's from then on
             disk = _open_disk(artifact, target, config, groups, driver)
@@ -264,6 +264,10 @@ def _make_runner(
         from inferc.runtime.tensorrt_model import open_tensorrt
 
         return open_tensorrt(artifact, config, groups, driver)
+    if driver is not None and target == "onnx:cuda":
+        from inferc.runtime.onnx_model import open_onnx_cuda
+
+        return open_onnx_cuda(artifact, config, groups, driver)
     if driver is not None:
         return _make_cuda_runner(artifact, config, groups, disk, driver)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)

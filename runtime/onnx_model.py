@@ -4,71 +4,118 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.config import ResolvedEngineConfig
+from inferc.config import EngineConfig, ResolvedEngineConfig, available_cores
 from inferc.errors import ConfigError, InfercError
+from inferc.kv_pools import CacheGroup
 from inferc.manifest import ONNX_MODEL
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.dense_runner import CacheInput, DenseRunner, HostCaches
 from inferc.runtime.step import F32
 
+if TYPE_CHECKING:
+    from inferc.runtime.cuda.dense_caches import Rows
+    from inferc.runtime.cuda.driver import Driver
+
 log = logging.getLogger(__name__)
 
+# Of the CPU and of a GPU: onnxruntime's names of what runs ops, and of where memory is.
+CPU, CUDA = ("CPUExecutionProvider", "cpu"), ("CUDAExecutionProvider", "cuda")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+Array = NDArray[Any]
 INSTALL = "pip install 'inferc[onnx]'"
 OLDEST = (1, 25)  # onnxruntime that has TensorScatter, and so all of opset 24 that is used
 
 
 class OnnxModel:
-    """A session of the model. provider: onnxruntime's name of what runs it."""
+    """A session of the model. device: onnxruntime's name of where the caches are; provider: of what runs the ops.
 
-    def __init__(self, artifact: Artifact, num_threads: int, provider: str = "CPUExecutionProvider") -> None:
+    driver: of the GPU whose memory they are in, which is closed with the session.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        num_threads: int,
+        provider: str = CPU[0],
+        device: str = CPU[1],
+        driver: Driver | None = None,
+    ) -> None:
         """Raises ConfigError where onnxruntime, or the provider, is missing."""
         ort = _onnxruntime(provider)
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        providers = list(dict.fromkeys((provider, CPU[0])))  # the latter for what has no kernel, of shapes first of all
         try:
-            self._session = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=[provider])
+            self._session = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=providers)
         except Exception as error:  # noqa: BLE001  (onnxruntime's own kinds, which it does not export by name)
             raise InfercError(f"onnxruntime does not take {artifact.path / ONNX_MODEL}: {_first_line(error)}") from None
+        if (found := self._session.get_providers()[0]) != provider:
+            raise ConfigError(
+                f"onnxruntime {ort.__version__} could not start {provider}, and would run on {found}: CUDA's libraries or"
+                " cuDNN are missing; pip install 'onnxruntime-gpu[cuda,cudnn]'"
+            )
         self.name = f"onnxruntime {ort.__version__} ({provider.removesuffix('ExecutionProvider')})"
+        self._device, self._driver = device, driver
         hidden, logits = (self._session.get_outputs()[index] for index in (0, 1))
         self._hidden_size, self._hidden_dtype = int(hidden.shape[1]), _dtype_of(hidden.type)
         self._vocab_size = int(logits.shape[1])
+        types = {each.name: _dtype_of(each.type) for each in self._session.get_inputs() if len(each.shape) == 4}
+        self._cache_types = types
 
-    def __call__(
-        self, inputs: Mapping[str, NDArray[Any]], caches: Mapping[str, NDArray[Any]]
-    ) -> tuple[NDArray[Any], F32]:
+    def __call__(self, inputs: Mapping[str, Array], caches: Mapping[str, Array | Rows]) -> tuple[Array, F32]:
         binding = self._session.io_binding()
         rows = len(inputs["logits_rows"])
         hidden = np.empty((rows, self._hidden_size), self._hidden_dtype)
         logits = np.empty((rows, self._vocab_size), np.float32)
-        for name, array in (*inputs.items(), *caches.items()):
-            array = np.ascontiguousarray(array)
+        kept = [np.ascontiguousarray(array) for array in inputs.values()]
+        for name, array in zip(inputs, kept, strict=True):
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in (("hidden", hidden), ("logits", logits)):
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        for name, array in caches.items():  # the same memory: what is written is written in place
-            binding.bind_output(f"{name}.out", "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        for name, cache in caches.items():  # the same memory: what is written is written in place
+            if isinstance(cache, np.ndarray):
+                shape, address = cache.shape, cache.ctypes.data
+            else:
+                shape, address = (len(inputs["starts"]), *cache.shape), cache.address
+            where = (self._device, 0, self._cache_types[name], shape, address)
+            binding.bind_input(name, *where)
+            binding.bind_output(f"{name}.out", *where)
         self._session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
         return hidden, logits
 
     def close(self) -> None:
         del self._session
+        if self._driver is not None:
+            self._driver.close()
 
 
 def open_onnx(artifact: Artifact, config: ResolvedEngineConfig) -> DenseRunner:
-    """A runner of an artifact for the `onnx` target."""
+    """A runner of an artifact for the `onnx` target on the CPU."""
     model = OnnxModel(artifact, config.num_threads)
     caches = HostCaches(cache_inputs(artifact))
     return DenseRunner(model, caches, config, artifact.max_model_len, int(artifact.model["vocab_size"]))
+
+
+def open_onnx_cuda(
+    artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], driver: Driver
+) -> tuple[DenseRunner, ResolvedEngineConfig]:
+    """The same on a GPU, in whose memory K and V are; the driver is its own once it is made."""
+    from inferc.runtime.cuda.dense_caches import device_caches
+
+    threads = available_cores() if config.num_threads == "auto" else config.num_threads
+    model = OnnxModel(artifact, threads, *CUDA, driver)  # first: what its weights take is not K's and V's
+    caches, resolved = device_caches(artifact, config, groups, driver, "onnx")
+    vocab_size = int(artifact.model["vocab_size"])
+    return DenseRunner(model, caches, resolved, artifact.max_model_len, vocab_size), resolved
 
 
 def cache_inputs(artifact: Artifact) -> list[CacheInput]:

@@ -20,7 +20,7 @@ def check_target(target: Target, config: CompileConfig) -> None:
             f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
         )
     if target.device == "onnx":
-        _check_onnx(config)
+        _check_onnx(target, config)
     if target.device == "tensorrt":
         _check_tensorrt(target, config)
 
@@ -65,7 +65,21 @@ def _arch_here() -> str | None:
     return driver.arch
 
 
-def _check_onnx(config: CompileConfig) -> None:
+def _check_onnx_cuda(config: CompileConfig) -> None:
+    """Products of rows in integers, and float32 attention, are not what onnxruntime's CUDA kernels do."""
+    if config.dtype not in ("auto", "float16"):
+        raise UnsupportedError(
+            f"target onnx:cuda: --dtype {config.dtype}: it computes in float16; leave --dtype out, or use --target onnx"
+        )
+    if config.quantize == "w8a8":
+        raise UnsupportedError(
+            "target onnx:cuda: --quantize w8a8 is not built yet; use int8 or int4, whose rows stay in float16, or --target onnx"
+        )
+
+
+def _check_onnx(target: Target, config: CompileConfig) -> None:
+    if target.spec == "onnx:cuda":
+        _check_onnx_cuda(config)
     if (config.tp, config.pp, config.ep) != (1, 1, 1):
         raise UnsupportedError(
             "target onnx: a model is one file for one process; leave out --tp, --pp and --ep, or use --target cpu"

@@ -95,7 +95,7 @@ def compile_model(
         str,
         typer.Option(
             "--target",
-            metavar="cpu|cuda:sm_90|onnx|onnx:standard|tensorrt:sm_86|reference",
+            metavar="cpu|cuda:sm_90|onnx|onnx:cuda|onnx:standard|tensorrt:sm_86|reference",
             help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine. onnx:standard"
             " does without onnxruntime's own ops, and is slower.",
         ),

@@ -415,7 +415,7 @@ class _Build:
         return certifier
 
     def _certify_kernels(self, certifier: Certifier, artifact: Path) -> None:
-        if self.target.device in ("cpu", "onnx"):  # a GPU's kernels are certified where there is one
+        if self.target.spec in ("cpu", "onnx", "onnx:standard"):  # a GPU's kernels are certified where there is one
             self.report("certify the kernels", 0, 1)
             ran_by, logits, greedy = run_kernels(artifact, certifier.certificate.prompts, certifier.greedy_tokens)
             certifier.add_kernels(ran_by, logits, greedy)

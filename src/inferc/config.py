@@ -65,7 +65,7 @@ def computes_in_float16(target: str) -> bool:
 
 def _dense_row(target: str, max_model_len: int) -> int:
     """The tokens of a sequence's one block. On a GPU rows begin at multiples of 256 bytes, as TensorRT wants it."""
-    return max_model_len if target.startswith("onnx") else -(-max_model_len // TENSORRT_ROW) * TENSORRT_ROW
+    return max_model_len if target in ("onnx", "onnx:standard") else -(-max_model_len // TENSORRT_ROW) * TENSORRT_ROW
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,10 @@ class CompileConfig:
                 f"the checkpoint's dtype is {model_dtype}, which target {self.target} does not compute in;"
                 " give --dtype float32 (keeps every bit) or --dtype bfloat16 (half the memory)"
             )
-        # onnxruntime has few kernels for bfloat16 on a CPU.
-        own_dtype = "float32" if self.target.startswith("onnx") else model_dtype
+        # onnxruntime has few kernels for bfloat16 on a CPU, and none on a GPU for attention in float32.
+        own_dtype = {"onnx": "float32", "onnx:standard": "float32", "onnx:cuda": "float16"}.get(
+            self.target, model_dtype
+        )
         dtype: Any = own_dtype if self.dtype == "auto" else self.dtype
         kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype not in (dtype, "int8"):
