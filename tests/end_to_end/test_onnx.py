@@ -146,17 +146,19 @@ FAMILIES_HERE = (
     "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_families(name: str, tmp_path: Path) -> None:
-    """Random models: the tokens of the reference, with every feature in force."""
+    """Random models: the tokens of the reference, with every feature in force; eight at once, in chunks, and one by one."""
     family = FAMILIES[name]
     if family.model_type(name) not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not have it")
-    prompts = [[(11 * i * i + 7 * length) % 290 + 5 for i in range(length)] for length in (1, 40, 17, 33)]
+    prompts = [[(11 * i * i + 7 * length) % 290 + 5 for i in range(length)] for length in (1, 40, 17, 33, 2, 9, 28, 5)]
     folder = make_random_model(family.model_type(name), tmp_path / "m", **family.fields)
     compile(folder, tmp_path / "out", ONNX)
-    with inferc.LLM(tmp_path / "out", max_num_batched_tokens=16, max_num_seqs=4) as llm:
-        params = inferc.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
-    assert found == greedy_of_hugging_face(folder, prompts, 12)
+    want = greedy_of_hugging_face(folder, prompts, 12)
+    params = [inferc.SamplingParams(temperature=0.0, max_tokens=12 - index, ignore_eos=True) for index in range(8)]
+    for options in ({"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"max_num_seqs": 1}):
+        with inferc.LLM(tmp_path / "out", **options) as llm:
+            found = [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+        assert found == [ids[: each.max_tokens] for ids, each in zip(want, params, strict=True)], options
     onnx.checker.check_model(str(tmp_path / "out" / "model.onnx"), full_check=True)
 
 
