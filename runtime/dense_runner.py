@@ -80,7 +80,7 @@ class HostCaches:
 
     def resize(self, rows: int, capacity: int) -> None:
         for each in self._inputs:
-            before = self._arrays.get(each.name)
+            before = self._arrays.pop(each.name, None)  # so that no more than one is there twice
             made = np.zeros((rows, each.num_heads, capacity, each.head_dim), each.dtype)
             if before is not None:
                 both = min(before.shape[2], capacity)
@@ -134,8 +134,9 @@ class DenseRunner:
         self._lengths = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot's sequence, once all is run
         self._capacity = 0  # that the caches will have, once all is run
         self._num_rows = 0
-        # Slots with a NaN, which would reach the next sequence: what is masked is multiplied by 0.
-        self._broken: set[int] = set()
+        # Slots in which a NaN may lie, which would reach the next sequence: what is masked is multiplied by 0. They are
+        # those whose last rows were not finite, or were not asked for.
+        self._unknown: set[int] = set()
         self._worker = StepWorker()
 
     @property
@@ -174,12 +175,14 @@ class DenseRunner:
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         self._lengths[slot] = 0
-        self._worker.put(lambda: self._reset(slot, prompt_ids, output_ids))
+        self._worker.put(lambda: self._sampler.reset_slot(slot, prompt_ids, output_ids))
 
     def close(self) -> None:
         if self._worker.close():
-            self._caches.close()
-            self._model.close()
+            try:
+                self._caches.close()
+            finally:
+                self._model.close()
 
     # ------------------------------------------------------------------------------------- where things lie
 
@@ -203,22 +206,30 @@ class DenseRunner:
 
     # ------------------------------------------------------------------------------------------ the worker
 
-    def _reset(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None) -> None:
-        self._sampler.reset_slot(slot, prompt_ids, output_ids)
-        if slot in self._broken:
-            self._broken.remove(slot)
-            self._caches.clear(slot)
-
     def _run(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> StepResult:
         _, logits = self._rows(plan, calls, resize)
-        result = self._sampler.sample(plan, logits)
-        if result.failed is not None:
-            self._broken |= set(plan.sample.seq_slots[result.failed].tolist())
-        return result
+        return self._sampler.sample(plan, logits)
+
+    def _clear_rows(self, plan: StepPlan) -> None:
+        """Of sequences that begin, the rows in which a NaN may lie."""
+        begin = plan.seq_slots[plan.seq_lens == np.diff(plan.query_start_loc)]
+        for slot in self._unknown.intersection(begin.tolist()):
+            self._caches.clear(slot)
+            self._unknown.remove(slot)
+
+    def _note_rows(self, plan: StepPlan, hidden: Array) -> None:
+        """A row that is finite has seen no NaN in its sequence."""
+        seqs = np.searchsorted(plan.query_start_loc, plan.logits_rows, side="right") - 1
+        is_finite = np.isfinite(hidden).all(1)
+        sound = plan.seq_slots[seqs[is_finite]].tolist()
+        broken = plan.seq_slots[seqs[~is_finite]].tolist()
+        self._unknown.update(plan.seq_slots.tolist())
+        self._unknown.difference_update(set(sound).difference(broken))
 
     def _rows(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> tuple[Array, F32]:
         if resize is not None:
             self._caches.resize(*resize)
+        self._clear_rows(plan)
         token_ids = self._sampler.token_ids(plan)
         found: list[tuple[I64, Array, F32]] = []
         for call in calls:
@@ -226,10 +237,13 @@ class DenseRunner:
             hidden, logits = self._model(inputs, self._caches.rows(call.first, call.count))
             found.append((rows, hidden, logits))
         if len(found) == 1:  # in the step's order already
-            return found[0][1], found[0][2]
-        order = np.argsort(np.concatenate([rows for rows, _, _ in found]), kind="stable")
-        hidden_rows = np.concatenate([hidden for _, hidden, _ in found])[order]
-        return hidden_rows, np.concatenate([logits for _, _, logits in found])[order]
+            _, hidden_rows, logits_rows = found[0]
+        else:
+            order = np.argsort(np.concatenate([rows for rows, _, _ in found]), kind="stable")
+            hidden_rows = np.concatenate([hidden for _, hidden, _ in found])[order]
+            logits_rows = np.concatenate([logits for _, _, logits in found])[order]
+        self._note_rows(plan, hidden_rows)
+        return hidden_rows, logits_rows
 
 
 def calls_of(plan: StepPlan, lengths: I64, max_model_len: int) -> list[Call]:

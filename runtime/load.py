@@ -134,6 +134,14 @@ def _for_dense_cache(config: EngineConfig, target: str) -> EngineConfig:
             " give the same;"
             " leave it out, or compile the model for --target cpu"
         )
+    others = OTHERS[target.partition(":")[0]]
+    for option, is_given in (
+        ("--deterministic", config.deterministic),
+        (f"--isa {config.isa}", config.isa != "auto"),
+        ("--pin", config.pin_threads),
+    ):
+        if is_given:
+            raise UnsupportedError(f"{option}: {others} chooses its own kernels and threads; leave it out")
     return dataclasses.replace(config, prefix_cache=False)
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 CPU, CUDA = ("CPUExecutionProvider", "cpu"), ("CUDAExecutionProvider", "cuda")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 Array = NDArray[Any]
-INSTALL = "pip install 'inferc[onnx]'"
+INSTALL = {CPU[0]: "inferc[onnx]", CUDA[0]: "inferc[onnx-gpu]"}
 OLDEST = (1, 25)  # onnxruntime that has TensorScatter, and so all of opset 24 that is used
 
 
@@ -54,7 +54,7 @@ class OnnxModel:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         providers = list(dict.fromkeys((provider, CPU[0])))  # the latter for what has no kernel, of shapes first of all
         try:
-            self._session = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=providers)
+            self._session: Any = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=providers)
         except Exception as error:  # noqa: BLE001  (onnxruntime's own kinds, which it does not export by name)
             raise InfercError(f"onnxruntime does not take {artifact.path / ONNX_MODEL}: {_first_line(error)}") from None
         if (found := self._session.get_providers()[0]) != provider:
@@ -92,8 +92,12 @@ class OnnxModel:
         binding.synchronize_outputs()
         return hidden, logits
 
+    def release(self) -> None:
+        """Give all back but the driver."""
+        self._session = None
+
     def close(self) -> None:
-        del self._session
+        self.release()
         if self._driver is not None:
             self._driver.close()
 
@@ -113,7 +117,11 @@ def open_onnx_cuda(
 
     threads = available_cores() if config.num_threads == "auto" else config.num_threads
     model = OnnxModel(artifact, threads, *CUDA, driver)  # first: what its weights take is not K's and V's
-    caches, resolved = device_caches(artifact, config, groups, driver, "onnx")
+    try:
+        caches, resolved = device_caches(artifact, config, groups, driver, "onnx")
+    except BaseException:
+        model.release()  # before the driver, which is the caller's until then
+        raise
     vocab_size = int(artifact.model["vocab_size"])
     return DenseRunner(model, caches, resolved, artifact.max_model_len, vocab_size), resolved
 
@@ -138,12 +146,14 @@ def _onnxruntime(provider: str) -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise ConfigError(f"this artifact runs by onnxruntime, which is not installed: {INSTALL}") from None
+        raise ConfigError(
+            f"this artifact runs by onnxruntime, which is not installed: pip install '{INSTALL[provider]}'"
+        ) from None
     version = onnxruntime.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise ConfigError(
             f"onnxruntime {version} does not run all of ONNX's opset 24, in which the model is; versions from"
-            f" {OLDEST[0]}.{OLDEST[1]} on do: pip install -U 'inferc[onnx]'"
+            f" {OLDEST[0]}.{OLDEST[1]} on do: pip install -U '{INSTALL[provider]}'"
         )
     have = onnxruntime.get_available_providers()
     if provider not in have:

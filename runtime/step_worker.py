@@ -26,19 +26,34 @@ class StepWorker:
         self._cpus, self._on_failure = cpus, on_failure
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+        self._error: Exception | None = None  # of a job that was no step
         self._thread = threading.Thread(target=self._work, name="inferc-step", daemon=True)
         self._thread.start()
 
     def submit(self, step: Callable[[], StepResult]) -> None:
         """A step, whose result `wait` returns."""
-        self.put(lambda: self._results.put(step()))
+
+        def job() -> None:
+            try:
+                self._results.put(self._failed() or step())
+            except Exception as error:  # a step must answer: whoever waits for it would wait forever
+                log.exception("step failed")
+                self._on_failure()
+                self._results.put(_error(error))
+
+        self._jobs.put(job)
+
+    def _failed(self) -> StepResult | None:
+        """What stands for a step behind a job that failed."""
+        error, self._error = self._error, None
+        return None if error is None else _error(error)
 
     def wait(self) -> StepResult:
         """Of the oldest step that was submitted and not yet waited for; if it raised, with the error."""
         return self._results.get()
 
     def put(self, job: Callable[[], None]) -> None:
-        """Something to do after what is queued."""
+        """Something to do after what is queued. If it raises, the next step or call fails with its error."""
         self._jobs.put(job)
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -47,6 +62,9 @@ class StepWorker:
 
         def job() -> None:
             try:
+                if (failed := self._error) is not None:
+                    self._error = None
+                    raise failed
                 done.put((function(), None))
             except Exception as error:  # noqa: BLE001  (raised again in the caller's thread)
                 self._on_failure()
@@ -72,7 +90,11 @@ class StepWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # a step must answer: whoever waits for it would wait forever
-                log.exception("step failed")
+            except Exception as error:
+                log.exception("what a step needs failed")
                 self._on_failure()
-                self._results.put(StepResult(np.zeros(0, np.int32), error=str(error)))
+                self._error = error
+
+
+def _error(error: Exception) -> StepResult:
+    return StepResult(np.zeros(0, np.int32), error=str(error))

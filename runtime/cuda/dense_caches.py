@@ -84,6 +84,7 @@ class DeviceCaches:
         self._driver.wait(self._stream)
 
     def close(self) -> None:
+        self._driver.enter()
         for address in self._addresses.values():
             self._driver.free(address)
         self._addresses.clear()

@@ -14,7 +14,21 @@ if TYPE_CHECKING:
 
 
 def check_target(target: Target, config: CompileConfig) -> None:
-    """Raise UnsupportedError for what a target does not do, before minutes of work."""
+    """Raise UnsupportedError for what a target does not do, before minutes of work; ConfigError without its packages."""
+    check_config(target, config)
+    if target.device == "onnx":
+        missing = [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]
+        if missing:
+            extra = "onnx-gpu" if target.spec == "onnx:cuda" else "onnx"
+            raise ConfigError(
+                f"target {target.spec} needs {', '.join(missing)}; install them: pip install 'inferc[{extra}]'"
+            )
+    if target.device == "tensorrt":
+        tensorrt_for(*target.archs)
+
+
+def check_config(target: Target, config: CompileConfig) -> None:
+    """What no machine does, whatever is installed."""
     if target.device == "cuda" and (config.tp, config.pp, config.ep) != (1, 1, 1):
         raise UnsupportedError(
             f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
@@ -32,7 +46,7 @@ def _check_tensorrt(target: Target, config: CompileConfig) -> None:
         )
     for name, found, known in (
         ("--quantize", config.quantize, (None, "int8")),
-        ("--kv-dtype", config.kv_dtype, ("auto", config.dtype)),
+        ("--kv-dtype", config.kv_dtype, ("auto", "float32", "bfloat16", "float16")),  # see CompileConfig.resolve
     ):
         if found not in known:
             raise UnsupportedError(
@@ -43,7 +57,6 @@ def _check_tensorrt(target: Target, config: CompileConfig) -> None:
         raise ConfigError(
             f"target {target.spec}: --block-size: K and V of a sequence are one block there; leave it out"
         )
-    tensorrt_for(*target.archs)
 
 
 def tensorrt_for(arch: str) -> Library:
@@ -72,9 +85,7 @@ def _check_onnx_cuda(config: CompileConfig) -> None:
             f"target onnx:cuda: --dtype {config.dtype}: it computes in float16; leave --dtype out, or use --target onnx"
         )
     if config.quantize == "w8a8":
-        raise UnsupportedError(
-            "target onnx:cuda: --quantize w8a8 is not built yet; use int8 or int4, whose rows stay in float16, or --target onnx"
-        )
+        raise UnsupportedError("target onnx:cuda: --quantize w8a8 is not built yet; use int8 or int4, or --target onnx")
 
 
 def _check_onnx(target: Target, config: CompileConfig) -> None:
@@ -82,18 +93,17 @@ def _check_onnx(target: Target, config: CompileConfig) -> None:
         _check_onnx_cuda(config)
     if (config.tp, config.pp, config.ep) != (1, 1, 1):
         raise UnsupportedError(
-            "target onnx: a model is one file for one process; leave out --tp, --pp and --ep, or use --target cpu"
+            f"target {target.spec}: a model is one file for one process; leave out --tp, --pp and --ep, or use --target cpu"
         )
-    if config.kv_dtype not in ("auto", "float32", config.dtype):
+    if config.kv_dtype == "int8":
         raise UnsupportedError(
-            f"target onnx: --kv-dtype {config.kv_dtype} is not built yet; leave it out, or use --target cpu"
+            f"target {target.spec}: --kv-dtype {config.kv_dtype} is not built yet; leave it out, or use --target cpu"
         )
     if config.dtype == "bfloat16":
         raise UnsupportedError(
-            "target onnx: --dtype bfloat16, for which onnxruntime has few kernels; leave it out for float32"
+            f"target {target.spec}: --dtype bfloat16, for which onnxruntime has few kernels; leave it out for float32"
         )
     if config.block_size != "auto":
-        raise ConfigError("target onnx: --block-size: K and V of a sequence are one block there; leave it out")
-    missing = [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"target onnx needs {', '.join(missing)}; install them: pip install 'inferc[onnx]'")
+        raise ConfigError(
+            f"target {target.spec}: --block-size: K and V of a sequence are one block there; leave it out"
+        )

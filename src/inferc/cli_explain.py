@@ -32,7 +32,7 @@ def explain(
     ],
     device: Annotated[str, typer.Option("--device", metavar="D", help=DEVICES_HELP)] = "cpu",
     target: Annotated[
-        str | None, typer.Option("--target", metavar="cpu|onnx|reference", help="What to lower for.")
+        str | None, typer.Option("--target", metavar="T", help="What to lower for, as `inferc compile` has it; cpu.")
     ] = None,
     dtype: Annotated[
         str | None,

@@ -203,7 +203,7 @@ class EngineConfig:
     policy: str = "fcfs"  # who goes first, see inferc.runtime.policies
     overcommit: bool = False  # let in what fits now, also where blocks are expected to be missing later on
     tbt_ms: float | None = None  # no step shall take longer while somebody decodes
-    deterministic: bool = False  # a cpu step always is
+    deterministic: bool = False  # a cpu step always is, one of onnxruntime or TensorRT never
     pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
     kv_events: bool = False  # collect what the prefix cache stores and evicts, for whoever takes it
     record: str | None = None  # a file that every request is written to, for `inferc replay`

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import inferc
 from inferc import drift
-from inferc.config import available_memory_bytes
-from inferc.errors import ConfigError, RequestError
+from inferc.config import available_memory_bytes, has_dense_cache
+from inferc.errors import ConfigError, RequestError, UnsupportedError
 from inferc.frontend.load import Checkpoint, load
 from inferc.frontend.reference import reference_greedy, reference_model, reference_states
 from inferc.passes.quantize.schemes import KV_INT8, SCHEMES, Budget, together
@@ -68,6 +68,11 @@ def diff(
 
     options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and what taps and models raise.
     """
+    target = str(artifact.manifest["targets"][0])
+    if has_dense_cache(target):
+        raise UnsupportedError(
+            f"{artifact.path} is for {target}, whose values are not seen; inferc verify compares its logits"
+        )
     checkpoint = load(model)
     check_same(artifact, checkpoint)
     outputs = layer_outputs(artifact.program, int(artifact.model["hidden_size"]))

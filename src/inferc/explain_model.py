@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from inferc.check_target import check_config
 from inferc.codegen.cpp.emit import emit as emit_cpp
 from inferc.codegen.target import Target
 from inferc.config import CompileConfig, ResolvedCompileConfig
@@ -49,6 +50,7 @@ def explain_model(path: str | Path, config: CompileConfig, progress: Progress) -
     Raises what a compile does that refuses the model before the passes; what a pass refuses is in the result.
     """
     progress("read config.json", 0, 1)
+    check_config(Target.parse(config.target), config)
     checkpoint = load_config(path)
     config = dataclasses.replace(config, certify="none")
     resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 0)

@@ -21,6 +21,7 @@ from inferc.passes.partition import prepare
 from inferc.passes.pipeline import LowerConfig, lower
 from inferc.program import Program
 from inferc.runtime.artifact import load_artifact
+from inferc.runtime.load import load_engine
 
 COPIES = 2  # of the model in float32: Hugging Face's and the program's weights
 Report = Callable[[str, int, int], None]
@@ -36,6 +37,8 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
     """
     artifact = load_artifact(out)
     target = Target.parse(str(artifact.config["target"]))
+    if target.device == "reference":
+        raise UnsupportedError(f"{out} runs by the references, by which verify would judge it; use inferc diff")
     if target.device == "cuda":
         raise UnsupportedError(
             f"{out} runs on a GPU, whose kernels verify does not see yet; inferc eval OUT has its loss"
@@ -50,6 +53,8 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
             f"{out}: verify holds the model in float32 twice, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free;"
             " use inferc diff, or a machine with more memory"
         )
+    report("try the artifact", 0, 1)
+    load_engine(artifact, max_num_seqs=1).close()  # what is missing here is said now, not after the references
     report("read the model", 0, 1)
     checkpoint = load(model)
     check_same(artifact, checkpoint)

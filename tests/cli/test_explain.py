@@ -297,3 +297,16 @@ def test_an_artifact_of_before_costs(tiny_artifact: Path, tmp_path: Path) -> Non
     del manifest["files"]["graph/costs.json"], manifest["sha256"]
     (artifact / "engine.json").write_bytes(seal_manifest(manifest))
     assert "stored no costs; compile the model again" in refused(artifact, "--device", "l4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--target", "onnx", "--kv-dtype", "int8"), "target onnx: --kv-dtype int8 is not built yet"),
+        (("--target", "onnx:cuda", "--dtype", "float32"), "--dtype float32: it computes in float16"),
+        (("--target", "tensorrt:sm_86", "--quantize", "int4"), "--quantize int4 is not built yet"),
+    ],
+)
+def test_what_compile_refuses_is_not_explained(options: tuple[str, ...], message: str) -> None:
+    done = run_inferc("explain", Path(__file__).parents[2] / "examples" / "models" / "tiny-llama", *options)
+    assert done.returncode == 2 and message in done.stderr

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -26,6 +27,7 @@ from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError
 from inferc.runtime import onnx_model
 from inferc.runtime.artifact import load_artifact
+from inferc.runtime.load import load_engine
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "models"
@@ -284,3 +286,59 @@ def test_a_damaged_model_is_not_run(artifact: Path, tmp_path: Path) -> None:
     (copy / "model.onnx").write_bytes(data)
     with pytest.raises(ArtifactError, match="model.onnx is damaged"):
         inferc.LLM(copy)
+
+
+@pytest.mark.parametrize("how", ["generated", "scored", "given up"])
+def test_a_broken_sequence_leaves_nothing_to_the_next(how: str, tmp_path: Path) -> None:
+    """A NaN in its K and V, which a kernel that multiplies what is masked by 0 would spread."""
+    compile(SHIPPED / "tiny-draft", tmp_path / "out", replace(ONNX, target="onnx:standard"))
+    engine = load_engine(tmp_path / "out", max_num_seqs=1, max_num_batched_tokens=16)
+    runner: Any = engine.runner
+    run = runner._model
+
+    def breaking(inputs: Any, caches: Any) -> Any:
+        hidden, logits = run(inputs, caches)
+        if 7 in inputs["token_ids"]:
+            for cache in caches.values():
+                cache[:, :, :30] = np.nan
+        if any(np.isnan(cache[:, :, :3]).any() for cache in caches.values()):
+            hidden[:], logits[:] = np.nan, np.nan
+        return hidden, logits
+
+    def tokens_of(prompt: list[int]) -> list[int]:
+        engine.add_request("r", prompt, replace(GREEDY, max_tokens=4))
+        found: list[int] = []
+        while engine.has_work:
+            for output in engine.step():
+                found += output.token_ids
+        return found
+
+    try:
+        want = tokens_of([20, 21, 22])
+        assert len(want) == 4
+        runner._model = type(
+            "Breaking", (), {"__call__": staticmethod(breaking), "name": run.name, "close": run.close}
+        )()
+        broken = [1, 7, 3] + [9] * 60
+        if how == "generated":
+            assert tokens_of(broken[:5]) == []
+        elif how == "scored":
+            engine.score("s", broken)
+        else:
+            engine.add_request("b", broken, GREEDY)
+            engine.step()
+            engine.abort("b")
+        while engine.has_work:
+            engine.step()
+        assert tokens_of([20, 21, 22]) == want
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"deterministic": True}, "--deterministic: onnxruntime chooses"), ({"isa": "avx2"}, "--isa avx2: onnxruntime")],
+)
+def test_what_onnxruntime_decides_is_refused(options: dict[str, object], message: str, artifact: Path) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        inferc.LLM(artifact, **options)
