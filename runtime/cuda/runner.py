@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import c_void_p
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from inferc.runtime.cuda import code, cublaslt, memory
 from inferc.runtime.cuda.blocks import Blocks
 from inferc.runtime.cuda.cublaslt import CublasLt
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
+from inferc.runtime.cuda.flight import Flight
 from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
 from inferc.runtime.cuda.shared_prefixes import shared_prefixes
@@ -34,8 +34,8 @@ from inferc.runtime.cuda.staging import Staging
 from inferc.runtime.cuda.tier import TierCopies
 from inferc.runtime.cuda.weights import copy_weights, placed_bytes
 from inferc.runtime.model_runner import NUMPY_DTYPES, Observer
-from inferc.runtime.step import F32, I32, I64, Logprobs, StepPlan, StepResult, TokenLists
-from inferc.runtime.step_limits import MAX_TOP_LOGPROBS, StepLimits, outside
+from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult, TokenLists
+from inferc.runtime.step_limits import StepLimits, outside
 
 log = logging.getLogger(__name__)
 
@@ -43,22 +43,6 @@ IN_FLIGHT = 3  # steps whose inputs and results have memory of their own on the 
 LEAST_LISTS_BYTES = 1 << 16
 COUNT_BUFFERS = 4  # sequences with penalties that may join while the copy of the first one's counts is under way
 COUNT_OF_PROMPT = np.uint32(1 << 31)
-
-
-@dataclass
-class _Flight:
-    """Memory of the host for one step that is under way, and what is to be made of its results."""
-
-    inputs: NDArray[np.uint8]
-    outputs: NDArray[np.uint8]
-    event: c_void_p
-    views: dict[Capacity, dict[str, NDArray[Any]]] = field(default_factory=dict)
-    lists: NDArray[np.uint8] | None = None  # of the step's bias, banned and allowed ids
-    num_rows: int = 0
-    num_logprobs: list[int] | None = None
-    wants_logprobs: bool = False
-    places: Mapping[str, int] = field(default_factory=dict)
-    error: str | None = None
 
 
 class CudaRunner:
@@ -115,7 +99,7 @@ class CudaRunner:
         self._sharing = self._shared_settings()
         self._buckets = memory.buckets(self.max_num_seqs)
         self._flights = self._new_flights()
-        self._free, self._pending = deque(self._flights), deque[_Flight]()
+        self._free, self._pending = deque(self._flights), deque[Flight]()
         self._lists, self._lists_bytes = self._device(LEAST_LISTS_BYTES), LEAST_LISTS_BYTES
         self._counts = self._device(memory.counts_bytes(artifact, self.max_num_seqs))  # of penalties, by slot
         self._counted: set[int] = set()  # slots that have penalty counts
@@ -200,10 +184,10 @@ class CudaRunner:
             self._driver.fill(address, 0xFF, num_bytes, self._stream)  # NaN in float32 and in bfloat16
         return address
 
-    def _new_flights(self) -> list[_Flight]:
+    def _new_flights(self) -> list[Flight]:
         inputs, outputs = self._layout(self._most).num_bytes, memory.output_layout(self._most.rows)["end"]
         allocate, event = self._driver.allocate_host, self._driver.new_event
-        return [_Flight(allocate(inputs), allocate(outputs), event()) for _ in range(IN_FLIGHT)]
+        return [Flight(allocate(inputs), allocate(outputs), event()) for _ in range(IN_FLIGHT)]
 
     # ----------------------------------------------------------------------------------- steps
 
@@ -222,7 +206,7 @@ class CudaRunner:
                 self._driver.wait(self._stream)  # copies from the flight's memory may be under way
         self._pending.append(flight)
 
-    def _submit(self, plan: StepPlan, flight: _Flight) -> None:
+    def _submit(self, plan: StepPlan, flight: Flight) -> None:
         self._tier.up(plan.raised)
         self._blocks.share(plan.copies)
         capacity, as_graph = self._capacity(plan)
@@ -246,7 +230,7 @@ class CudaRunner:
         try:
             if flight.error is None:
                 self._driver.wait_event(flight.event)
-                return _result(flight)
+                return flight.result()
         except Exception as error:
             log.exception("step failed")
             flight.error = str(error)
@@ -321,7 +305,7 @@ class CudaRunner:
             found[int(name)] = (self.block_size, int(how["members"]), int(how["keys"]), layer_bytes)
         return found
 
-    def _send(self, plan: StepPlan, flight: _Flight, capacity: Capacity, target_ids: I32 | None = None) -> bool:
+    def _send(self, plan: StepPlan, flight: Flight, capacity: Capacity, target_ids: I32 | None = None) -> bool:
         """Write the plan and copy it to the device; whether sequences share a prefix that is read for all of them."""
         prefixes = {}
         for group, settings in self._sharing.items():
@@ -342,7 +326,7 @@ class CudaRunner:
                 self._driver.copy_in(self._inputs + offset, start + offset, size, self._stream)
         return bool(prefixes)
 
-    def _send_lists(self, plan: StepPlan, flight: _Flight) -> list[int]:
+    def _send_lists(self, plan: StepPlan, flight: Flight) -> list[int]:
         """Copy the ids of bias, banned and allowed tokens, and the values of bias; returns their addresses."""
         lists: list[TokenLists] = [getattr(plan.sample, name) for name in LISTS]
         bias, banned, allowed = lists
@@ -557,33 +541,6 @@ def _copied(artifact: Any) -> Callable[[Driver, int], dict[str, int]]:
 
 def _counts(plan: StepPlan) -> dict[str, int]:
     return {"num_tokens": plan.num_tokens, "num_rows": len(plan.logits_rows), "num_seqs": plan.num_seqs}
-
-
-def _result(flight: _Flight) -> StepResult:
-    """What the device wrote for a step."""
-    rows, places, memory_ = flight.num_rows, flight.places, flight.outputs
-
-    def read(name: str, dtype: type[np.generic], width: int = 1) -> NDArray[Any]:
-        start = places[name]
-        return memory_[start : start + 4 * rows * width].view(dtype)
-
-    if not rows:
-        return StepResult(np.zeros(0, np.int32))
-    ids = read("token_ids", np.int32).copy()
-    failed = ids < 0
-    logprobs: list[Logprobs | None] | None = None
-    if flight.num_logprobs is not None:
-        own, ranks = read("logprobs", np.float32).tolist(), read("ranks", np.int32).tolist()
-        top_ids = read("top_ids", np.int32, MAX_TOP_LOGPROBS).reshape(rows, -1)
-        top = read("top_logprobs", np.float32, MAX_TOP_LOGPROBS).reshape(rows, -1)
-        logprobs = []
-        for row, count in enumerate(flight.num_logprobs):
-            pairs = zip(top_ids[row, :count].tolist(), top[row, :count].tolist(), strict=True)
-            found = Logprobs(int(ids[row]), own[row], ranks[row], tuple(pairs))
-            logprobs.append(found if count and not failed[row] else None)
-    ids[failed] = 0
-    chosen = read("logprobs", np.float32).copy() if flight.wants_logprobs else None
-    return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
 
 
 def _power_of_two(count: int) -> int:
