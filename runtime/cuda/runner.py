@@ -26,6 +26,7 @@ from inferc.runtime.cuda import code, cublaslt, memory
 from inferc.runtime.cuda.blocks import Blocks
 from inferc.runtime.cuda.cublaslt import CublasLt
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
+from inferc.runtime.cuda.engines import Engines, NotCapturable
 from inferc.runtime.cuda.flight import Flight
 from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
@@ -50,7 +51,8 @@ class CudaRunner:
 
     owns_driver: closes it at the end. poison: fill memory with NaN first, so that tests see
     a read of what was never written. place_weights: puts them at an address and on, in place of the artifact's. lower: memory of
-    this machine with the blocks of the KV cache's lower tier, of each group [blocks, bytes of one].
+    this machine with the blocks of the KV cache's lower tier, of each group [blocks, bytes of one]. engines: compute the artifact's
+    segments, and are the runner's own once it is made.
     Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
     """
 
@@ -64,8 +66,9 @@ class CudaRunner:
         poison: bool = False,
         place_weights: Callable[[Driver, int], dict[str, int]] | None = None,
         lower: Sequence[NDArray[np.uint8]] = (),
+        engines: Engines | None = None,
     ) -> None:
-        self._driver, self._artifact, self._owns_driver = driver, artifact, owns_driver
+        self._driver, self._artifact, self._owns_driver, self._engines = driver, artifact, owns_driver, engines
         self._entered = threading.local()
         self._enter()
         self.block_size = artifact.block_size
@@ -146,7 +149,9 @@ class CudaRunner:
         }
         for name, item in (("last_ids", 4), ("count_table", 8)):
             driver.fill(state[name], 0, item * self.max_num_seqs, self._stream)
-        self._inputs = self._device(self._layout(self._most).num_bytes)
+        num_bytes = self._layout(self._most).num_bytes
+        self._inputs = self._device(num_bytes)
+        driver.fill(self._inputs, 0, num_bytes, self._stream)  # engines run once before there is a step
         self._outputs = self._device(memory.output_layout(self._most.rows)["end"])
         return Addresses(place_weights(driver, weights), caches, state, arena, plan, most, scratch, self._device(256))
 
@@ -366,7 +371,7 @@ class CudaRunner:
             launches = self._artifact.program["launches"]
             self._launches[capacity] = Launches(
                 *(launches, self._kernels, self._addresses, self._layout(capacity), self._inputs, outputs),
-                *(self._order, self._cublaslt),
+                *(self._order, self._cublaslt, self._engines),
             )
         return self._launches[capacity]
 
@@ -380,11 +385,14 @@ class CudaRunner:
             counts = {"num_tokens": capacity.tokens, "num_rows": capacity.rows, "num_seqs": capacity.seqs}
             launches = self._bound(capacity)
             try:
+                launches.prepare_graph(self._stream, counts)
                 with self._driver.capture(self._stream) as captured:
-                    launches.run(self._stream, counts, shares=shares)
+                    launches.run(self._stream, counts, shares=shares, captured=True)
                 self._graphs[key] = captured.graph
             except OutOfMemory:
                 self._do_without(key)
+            except NotCapturable as error:
+                self._do_without(key, str(error))
         return self._graphs[key]
 
     def _run_graph(self, capacity: Capacity, shares: bool) -> bool:
@@ -401,9 +409,13 @@ class CudaRunner:
             return False
         return True
 
-    def _do_without(self, key: tuple[Capacity, bool]) -> None:
-        """Have the steps of a graph run kernel by kernel from now on."""
-        if None not in self._graphs.values():
+    def _do_without(self, key: tuple[Capacity, bool], reason: str = "") -> None:
+        """Have the steps of a graph run kernel by kernel from now on. reason: there is another than memory."""
+        if None not in self._graphs.values() and reason:
+            log.warning(
+                "%s: steps of %d sequences, and others like them, run without a CUDA graph", reason, key[0].seqs
+            )
+        elif None not in self._graphs.values():
             log.warning(
                 "the device has no memory for a CUDA graph: steps of %d sequences, and of other numbers whose graphs find none,"
                 " run kernel by kernel, which is slower; a lower --kv-memory leaves them more",
@@ -512,6 +524,8 @@ class CudaRunner:
             kernel.unload()
         if self._cublaslt is not None:
             self._cublaslt.close()
+        if self._engines is not None:
+            self._engines.close()
         for address in self._owned:
             driver.free(address)
         self._blocks.close()
