@@ -20,7 +20,7 @@ from inferc.codegen.segments import Segment, row_kinds, segment_of, segments_of
 from inferc.codegen.triton.build import Cubin
 from inferc.codegen.triton.builders import Builders, Job
 from inferc.codegen.triton.calls import Call, Choice
-from inferc.codegen.triton.launch import FAST, SHARED
+from inferc.codegen.triton.launch import FAST, INVARIANT, SHARED
 from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.codegen.triton.sampling_calls import sampling_launches
 from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
@@ -110,7 +110,8 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
         raise UnsupportedError("a pipeline stage without the LM head: the cuda target runs one GPU")
     of_step = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in of_step)
-    made = _Emission(kernels)
+    # What engines compute is in no order that may be asked for.
+    made = _Emission(kernels, (FAST,) if segments_of(program) else (FAST, INVARIANT))
     step = made.launches(Values(program, places), [node for node in program.graph.nodes if node in of_step])
     values = Values(program, places, sampled)
     head = made.launches(values, [node for node in program.graph.nodes if node in sampled])
@@ -139,6 +140,7 @@ class _Emission:
     """Collects the sources and the values of launches as these are made."""
 
     kernels: tuple[Kernel, ...]
+    orders: tuple[str, ...]  # of addition, whose launches are made
     sources: dict[str, Source] = field(default_factory=dict)
     observable: list[dict[str, Any]] = field(default_factory=list)
     scratch: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -155,7 +157,8 @@ class _Emission:
                 made.append(self.engine_call(segments[node], values))
             elif needs_kernel(node) and segment_of(node) is None:
                 calls: Call | tuple[Call, ...] = chosen_kernel(node, "triton", self.kernels).load_emit()(node, values)
-                made += [self.add(call) for call in (calls if isinstance(calls, tuple) else (calls,))]
+                every = calls if isinstance(calls, tuple) else (calls,)
+                made += [self.add(call) for call in every if not call.order or call.order in self.orders]
         return made
 
     def add(self, call: Call) -> dict[str, Any]:

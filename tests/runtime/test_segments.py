@@ -79,6 +79,7 @@ def test_what_is_in_an_artifact(artifacts: Path) -> None:
     kinds = [launch.get("engine", launch["node"].rpartition(".")[2]) for launch in step]
     assert kinds[:3] == ["rope_table", "segment-0", "rope_kv_write"], kinds
     assert [kind for kind in kinds if kind.startswith("segment")] == ["segment-0", "segment-1", "segment-2"]
+    assert {launch.get("order", "fast") for launch in step} == {"fast"}, "--deterministic is refused"
     assert step[kinds.index("segment-1")]["rows"] == "tokens" and step[-1]["rows"] == "rows"
 
 

@@ -102,6 +102,15 @@ def test_logits_and_scores_are_the_references(name: str, known: dict[str, Known]
         np.testing.assert_allclose(scores, expected, rtol=TOLERANCE[name], atol=10 * TOLERANCE[name])
 
 
+def test_blocks_are_found_in_files_by_the_next_run(gpu: FakeTensorRT, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        with inferc.LLM(LLAMA, **SMALL, kv_disk=str(tmp_path), kv_disk_bytes=1 << 20) as llm:
+            found += llm.generate(prompts()[:1], SHORT)
+    assert [each.num_cached_tokens for each in found] == [0, 32]
+    assert found[0].outputs[0].token_ids == found[1].outputs[0].token_ids
+
+
 def test_a_step_that_asks_for_no_row_runs_no_segment_of_rows(known: dict[str, Known]) -> None:
     with opened("llama", known) as (runner, oracle):
         plan = make_plan([(0, PROMPT, 0)])
