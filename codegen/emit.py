@@ -378,7 +378,9 @@ def make_manifest(
         "config": dataclasses.asdict(config),
         "passes": [dict(row) for row in passes],
         "kernels": [dict(row) for row in kernels],
-        "determinism": {"onnx": OF_ONNXRUNTIME, "tensorrt": OF_TENSORRT}.get(targets[0].partition(":")[0], DETERMINISM),
+        "determinism": {"onnx": OF_ONNXRUNTIME, "tensorrt": OF_TENSORRT, "tensorrt-paged": OF_TENSORRT}.get(
+            targets[0].partition(":")[0], DETERMINISM
+        ),
         **({} if plan is None else {"tensorrt": dict(plan)}),
     }
 

@@ -10,16 +10,16 @@ from inferc.codegen.triton.launch import ARCHS
 from inferc.config import has_dense_cache
 from inferc.errors import ConfigError, UnsupportedError
 
-DEVICES = ("cpu", "cuda", "onnx", "tensorrt", "reference")
+DEVICES = ("cpu", "cuda", "onnx", "tensorrt", "tensorrt-paged", "reference")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What an artifact is compiled for: `cpu`, `onnx`, `reference`, `tensorrt` with one architecture, or `cuda` with one or
-    several. `onnx:standard` is ONNX without onnxruntime's own ops, `onnx:cuda` for onnxruntime on an NVIDIA GPU.
+    """What an artifact is compiled for: `cpu`, `onnx`, `reference`, `tensorrt` or `tensorrt-paged` with one architecture, or
+    `cuda` with one or several. `onnx:standard` is ONNX without onnxruntime's own ops, `onnx:cuda` for onnxruntime on an NVIDIA GPU.
     """
 
-    device: Literal["cpu", "cuda", "onnx", "tensorrt", "reference"]
+    device: Literal["cpu", "cuda", "onnx", "tensorrt", "tensorrt-paged", "reference"]
     archs: tuple[str, ...] = ()
 
     @staticmethod
@@ -28,10 +28,12 @@ class Target:
         device, _, archs = spec.partition(":")
         if device not in DEVICES:
             raise ConfigError(f"unknown target {spec!r}; expected one of {', '.join(DEVICES)} (cuda as cuda:sm_90)")
-        if device == "tensorrt":
+        if device in ("tensorrt", "tensorrt-paged"):
             if not re.fullmatch(r"sm_\d{2,3}", archs):
-                raise ConfigError(f"target {spec!r}: a plan is for one chip; write for example tensorrt:sm_86")
-            return Target("tensorrt", (archs,))  # which chips it can be is for the installed TensorRT to say
+                raise ConfigError(f"target {spec!r}: a plan is for one chip; write for example {device}:sm_86")
+            if device == "tensorrt-paged" and archs not in ARCHS:
+                raise UnsupportedError(f"target {spec!r}: no kernels for {archs}; known: {', '.join(ARCHS)}")
+            return Target(device, (archs,))  # type: ignore[arg-type]  # which it can be, the installed TensorRT says
         if device == "onnx" and archs in ("standard", "cuda"):
             return Target("onnx", (archs,))
         if device != "cuda":
@@ -69,6 +71,17 @@ class Target:
     def has_dense_cache(self) -> bool:
         """Whether its steps read a KV cache of whole sequences (`DenseKVCache`) and not of blocks."""
         return has_dense_cache(self.device)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether TensorRT computes what lies between the kernels of its steps (`PartitionSegments`)."""
+        return self.device == "tensorrt-paged"
+
+    def of_node(self, *, in_segment: bool) -> Target:
+        """For whom a node's kernel is chosen: of a target with segments TensorRT, or a GPU's kernels."""
+        if not self.has_segments:
+            return self
+        return Target("tensorrt" if in_segment else "cuda", self.archs)
 
     @property
     def each(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch import fx
 from inferc import weights as weight_lib
 from inferc.codegen.conditions import argument
 from inferc.codegen.kernels import KERNELS, Kernel, needs_kernel, select
+from inferc.codegen.segments import segment_of
 from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
 from inferc.program import Program
@@ -44,7 +45,8 @@ class ChooseKernels:
         refused: dict[str, list[str]] = {}  # of each op and what it reads, by the refusals of its nodes
         for node in filter(needs_kernel, program.graph.nodes):
             try:
-                chosen[node] = select(node, self.target, self.kernels)
+                target = self.target.of_node(in_segment=segment_of(node) is not None)
+                chosen[node] = select(node, target, self.kernels)
             except UnsupportedError as error:
                 refused.setdefault(f"{node.target} {node.meta.get('val')}", []).append(str(error))
         if refused:

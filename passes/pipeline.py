@@ -41,6 +41,7 @@ from inferc.passes.fuse_silu_mul import fuse_silu_mul
 from inferc.passes.fuse_silu_mul_quantize import fuse_silu_mul_quantize
 from inferc.passes.kv_cache import PageKVCache
 from inferc.passes.pack_projections import PackProjections
+from inferc.passes.partition_segments import PartitionSegments
 from inferc.passes.plan_memory import PlanMemory
 from inferc.passes.quantize.kv_cache import QuantizeKVCache
 from inferc.passes.quantize.round_to_nearest import Quantize
@@ -110,6 +111,8 @@ def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
 def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     if config.target.has_dense_cache:
         return _dense_pipeline(config)
+    if config.target.has_segments:
+        return _segments_pipeline(config)
     return (
         *_model_passes(),
         PageKVCache(config.block_size),
@@ -142,6 +145,23 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         SplitHead(),
         *_dense_quantization(config),
         ChooseKernels(config.target, config.kernels),
+    )
+
+
+def _segments_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
+    """The plain model, as TensorRT fuses ops by itself, but for what the kernels between its segments do at once."""
+    return (
+        *_model_passes(),
+        PageKVCache(config.block_size),
+        *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),
+        fuse_rope_kv_write,
+        fuse_norm_rope_kv_write,
+        FusePointwise(),
+        SelectRows(),
+        SplitHead(),
+        PartitionSegments(),  # after everything that makes or moves a node
+        ChooseKernels(config.target, config.kernels),
+        PlanMemory(),
     )
 
 
@@ -203,7 +223,9 @@ def _dense_quantization(config: LowerConfig) -> tuple[Pass, ...]:
 def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:
     """The user's passes each behind the one of ours it names, in the order in which they were given."""
     names = [each.name for each in ours]
-    places = names[: names.index("choose_kernels")]  # behind it, nodes would be left without a kernel
+    # Behind these, nodes would be left without a kernel, or within no segment.
+    last = next(name for name in names if name in ("partition_segments", "choose_kernels"))
+    places = names[: names.index(last)]
     for each in own:
         if each.name in names:
             raise ConfigError(f"--pass {each.spec}: inferc has a pass named {each.name}; give yours another name")

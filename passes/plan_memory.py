@@ -2,9 +2,10 @@
 
 A value has rows on one axis: a row for each token (pool "T"), logits row ("S") or sequence ("B"); what the LM head and
 sampling make has at most 64 rows at a time and a pool of its own ("sample"). Rows of a multiple of 512 bytes are followed
-by a cache line that nothing uses: see `padded`. Within a pool a place is counted in bytes a row, so one plan serves every
+by a cache line that nothing uses: see `padded`; but not in a program with segments (`codegen/segments.py`). Within a pool a place is counted in bytes a row, so one plan serves every
 token budget: the address of a place is `offset` times the pool's most rows, rounded up to a multiple of 64, which also
-aligns every value to 64 bytes. Views, slices and parts of tuples have no place.
+aligns every value to 64 bytes, and those of a program with segments to 256. Views, slices, parts of tuples and what stays inside of a segment
+have no place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from inferc.codegen.segments import segment_of, stays_inside
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.program import Program, ancestors
 
@@ -24,6 +26,7 @@ aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
 SAMPLE_ROWS = 64  # most rows whose logits exist at a time
 ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
+SEGMENT_ALIGNMENT = 256 // ROW_ALIGNMENT  # bytes a row of which a segment's values begin at multiples, and their pools
 ROTATES_AND_WRITES = (  # return (q, cache)
     inferc.rope_kv_write.default,
     inferc.norm_rope_kv_write.default,
@@ -53,6 +56,7 @@ class Value:
     row_bytes: int
     first: int
     last: int
+    alignment: int = 1  # of its offset
 
     def live_with(self, other: Value) -> bool:
         return self.pool == other.pool and self.first <= other.last and other.first <= self.last
@@ -111,26 +115,36 @@ def live_values(program: Program) -> list[Value]:
     step = ancestors(results[:1])
     # Rows that come from another stage need a place too.
     calls = [node for node in program.graph.nodes if node.op == "call_function" or node.name == HIDDEN_IN]
-    index = {node: at for at, node in enumerate(calls)}
+    index = _order(calls)
     last = _last_uses(calls, index, results)
     axes = _row_axes(program)
+    # Engines know no strides; and kernels that read rows of theirs beside others want one stride for both.
+    is_dense = any(segment_of(node) is not None for node in calls)
     made = []
     for node in calls:
         value = node.meta["val"]
-        if node.target in VIEWS or not isinstance(value, Tensor) or _is_cache(node):
+        if node.target in VIEWS or not isinstance(value, Tensor) or _is_cache(node) or stays_inside(node):
             continue
         pool = axes.get(str(value.shape[0]), "") if node in step else "sample"
         if not pool:
             name = node.meta.get("name", node.name)
             raise UnsupportedError(f"{name}: axis 0 is {value.shape[0]}; expected tokens, logits rows or sequences")
         row_bytes = math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize
-        if node.target not in EXCHANGED:  # whose rows the ranks send and add as one run of bytes
+        if node.target not in EXCHANGED and not is_dense:  # whose rows the ranks send and add as one run of bytes
             row_bytes = padded(row_bytes)
         # A part of a tuple is there from the call that made the tuple on, though its getitem may come later.
         maker = node.args[0] if node.target is operator.getitem else node
         assert isinstance(maker, fx.Node)
-        made.append(Value(node.name, pool, row_bytes, index[maker], max(last[node], index[maker])))
+        alignment = SEGMENT_ALIGNMENT if is_dense else 1
+        made.append(Value(node.name, pool, row_bytes, index[maker], max(last[node], index[maker]), alignment))
     return made
+
+
+def _order(calls: list[fx.Node]) -> dict[fx.Node, int]:
+    """When each call runs. All of a segment is one: any of its results may be written before any of its values is read."""
+    index = {node: at for at, node in enumerate(calls)}
+    ends = {segment_of(node): at for node, at in index.items() if segment_of(node) is not None}
+    return {node: ends.get(segment_of(node), at) for node, at in index.items()}
 
 
 def padded(row_bytes: int) -> int:
@@ -183,12 +197,14 @@ def place_values(values: list[Value]) -> MemoryPlan:
         for start, end in taken:
             if offset + value.row_bytes <= start:
                 break
-            offset = max(offset, end)
+            offset = max(offset, -(-end // value.alignment) * value.alignment)
         placed.append((value, Place(value.pool, value.row_bytes, offset)))
     by_name = {value.name: place for value, place in placed}
     pools = {
         pool: max((p.offset + p.row_bytes for p in by_name.values() if p.pool == pool), default=0) for pool in POOLS
     }
+    to = max((value.alignment for value in values), default=1)
+    pools = {pool: -(-size // to) * to for pool, size in pools.items()}  # where the next one begins
     return MemoryPlan({value.name: by_name[value.name] for value in values}, pools)
 
 
@@ -200,6 +216,8 @@ def verify_plan(values: list[Value], plan: MemoryPlan) -> None:
             raise VerifyError(
                 f"memory plan: {value.name} needs {value.row_bytes} bytes a row in {value.pool}, has {place}"
             )
+        if place.offset % value.alignment:
+            raise VerifyError(f"memory plan: {value.name} at {place} is not aligned to {value.alignment}")
         if place.offset < 0 or place.offset + place.row_bytes > plan.pools[place.pool]:
             raise VerifyError(f"memory plan: {value.name} at {place} lies outside of its pool")
         for other in values[:at]:

@@ -37,7 +37,9 @@ from inferc.manifest import (
     TENSORRT_PLAN,
     StoredWeight,
     align,
+    holds_weights,
     is_sealed,
+    segment_plan,
 )
 
 # numpy has no bfloat16: its bits are seen as uint16.
@@ -319,7 +321,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
         "format_version": manifest["format_version"],
         "producer": manifest["producer"],
         "targets": manifest["targets"],
-        "weights_bytes": sum(len(data) for data in artifact.maps.values()),
+        "weights_bytes": sum(entry["bytes"] for name, entry in manifest["files"].items() if holds_weights(name, entry)),
         "arena_bytes": sum(map(arena_bytes, artifact.ranks)),
         "arena_for": {"num_tokens": tokens, "num_rows": tokens, "num_seqs": seqs, "num_threads": num_threads},
         "kv_bytes_per_token": sum(rank.kv_bytes_per_token for rank in artifact.ranks),
@@ -346,11 +348,17 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _plan_facts(artifact: Artifact) -> dict[str, Any]:
-    """Of a TensorRT plan: what built it, for what, its size, and how many layers of which kind it was built from."""
-    layers = json.loads((artifact.path / TENSORRT_LAYERS).read_bytes())
+    """Of TensorRT plans: what built them, for what, their size, and how many layers of which kind each was built from."""
+    facts, layers = artifact.manifest["tensorrt"], json.loads((artifact.path / TENSORRT_LAYERS).read_bytes())
+    if "plans" not in facts:
+        return {**facts, **_of_plan(artifact, TENSORRT_PLAN, layers)}
+    rows = [{**row, **_of_plan(artifact, segment_plan(row["name"]), layers[row["name"]])} for row in facts["plans"]]
+    return {**facts, "plans": rows}
+
+
+def _of_plan(artifact: Artifact, file: str, layers: list[dict[str, Any]]) -> dict[str, Any]:
     kinds = Counter(str(layer["kind"]) for layer in layers)
-    sizes = {"plan_bytes": len(artifact.maps[TENSORRT_PLAN]), "layers": dict(kinds.most_common())}
-    return {**artifact.manifest["tensorrt"], **sizes}
+    return {"plan_bytes": len(artifact.maps[file]), "layers": dict(kinds.most_common())}
 
 
 def _why_no_manifest(folder: Path) -> str:

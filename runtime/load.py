@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict, has_dense_cache
+from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict, has_dense_cache, runs_cuda_steps
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_pools import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact import Artifact, load_artifact
@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OTHERS = {"cuda": "a GPU", "onnx": "onnxruntime", "tensorrt": "TensorRT"}  # whose values nobody sees
+OTHERS = {
+    "cuda": "a GPU",
+    "onnx": "onnxruntime",
+    "tensorrt": "TensorRT",
+    "tensorrt-paged": "TensorRT",
+}  # whose values nobody sees
 
 
 def load_engine(
@@ -96,7 +101,7 @@ def load_engine(
         policy=config.policy,
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
-        partial_blocks=target == "cpu" or target.startswith("cuda"),
+        partial_blocks=target == "cpu" or runs_cuda_steps(target),
         num_lower=() if disk is None else disk.num_blocks,
         lower_in_place=target == "cpu",
         kv_events=config.kv_events,
@@ -156,7 +161,7 @@ def _idle_work(runner: Runner, config: EngineConfig) -> Callable[[], bool] | Non
 
 def identity(artifact: Artifact, target: str, runner: Runner, config: EngineConfig) -> Identity:
     """What decides the bits of answers besides requests."""
-    isa = str(getattr(runner, "arch" if target.startswith("cuda") else "isa", ""))
+    isa = str(getattr(runner, "arch" if runs_cuda_steps(target) else "isa", ""))
     return Identity(str(artifact.manifest["sha256"]), target, isa, config.deterministic, config.kv_evict)
 
 
@@ -182,6 +187,11 @@ def _make_taps(nodes: tuple[Node, ...], runner: Runner, config: EngineConfig) ->
 def _make_recorder(artifact: Artifact, target: str, runner: Runner, config: EngineConfig) -> Recorder | None:
     if config.record is None:
         return None
+    if target.startswith("tensorrt"):
+        raise UnsupportedError(
+            "--record: the bits that TensorRT computes depend on what else ran, and no replay can give the same; leave it"
+            " out, or compile the model for --target cuda with --deterministic"
+        )
     if target.startswith("cuda") and not config.deterministic:
         raise ConfigError(
             "--record on a GPU needs --deterministic: without it the bits depend on what else ran, and no replay can"
@@ -268,7 +278,7 @@ def _make_runner(
     driver: Driver | None,
 ) -> tuple[Runner, ResolvedEngineConfig]:
     """What runs the artifact's steps, and the config with every "auto" settled for it."""
-    if driver is not None and target.startswith("tensorrt"):
+    if driver is not None and target.startswith("tensorrt:"):
         from inferc.runtime.tensorrt_model import open_tensorrt
 
         return open_tensorrt(artifact, config, groups, driver)
@@ -277,7 +287,7 @@ def _make_runner(
 
         return open_onnx_cuda(artifact, config, groups, driver)
     if driver is not None:
-        return _make_cuda_runner(artifact, config, groups, disk, driver)
+        return _make_cuda_runner(artifact, target, config, groups, disk, driver)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups)
     if target == "reference":
         if len(artifact.ranks) > 1:
@@ -309,6 +319,7 @@ def _make_runner(
 
 def _make_cuda_runner(
     artifact: Artifact,
+    target: str,
     config: EngineConfig,
     groups: tuple[CacheGroup, ...],
     disk: DiskTier | None,
@@ -317,11 +328,19 @@ def _make_cuda_runner(
     from inferc.runtime.cuda.memory import kv_available
     from inferc.runtime.cuda.runner import CudaRunner
 
-    free, _ = driver.memory_info()
-    available = kv_available(artifact, config, groups, free, driver.name)
-    resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, "cuda")
-    if disk is None:
-        return CudaRunner(artifact, resolved, driver, owns_driver=True), resolved
-    runner = CudaRunner(artifact, resolved, driver, owns_driver=True, lower=disk.map_files())
-    disk.attach_device(runner.num_blocks, runner.read_block)
+    with ExitStack() as made:
+        engines = None
+        if target.startswith("tensorrt-paged"):
+            from inferc.runtime.cuda.engines import open_engines
+
+            engines = open_engines(artifact, config, driver)  # first, since what they take is not in the artifact
+            made.callback(engines.close)
+        free, _ = driver.memory_info()
+        available = kv_available(artifact, config, groups, free, driver.name)
+        resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, "cuda")
+        lower = () if disk is None else disk.map_files()
+        runner = CudaRunner(artifact, resolved, driver, owns_driver=True, lower=lower, engines=engines)
+        made.pop_all()
+    if disk is not None:
+        disk.attach_device(runner.num_blocks, runner.read_block)
     return runner, resolved

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.codegen.tensorrt.adapter import Library, to_run
+from inferc.codegen.tensorrt.adapter import Library
 from inferc.config import EngineConfig, ResolvedEngineConfig
-from inferc.errors import ArtifactError, ConfigError, InfercError, UnsupportedError
+from inferc.errors import ArtifactError, ConfigError, InfercError
 from inferc.kv_pools import CacheGroup
 from inferc.manifest import TENSORRT_PLAN
 from inferc.runtime.artifact import Artifact
@@ -25,6 +25,7 @@ from inferc.runtime.cuda.dense_caches import Rows, cache_inputs, device_caches
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.dense_runner import DenseRunner
 from inferc.runtime.step import F32
+from inferc.runtime.tensorrt_engine import deserialize, library_for
 
 log = logging.getLogger(__name__)
 
@@ -126,11 +127,8 @@ class TensorRTModel:
         trt, driver = self._library.module, self._driver
         self._stream = driver.new_stream()
         self._closing.append(lambda: driver.call("cuStreamDestroy_v2", self._stream))
+        self._engine: Any = deserialize(self._library, plan, where)
         with self._library.checked(f"{where} does not load", ArtifactError) as checked:
-            runtime = checked.made(trt.Runtime(self._library.logger))
-            if hasattr(runtime, "get_engine_validity"):
-                _check_validity(trt, *runtime.get_engine_validity(plan))
-            self._engine: Any = checked.made(runtime.deserialize_cuda_engine(plan))
             self._contexts: list[Any] = []
             for index in range(2):
                 strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -232,14 +230,6 @@ class TensorRTModel:
             self._closing.pop()()
 
 
-def _check_validity(trt: Any, validity: Any, diagnostics: int) -> None:
-    """Raise ArtifactError, with what TensorRT-RTX finds wrong, for a plan that it cannot run here."""
-    if validity == trt.EngineValidity.INVALID:
-        found = [name for name, bit in trt.EngineInvalidityDiagnostics.__members__.items() if int(bit) & diagnostics]
-        told = ", ".join(name.lower().replace("_", " ") for name in found) or "it says nothing of why"
-        raise ArtifactError(f"TensorRT-RTX does not run this plan here: {told}")
-
-
 # ------------------------------------------------------------------------------------------ from an artifact
 
 
@@ -252,12 +242,7 @@ def open_tensorrt(
     """
     facts = artifact.manifest["tensorrt"]
     where = str(artifact.path / TENSORRT_PLAN)
-    library = to_run(facts["package"], facts["version"], where)
-    if driver.arch != facts["arch"]:
-        raise UnsupportedError(
-            f"{where} is for {facts['arch']}, and this GPU ({driver.name}) is {driver.arch}: a plan runs on its own chip"
-            f" alone; compile the model with --target tensorrt:{driver.arch} or cuda:{driver.arch}"
-        )
+    library = library_for(facts, where, driver, "tensorrt")
     caches = cache_inputs(artifact)
     hidden_size, vocab_size = int(artifact.program["step"]["hidden"]["shape"][-1]), int(artifact.model["vocab_size"])
     profiles = [Profile(**{name: each[name] for name in PROFILE_FIELDS}) for each in facts["profiles"]]

@@ -136,13 +136,13 @@ def find(package: str) -> Library | None:
         ) from None
 
 
-def to_build(arch: str, arch_here: str | None) -> Library:
-    """The package that builds for `arch`. arch_here: of the GPU in this machine, if there is one.
+def to_build(arch: str, arch_here: str | None, device: str = "tensorrt") -> Library:
+    """The package that builds for `arch`. arch_here: of the GPU in this machine, if there is one; device: of the target.
 
     Where both are installed it is TensorRT-RTX for the chips that it knows. Raises ConfigError, UnsupportedError.
     """
     if none_is_installed():
-        raise ConfigError(f"target tensorrt:{arch} needs TensorRT, which is not installed: {INSTALL[RTX]}")
+        raise ConfigError(f"target {device}:{arch} needs TensorRT, which is not installed: {INSTALL[RTX]}")
     rtx = find(RTX)
     if rtx is not None and arch in rtx.archs():
         return rtx
@@ -155,7 +155,7 @@ def to_build(arch: str, arch_here: str | None) -> Library:
     if full is not None:
         here = f"the GPU in this machine, {arch_here}" if arch_here else "the GPU in the machine, and here is none"
         told.append(f"{full.title} builds for {here}")
-    raise UnsupportedError(f"target tensorrt:{arch}: {'; '.join(told)}; take one of those, or --target cuda:{arch}")
+    raise UnsupportedError(f"target {device}:{arch}: {'; '.join(told)}; take one of those, or --target cuda:{arch}")
 
 
 def none_is_installed() -> bool:

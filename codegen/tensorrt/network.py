@@ -69,6 +69,15 @@ class TensorRTNetwork:
             self.values[node] = self.shared(("weight", name), lambda: self._weight(name))
         return self.values[node]
 
+    def give(self, node: fx.Node, value: Tensor) -> None:
+        """A node whose value is made elsewhere; of a weight, every node that is the same one."""
+        self.values[node] = value
+        if node.op == "get_attr":
+            self._kept["weight", str(node.target)] = value
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.values
+
     def _weight(self, name: str) -> Tensor:
         stored = self.weights[name]
         count = int(np.prod(stored.shape, dtype=np.int64))

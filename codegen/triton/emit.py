@@ -1,7 +1,8 @@
 """The step of a lowered program as a list of launches, and the kernels that they name.
 
 A launch is data: which kernel for how many rows, and where each of its arguments lies (`calls.Call`). Whoever runs it computes
-each address once, since a value's place does not depend on the step.
+each address once, since a value's place does not depend on the step. What TensorRT computes between them is a call of an engine,
+which stands among the launches and is data too.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 from torch import fx
 
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
+from inferc.codegen.segments import Segment, row_kinds, segment_of, segments_of
 from inferc.codegen.triton.build import Cubin
 from inferc.codegen.triton.builders import Builders, Job
 from inferc.codegen.triton.calls import Call, Choice
-from inferc.codegen.triton.launch import FAST, SHARED
+from inferc.codegen.triton.launch import FAST, INVARIANT, SHARED
 from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.codegen.triton.sampling_calls import sampling_launches
 from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
@@ -38,7 +40,9 @@ class CudaStep:
 
     launches: before a step ("begin"), up to the rows that the LM head reads ("step"), of up to so many of these rows at a time
     ("head"), from their logits to ids ("sample") or to the likelihood of given ones ("score"). A launch is {"node", "layer",
-    "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; what the sampling kernels go by besides is
+    "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; or the call of an engine: {"node",
+    "layer", "rows", "engine", "num_ops", "shapes", "arguments", "writes"}, where "shapes" has those of the engine's tensors that depend on
+    the step, by name, "tokens" or "rows" in front; what the sampling kernels go by besides is
     {"state"}, {"output"} and {"scratch"}. scratch: memory that is zero at first and belongs to launches, by name: the bytes
     "const", "per_token" of a step, "per_seq" and "per_row" that is sampled at a time; "order": only that one needs it.
     observable: the values that launches write, by "id". shared_prefixes: by KV group, how many sequences that share a prefix
@@ -106,7 +110,8 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
         raise UnsupportedError("a pipeline stage without the LM head: the cuda target runs one GPU")
     of_step = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in of_step)
-    made = _Emission(kernels)
+    # What engines compute is in no order that may be asked for.
+    made = _Emission(kernels, (FAST,) if segments_of(program) else (FAST, INVARIANT))
     step = made.launches(Values(program, places), [node for node in program.graph.nodes if node in of_step])
     values = Values(program, places, sampled)
     head = made.launches(values, [node for node in program.graph.nodes if node in sampled])
@@ -135,6 +140,7 @@ class _Emission:
     """Collects the sources and the values of launches as these are made."""
 
     kernels: tuple[Kernel, ...]
+    orders: tuple[str, ...]  # of addition, whose launches are made
     sources: dict[str, Source] = field(default_factory=dict)
     observable: list[dict[str, Any]] = field(default_factory=list)
     scratch: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -143,12 +149,16 @@ class _Emission:
     numbers: dict[fx.Node, int] = field(default_factory=dict)
 
     def launches(self, values: Values, nodes: Sequence[fx.Node]) -> list[dict[str, Any]]:
-        """Of nodes, each of which makes a call or several."""
+        """Of nodes, each of which makes a call or several; those of a segment make one."""
         made = []
+        segments = {segment.nodes[0]: segment for segment in segments_of(values.program)}
         for node in nodes:
-            if needs_kernel(node):
+            if node in segments:
+                made.append(self.engine_call(segments[node], values))
+            elif needs_kernel(node) and segment_of(node) is None:
                 calls: Call | tuple[Call, ...] = chosen_kernel(node, "triton", self.kernels).load_emit()(node, values)
-                made += [self.add(call) for call in (calls if isinstance(calls, tuple) else (calls,))]
+                every = calls if isinstance(calls, tuple) else (calls,)
+                made += [self.add(call) for call in every if not call.order or call.order in self.orders]
         return made
 
     def add(self, call: Call) -> dict[str, Any]:
@@ -182,6 +192,21 @@ class _Emission:
             "writes": [self._observed(value, operand) for value, operand in call.writes],
         }
 
+    def engine_call(self, segment: Segment, values: Values) -> dict[str, Any]:
+        given = {**segment.inputs, **segment.outputs}
+        sizes = {name: node.meta["val"].shape for name, node in given.items() if node.op != "get_attr"}
+        kinds = row_kinds(values.program)
+        return {
+            "node": f"segment {segment.number}",
+            "layer": segment.layer,
+            "rows": segment.rows,
+            "engine": segment.engine,
+            "num_ops": len(segment.nodes),
+            "shapes": {name: [kinds[str(first)], *map(int, rest)] for name, (first, *rest) in sizes.items()},
+            "arguments": {name: _in_a_row(node, values) for name, node in given.items()},
+            "writes": [self._observed(node, values.operand(node)) for node in segment.outputs.values()],
+        }
+
     def _observed(self, node: fx.Node, at: Operand) -> dict[str, Any]:
         """Where a value lies, and its number among the observable ones."""
         value = node.meta["val"]
@@ -198,6 +223,17 @@ class _Emission:
             )
         place = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride}
         return {"id": self.numbers[node], **place}
+
+
+def _in_a_row(node: fx.Node, values: Values) -> dict[str, Any]:
+    """Where a tensor of an engine lies."""
+    if node.op == "get_attr":
+        return {"weight": str(node.target)}
+    if node.op == "placeholder":
+        return {"input": node.name}
+    at = values.operand(node)
+    assert at.stride == at.width and not at.column, f"{name_of(node)}: rows of {at.width} elements, {at.stride} apart"
+    return {"value": at.pool, "offset": at.offset, "column": 0}
 
 
 def kernel_name(kernel: str, source: Source) -> str:

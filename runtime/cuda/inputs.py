@@ -16,6 +16,8 @@ from inferc.runtime.cuda.shared_prefixes import SharedPrefixes
 from inferc.runtime.step import SampleRows, StepPlan
 
 ALIGNMENT = 16  # bytes: what kernels are promised of every address
+ENGINE_ALIGNMENT = 256  # what engines are promised of those that they read
+ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
 NUM_COUNTS = 4  # tokens, logits rows, sequences, and the first of the rows
 
 ROW_FIELDS = {
@@ -96,7 +98,8 @@ class InputLayout:
             self._add(f"block_table_{group}", np.int32, seqs * blocks)
 
     def _add(self, name: str, dtype: type[np.generic], length: int) -> None:
-        field = self.fields[name] = Field(self.num_bytes, dtype, length)
+        to = ENGINE_ALIGNMENT if name in ENGINE_INPUTS else ALIGNMENT
+        field = self.fields[name] = Field(-(-self.num_bytes // to) * to, dtype, length)
         self.num_bytes = -(-field.end // ALIGNMENT) * ALIGNMENT
 
     def views(self, memory: NDArray[np.uint8]) -> dict[str, NDArray[np.generic]]:
@@ -121,6 +124,8 @@ class InputLayout:
         views["seq_lens"][:seqs] = plan.seq_lens
         views["seq_slots"][:seqs] = plan.seq_slots
         views["logits_rows"][:rows] = plan.logits_rows
+        for name, count in zip(ENGINE_INPUTS, (tokens, tokens, rows), strict=True):
+            views[name][count:] = 0  # engines in a graph compute as many rows as it has room for
         late = len(plan.late_rows)
         views["num_late"][0] = late
         views["late_rows"][:late], views["late_slots"][:late] = plan.late_rows, plan.late_slots

@@ -1,6 +1,7 @@
 """The launches of a step, bound to addresses: once for a size of step, since no address depends on more.
 
-program.json has them as data: for each, its kernels by how many rows there are, and where its arguments lie.
+program.json has them as data: for each, its kernels by how many rows there are, and where its arguments lie. What an engine computes
+is one of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from inferc.codegen.triton.launch import PREFILL, SHARED
 from inferc.runtime.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.cuda.driver import Bound, Kernel
+from inferc.runtime.cuda.engines import EngineCall, Engines, bind_call
 from inferc.runtime.cuda.inputs import InputLayout
 from inferc.runtime.cuda.memory import ArenaPlan
 
@@ -80,11 +82,14 @@ class Launches:
         outputs: Mapping[str, int],
         order: str,
         cublaslt: CublasLt | None = None,
+        engines: Engines | None = None,
     ) -> None:
-        self._kernels, self._addresses, self._cublaslt = kernels, addresses, cublaslt
+        self._kernels, self._addresses, self._cublaslt, self._engines = kernels, addresses, cublaslt, engines
         self._layout, self._inputs, self._outputs = layout, inputs, outputs
         launches = {part: [each for each in of if each.get("order", order) == order] for part, of in launches.items()}
-        self.step = [self._bind(launch, 0) for part in ("begin", "step") for launch in launches[part]]
+        of_step = [launch for part in ("begin", "step") for launch in launches[part]]
+        self.step = [self._bind_call(each) if "engine" in each else self._bind(each, 0) for each in of_step]
+        self._calls = [each for each in self.step if isinstance(each, EngineCall)]
         chunks = range(layout.num_chunks)
         self.head = [[self._bind(launch, chunk) for launch in launches["head"]] for chunk in chunks]
         self.sample = [[self._bind(launch, chunk) for launch in launches["sample"]] for chunk in chunks]
@@ -97,10 +102,11 @@ class Launches:
         *,
         score: bool = False,
         shares: bool = False,
+        captured: bool = False,
         observe: Observe | None = None,
     ) -> None:
-        """Give a step of `counts` to the stream. shares: there are sequences that share a prefix; observe: called as each
-        launch was given to the stream."""
+        """Give a step of `counts` to the stream. shares: there are sequences that share a prefix; captured: it becomes a
+        graph, for which `prepare_graph` was called; observe: called as each launch was given to the stream."""
         needed = {
             "",
             *((SHARED,) if shares else ()),
@@ -111,7 +117,11 @@ class Launches:
         for launch in self.step:
             if launch.launch.get("only", "") not in needed:
                 continue
-            behind = launch.run(stream, counts, behind, grids) and observe is None
+            if isinstance(launch, EngineCall):
+                launch.run(stream, counts, captured=captured)
+                behind = False
+            else:
+                behind = launch.run(stream, counts, behind, grids) and observe is None
             if observe is not None:
                 observe(launch.launch, 0, counts[f"num_{launch.launch['rows']}"])
         rows, at_a_time = counts["num_rows"], self._layout.sample_rows
@@ -135,8 +145,18 @@ class Launches:
         most_of_chunk = {**most, "rows": min(capacity.rows, self._layout.sample_rows)}
         for steps, limits in ((self.step, most), (self.head[0], most_of_chunk)):
             for each in steps:
-                if each.product is not None:
+                if isinstance(each, Step) and each.product is not None:
                     each.product.prepare(stream, limits[each.launch["rows"]])
+
+    def prepare_graph(self, stream: c_void_p, counts: Mapping[str, int]) -> None:
+        """Have the engines ready to be captured in a step of `counts`. Raises NotCapturable."""
+        if self._engines is not None:
+            self._engines.prepare(self._calls, counts, stream)
+
+    def _bind_call(self, launch: Mapping[str, Any]) -> EngineCall:
+        return bind_call(
+            launch, self._engines, {name: self._address(where, 0) for name, where in launch["arguments"].items()}
+        )
 
     def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
         values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}

@@ -101,8 +101,10 @@ def graphs_bytes(artifact: Any, max_num_seqs: int, deterministic: bool) -> int:
     order = INVARIANT if deterministic else FAST
     parts = [artifact.program["launches"][part] for part in ("begin", "step", "head", "sample")]
     launches = [each for part in parts for each in part if each.get("order", order) == order]
-    only = [each.get("only") for each in launches]
-    num_always, num_shared = only.count(None), only.count(SHARED)
+    # Of an engine it is not known what it launches; a kernel for each op is more than it should need.
+    num_always, num_shared = (
+        sum(int(each.get("num_ops", 1)) for each in launches if each.get("only") == only) for only in (None, SHARED)
+    )
     num_launches = 2 * num_always + num_shared if num_shared else num_always
     return GRAPH_LAUNCH_BYTES * len(buckets(max_num_seqs)) * num_launches
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import c_void_p
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from inferc.runtime.cuda import code, cublaslt, memory
 from inferc.runtime.cuda.blocks import Blocks
 from inferc.runtime.cuda.cublaslt import CublasLt
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
+from inferc.runtime.cuda.engines import Engines, NotCapturable
+from inferc.runtime.cuda.flight import Flight
 from inferc.runtime.cuda.inputs import LISTS, Capacity, InputLayout
 from inferc.runtime.cuda.launches import Addresses, Launches
 from inferc.runtime.cuda.shared_prefixes import shared_prefixes
@@ -34,8 +35,8 @@ from inferc.runtime.cuda.staging import Staging
 from inferc.runtime.cuda.tier import TierCopies
 from inferc.runtime.cuda.weights import copy_weights, placed_bytes
 from inferc.runtime.model_runner import NUMPY_DTYPES, Observer
-from inferc.runtime.step import F32, I32, I64, Logprobs, StepPlan, StepResult, TokenLists
-from inferc.runtime.step_limits import MAX_TOP_LOGPROBS, StepLimits, outside
+from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult, TokenLists
+from inferc.runtime.step_limits import StepLimits, outside
 
 log = logging.getLogger(__name__)
 
@@ -45,28 +46,13 @@ COUNT_BUFFERS = 4  # sequences with penalties that may join while the copy of th
 COUNT_OF_PROMPT = np.uint32(1 << 31)
 
 
-@dataclass
-class _Flight:
-    """Memory of the host for one step that is under way, and what is to be made of its results."""
-
-    inputs: NDArray[np.uint8]
-    outputs: NDArray[np.uint8]
-    event: c_void_p
-    views: dict[Capacity, dict[str, NDArray[Any]]] = field(default_factory=dict)
-    lists: NDArray[np.uint8] | None = None  # of the step's bias, banned and allowed ids
-    num_rows: int = 0
-    num_logprobs: list[int] | None = None
-    wants_logprobs: bool = False
-    places: Mapping[str, int] = field(default_factory=dict)
-    error: str | None = None
-
-
 class CudaRunner:
     """Steps of one artifact on one GPU.
 
     owns_driver: closes it at the end. poison: fill memory with NaN first, so that tests see
     a read of what was never written. place_weights: puts them at an address and on, in place of the artifact's. lower: memory of
-    this machine with the blocks of the KV cache's lower tier, of each group [blocks, bytes of one].
+    this machine with the blocks of the KV cache's lower tier, of each group [blocks, bytes of one]. engines: compute the artifact's
+    segments, and are the runner's own once it is made.
     Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
     """
 
@@ -80,8 +66,9 @@ class CudaRunner:
         poison: bool = False,
         place_weights: Callable[[Driver, int], dict[str, int]] | None = None,
         lower: Sequence[NDArray[np.uint8]] = (),
+        engines: Engines | None = None,
     ) -> None:
-        self._driver, self._artifact, self._owns_driver = driver, artifact, owns_driver
+        self._driver, self._artifact, self._owns_driver, self._engines = driver, artifact, owns_driver, engines
         self._entered = threading.local()
         self._enter()
         self.block_size = artifact.block_size
@@ -115,7 +102,7 @@ class CudaRunner:
         self._sharing = self._shared_settings()
         self._buckets = memory.buckets(self.max_num_seqs)
         self._flights = self._new_flights()
-        self._free, self._pending = deque(self._flights), deque[_Flight]()
+        self._free, self._pending = deque(self._flights), deque[Flight]()
         self._lists, self._lists_bytes = self._device(LEAST_LISTS_BYTES), LEAST_LISTS_BYTES
         self._counts = self._device(memory.counts_bytes(artifact, self.max_num_seqs))  # of penalties, by slot
         self._counted: set[int] = set()  # slots that have penalty counts
@@ -162,7 +149,9 @@ class CudaRunner:
         }
         for name, item in (("last_ids", 4), ("count_table", 8)):
             driver.fill(state[name], 0, item * self.max_num_seqs, self._stream)
-        self._inputs = self._device(self._layout(self._most).num_bytes)
+        num_bytes = self._layout(self._most).num_bytes
+        self._inputs = self._device(num_bytes)
+        driver.fill(self._inputs, 0, num_bytes, self._stream)  # engines run once before there is a step
         self._outputs = self._device(memory.output_layout(self._most.rows)["end"])
         return Addresses(place_weights(driver, weights), caches, state, arena, plan, most, scratch, self._device(256))
 
@@ -200,10 +189,10 @@ class CudaRunner:
             self._driver.fill(address, 0xFF, num_bytes, self._stream)  # NaN in float32 and in bfloat16
         return address
 
-    def _new_flights(self) -> list[_Flight]:
+    def _new_flights(self) -> list[Flight]:
         inputs, outputs = self._layout(self._most).num_bytes, memory.output_layout(self._most.rows)["end"]
         allocate, event = self._driver.allocate_host, self._driver.new_event
-        return [_Flight(allocate(inputs), allocate(outputs), event()) for _ in range(IN_FLIGHT)]
+        return [Flight(allocate(inputs), allocate(outputs), event()) for _ in range(IN_FLIGHT)]
 
     # ----------------------------------------------------------------------------------- steps
 
@@ -222,7 +211,7 @@ class CudaRunner:
                 self._driver.wait(self._stream)  # copies from the flight's memory may be under way
         self._pending.append(flight)
 
-    def _submit(self, plan: StepPlan, flight: _Flight) -> None:
+    def _submit(self, plan: StepPlan, flight: Flight) -> None:
         self._tier.up(plan.raised)
         self._blocks.share(plan.copies)
         capacity, as_graph = self._capacity(plan)
@@ -246,7 +235,7 @@ class CudaRunner:
         try:
             if flight.error is None:
                 self._driver.wait_event(flight.event)
-                return _result(flight)
+                return flight.result()
         except Exception as error:
             log.exception("step failed")
             flight.error = str(error)
@@ -321,7 +310,7 @@ class CudaRunner:
             found[int(name)] = (self.block_size, int(how["members"]), int(how["keys"]), layer_bytes)
         return found
 
-    def _send(self, plan: StepPlan, flight: _Flight, capacity: Capacity, target_ids: I32 | None = None) -> bool:
+    def _send(self, plan: StepPlan, flight: Flight, capacity: Capacity, target_ids: I32 | None = None) -> bool:
         """Write the plan and copy it to the device; whether sequences share a prefix that is read for all of them."""
         prefixes = {}
         for group, settings in self._sharing.items():
@@ -342,7 +331,7 @@ class CudaRunner:
                 self._driver.copy_in(self._inputs + offset, start + offset, size, self._stream)
         return bool(prefixes)
 
-    def _send_lists(self, plan: StepPlan, flight: _Flight) -> list[int]:
+    def _send_lists(self, plan: StepPlan, flight: Flight) -> list[int]:
         """Copy the ids of bias, banned and allowed tokens, and the values of bias; returns their addresses."""
         lists: list[TokenLists] = [getattr(plan.sample, name) for name in LISTS]
         bias, banned, allowed = lists
@@ -382,7 +371,7 @@ class CudaRunner:
             launches = self._artifact.program["launches"]
             self._launches[capacity] = Launches(
                 *(launches, self._kernels, self._addresses, self._layout(capacity), self._inputs, outputs),
-                *(self._order, self._cublaslt),
+                *(self._order, self._cublaslt, self._engines),
             )
         return self._launches[capacity]
 
@@ -396,11 +385,14 @@ class CudaRunner:
             counts = {"num_tokens": capacity.tokens, "num_rows": capacity.rows, "num_seqs": capacity.seqs}
             launches = self._bound(capacity)
             try:
+                launches.prepare_graph(self._stream, counts)
                 with self._driver.capture(self._stream) as captured:
-                    launches.run(self._stream, counts, shares=shares)
+                    launches.run(self._stream, counts, shares=shares, captured=True)
                 self._graphs[key] = captured.graph
             except OutOfMemory:
                 self._do_without(key)
+            except NotCapturable as error:
+                self._do_without(key, str(error))
         return self._graphs[key]
 
     def _run_graph(self, capacity: Capacity, shares: bool) -> bool:
@@ -417,9 +409,13 @@ class CudaRunner:
             return False
         return True
 
-    def _do_without(self, key: tuple[Capacity, bool]) -> None:
-        """Have the steps of a graph run kernel by kernel from now on."""
-        if None not in self._graphs.values():
+    def _do_without(self, key: tuple[Capacity, bool], reason: str = "") -> None:
+        """Have the steps of a graph run kernel by kernel from now on. reason: there is another than memory."""
+        if None not in self._graphs.values() and reason:
+            log.warning(
+                "%s: steps of %d sequences, and others like them, run without a CUDA graph", reason, key[0].seqs
+            )
+        elif None not in self._graphs.values():
             log.warning(
                 "the device has no memory for a CUDA graph: steps of %d sequences, and of other numbers whose graphs find none,"
                 " run kernel by kernel, which is slower; a lower --kv-memory leaves them more",
@@ -528,6 +524,8 @@ class CudaRunner:
             kernel.unload()
         if self._cublaslt is not None:
             self._cublaslt.close()
+        if self._engines is not None:
+            self._engines.close()
         for address in self._owned:
             driver.free(address)
         self._blocks.close()
@@ -557,33 +555,6 @@ def _copied(artifact: Any) -> Callable[[Driver, int], dict[str, int]]:
 
 def _counts(plan: StepPlan) -> dict[str, int]:
     return {"num_tokens": plan.num_tokens, "num_rows": len(plan.logits_rows), "num_seqs": plan.num_seqs}
-
-
-def _result(flight: _Flight) -> StepResult:
-    """What the device wrote for a step."""
-    rows, places, memory_ = flight.num_rows, flight.places, flight.outputs
-
-    def read(name: str, dtype: type[np.generic], width: int = 1) -> NDArray[Any]:
-        start = places[name]
-        return memory_[start : start + 4 * rows * width].view(dtype)
-
-    if not rows:
-        return StepResult(np.zeros(0, np.int32))
-    ids = read("token_ids", np.int32).copy()
-    failed = ids < 0
-    logprobs: list[Logprobs | None] | None = None
-    if flight.num_logprobs is not None:
-        own, ranks = read("logprobs", np.float32).tolist(), read("ranks", np.int32).tolist()
-        top_ids = read("top_ids", np.int32, MAX_TOP_LOGPROBS).reshape(rows, -1)
-        top = read("top_logprobs", np.float32, MAX_TOP_LOGPROBS).reshape(rows, -1)
-        logprobs = []
-        for row, count in enumerate(flight.num_logprobs):
-            pairs = zip(top_ids[row, :count].tolist(), top[row, :count].tolist(), strict=True)
-            found = Logprobs(int(ids[row]), own[row], ranks[row], tuple(pairs))
-            logprobs.append(found if count and not failed[row] else None)
-    ids[failed] = 0
-    chosen = read("logprobs", np.float32).copy() if flight.wants_logprobs else None
-    return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
 
 
 def _power_of_two(count: int) -> int:

@@ -70,8 +70,10 @@ def _added(artifact: Artifact, wanted: Target) -> Target:
     """The chips to compile for."""
     have = artifact.manifest["targets"]
     if wanted.device != "cuda" or not all(target.startswith("cuda:") for target in have):
+        has_plans = any(target.startswith("tensorrt") for target in have)
+        why = "whose plans are for one chip" if has_plans else f"whose weights do not lie as {wanted.spec} reads them"
         raise ConfigError(
-            f"{artifact.path} is compiled for {', '.join(have)}, whose weights do not lie as {wanted.spec} reads them;"
+            f"{artifact.path} is compiled for {', '.join(have)}, {why};"
             " --add-target adds chips to an artifact for cuda: compile the model into another folder"
         )
     there = [target for target in wanted.each if target in have]

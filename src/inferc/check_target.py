@@ -25,6 +25,12 @@ def check_target(target: Target, config: CompileConfig) -> None:
             )
     if target.device == "tensorrt":
         tensorrt_for(*target.archs)
+    if target.has_segments:
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                f"target {target.spec} needs triton, for its attention; install it: pip install 'inferc[cuda]'"
+            )
+        tensorrt_for(target.archs[0], target.device)
 
 
 def check_config(target: Target, config: CompileConfig) -> None:
@@ -37,6 +43,8 @@ def check_config(target: Target, config: CompileConfig) -> None:
         _check_onnx(target, config)
     if target.device == "tensorrt":
         _check_tensorrt(target, config)
+    if target.has_segments:
+        _check_segments(target, config)
 
 
 def _check_tensorrt(target: Target, config: CompileConfig) -> None:
@@ -59,11 +67,23 @@ def _check_tensorrt(target: Target, config: CompileConfig) -> None:
         )
 
 
-def tensorrt_for(arch: str) -> Library:
-    """The package that builds for the chip, which with `tensorrt` has to be in this machine."""
+def _check_segments(target: Target, config: CompileConfig) -> None:
+    (chip,) = target.archs
+    if (config.tp, config.pp, config.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
+        )
+    if config.quantize is not None:
+        raise UnsupportedError(
+            f"target {target.spec}: --quantize {config.quantize} is not built yet; leave it out, or use --target cuda:{chip}"
+        )
+
+
+def tensorrt_for(arch: str, device: str = "tensorrt") -> Library:
+    """The package that builds for the chip, which with `tensorrt` has to be in this machine. device: of the target."""
     from inferc.codegen.tensorrt.adapter import to_build
 
-    return to_build(arch, _arch_here())
+    return to_build(arch, _arch_here(), device)
 
 
 def _arch_here() -> str | None:

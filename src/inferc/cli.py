@@ -95,9 +95,10 @@ def compile_model(
         str,
         typer.Option(
             "--target",
-            metavar="cpu|cuda:sm_90|onnx|onnx:cuda|onnx:standard|tensorrt:sm_86|reference",
+            metavar="cpu|cuda:sm_90|onnx|onnx:cuda|onnx:standard|tensorrt:sm_86|tensorrt-paged:sm_86|reference",
             help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine. onnx:standard"
-            " does without onnxruntime's own ops, and is slower.",
+            " does without onnxruntime's own ops, and is slower; tensorrt is the whole step as one plan, tensorrt-paged TensorRT around"
+            " our own attention.",
         ),
     ] = "cpu",
     dtype: Annotated[
@@ -266,13 +267,25 @@ def inspect(out: Out, as_json: Json = False) -> None:
 
 def _say_plan(plan: Mapping[str, Any]) -> None:
     """Of an artifact for TensorRT."""
-    say(
-        f"plan      {plan['package']} {plan['version']} for {plan['arch']}, {plan['plan_bytes'] / 1e6:.1f} MB, weights included"
-    )
+    by, plans = f"{plan['package']} {plan['version']} for {plan['arch']}", plan.get("plans", [])
+    if plans:
+        say(
+            f"plans     {by}, {len(plans)} without weights, for {sum(each['calls'] for each in plans)} segments of a step"
+        )
+    else:
+        say(f"plan      {by}, {plan['plan_bytes'] / 1e6:.1f} MB, weights included")
     for profile in plan["profiles"]:
-        most = ", ".join(f"{profile[key]} {key[8:]}" for key in ("max_num_seqs", "max_num_tokens", "max_num_rows"))
-        say(f"  {profile['name']:14}at most {most} a call")
-    say(f"  {'layers':14}" + ", ".join(f"{count} {kind}" for kind, count in plan["layers"].items()))
+        keys = (key for key in ("max_num_seqs", "max_num_tokens", "max_num_rows") if key in profile)
+        say(f"  {profile['name']:14}at most {', '.join(f'{profile[key]} {key[8:]}' for key in keys)} a call")
+    for each in plans:
+        calls = f"{each['calls']} call{'s' if each['calls'] > 1 else ''}"
+        say(f"  {each['name']:14}{each['plan_bytes'] / 1e6:.2f} MB, {calls}: {_layers(each)}")
+    if not plans:
+        say(f"  {'layers':14}{_layers(plan)}")
+
+
+def _layers(plan: Mapping[str, Any]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in plan["layers"].items())
 
 
 def _quantized(model: Mapping[str, Any], dtype: str) -> str:

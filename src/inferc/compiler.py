@@ -31,8 +31,9 @@ from inferc.codegen.cpp.emit import emit as emit_cpp
 from inferc.codegen.emit import ArtifactWriter, make_manifest, program_entry
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.kernels import kernel_named
+from inferc.codegen.segments import segments_of
 from inferc.codegen.target import Target
-from inferc.config import CompileConfig, ResolvedCompileConfig
+from inferc.config import CompileConfig, ResolvedCompileConfig, runs_cuda_steps
 from inferc.cost_recorder import CostRecorder
 from inferc.errors import ConfigError, RequestError
 from inferc.expert_loads import ExpertLoads
@@ -41,7 +42,17 @@ from inferc.frontend.export import capture, context_length
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.pooling import pooling
 from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
-from inferc.manifest import CERTIFICATE, COSTS, ONNX_MODEL, PROGRAM, TENSORRT_LAYERS, TENSORRT_PLAN, json_bytes
+from inferc.manifest import (
+    CERTIFICATE,
+    COSTS,
+    ONNX_MODEL,
+    PROGRAM,
+    TENSORRT_LAYERS,
+    TENSORRT_PLAN,
+    holds_weights,
+    json_bytes,
+    segment_plan,
+)
 from inferc.passes.expert_placement import Placement, placements
 from inferc.passes.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
@@ -113,7 +124,7 @@ def compile(
     return CompileSummary(
         path=folder.out,
         seconds=round(time.perf_counter() - start, 3),
-        weights_bytes=sum(entry["bytes"] for entry in build.writer.files.values() if "xxh3_128" in entry),
+        weights_bytes=sum(entry["bytes"] for name, entry in build.writer.files.items() if holds_weights(name, entry)),
         artifact_bytes=sum(entry["bytes"] for entry in build.writer.files.values()),
         config=resolved,
         passes=build.records,
@@ -206,7 +217,7 @@ class _Build:
         for own in lowered:
             if self.target.device == "cpu":
                 self._emit(own, memory_plan(own))
-            if self.target.device == "cuda":
+            if runs_cuda_steps(self.target.device):
                 self._emit_cuda(own, memory_plan(own))
 
     def _emit(self, program: Program, plan: MemoryPlan) -> CppUnit:
@@ -275,7 +286,7 @@ class _Build:
         if self.target.device == "cpu":
             unit = self._emit(rank.program, plan)
             libraries, fields, arena = self._write_libraries(unit, rank.label), unit.program_json_fields, unit.arena
-        if self.target.device == "cuda":
+        if runs_cuda_steps(self.target.device):
             step = self._emit_cuda(rank.program, plan)
             cubins, fields = self._write_cubins(step), step.program_json_fields
             of_row = sum(each.get("per_row", 0) for each in step.scratch.values())
@@ -284,6 +295,8 @@ class _Build:
             self._write_onnx(rank.program)
         if self.target.device == "tensorrt":
             self._write_tensorrt(rank.program)
+        if self.target.has_segments:
+            self._write_segments(rank.program)
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
         self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
         return program_entry(
@@ -324,13 +337,35 @@ class _Build:
         self.writer.add(TENSORRT_LAYERS, json_bytes(plan.layers))
         self.plan = plan.facts
 
+    def _write_segments(self, program: Program) -> None:
+        """The plans of the segments between the kernels, without weights."""
+        from inferc.codegen.tensorrt.segments import PROFILES, first_of_each, plans
+
+        (arch,) = self.target.archs
+        library = tensorrt_for(arch, self.target.device)
+        total, rows, layers = len(first_of_each(segments_of(program))), [], {}
+        self.report("build plans", 0, total)
+        start = time.perf_counter()
+        for each in plans(program, library, arch, self.lower_config.kernels):
+            data = memoryview(each.data).cast("B")
+            log.info("plan %s was built in %.1f s, %d bytes", each.name, time.perf_counter() - start, len(data))
+            self.writer.add_mapped(segment_plan(each.name), data)
+            layers[each.name] = each.layers
+            rows.append({"name": each.name, "calls": each.calls})
+            self.report("build plans", len(rows), total)
+            start = time.perf_counter()
+        self.writer.add(TENSORRT_LAYERS, json_bytes(layers))
+        facts = {"package": library.package, "version": library.version, "arch": arch}
+        self.plan = {**facts, "profiles": [each.to_json() for each in PROFILES], "plans": rows}
+
     def _write_cubins(self, step: CudaStep) -> dict[str, str]:
         """Compile the kernels for each chip; returns the folder of each."""
         from inferc.codegen.triton.code import write_code, write_sources
 
         report = self.report
         folders, self.cubins = write_code(
-            step, self.target.archs, self.writer.add, lambda done, total: report("compile kernels", done, total)
+            *(step, self.target.archs, self.writer.add, lambda done, total: report("compile kernels", done, total)),
+            with_ptx=not self.target.has_segments,  # for chips to come, on which no plan runs
         )
         write_sources(step, self.writer.add)
         return folders

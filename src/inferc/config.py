@@ -37,7 +37,14 @@ NOT_BUILT = {
     "kv_dtype": re.compile(r"fp8"),
 }
 DEFAULT_BLOCK_SIZE = 32
-DEFAULT_TOKEN_BUDGET = {"cpu": 512, "reference": 512, "onnx": 512, "cuda": 8192, "tensorrt": 512}
+DEFAULT_TOKEN_BUDGET = {
+    "cpu": 512,
+    "reference": 512,
+    "onnx": 512,
+    "cuda": 8192,
+    "tensorrt": 512,
+    "tensorrt-paged": 8192,
+}
 TENSORRT_ROW = 128  # tokens, of which a row of the dense cache has a multiple
 SIZE_UNITS = {
     "": 1,
@@ -57,6 +64,11 @@ ConfigT = TypeVar("ConfigT")
 def has_dense_cache(target: str) -> bool:
     """Whether a target's steps read a KV cache of whole sequences and not of blocks."""
     return target.partition(":")[0] in ("onnx", "tensorrt")
+
+
+def runs_cuda_steps(target: str) -> bool:
+    """Whether a target's steps are launches on a GPU over a KV cache of blocks: what `CudaRunner` runs."""
+    return target.partition(":")[0] in ("cuda", "tensorrt-paged")
 
 
 def computes_in_float16(target: str) -> bool:
@@ -80,7 +92,7 @@ class ContextLength:
 class CompileConfig:
     """How to compile a model. Lengths are in tokens."""
 
-    target: str = "cpu"  # or onnx, reference, tensorrt:sm_86, cuda:sm_90, or several chips: cuda:sm_90,sm_80
+    target: str = "cpu"  # or onnx, reference, tensorrt:sm_86, tensorrt-paged:sm_86, cuda:sm_90, or several chips: cuda:sm_90,sm_80
     dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
     quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
     kv_dtype: KVDType | Auto = "auto"  # auto: dtype

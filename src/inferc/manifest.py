@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,9 @@ MANIFEST = "engine.json"
 PROGRAM = "program.json"  # of an artifact with one program; those of several ranks have one each
 ONNX_MODEL = "model.onnx"
 TENSORRT_PLAN = "tensorrt/engine.plan"
-TENSORRT_LAYERS = "tensorrt/layers.json"  # the network that the plan was built from
+TENSORRT_LAYERS = (
+    "tensorrt/layers.json"  # the network that the plan was built from; of several plans, each one's by its name
+)
 CERTIFICATE = "certificate.json"
 COSTS = "graph/costs.json"  # what the program costs after each pass, as `inferc explain` reads it
 ALIGNMENT = 64  # of every weight's first byte: a cache line, and the widest vector load
@@ -34,6 +37,16 @@ STORED_DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+
+
+def segment_plan(name: str) -> str:
+    """The file of a segment's plan."""
+    return f"tensorrt/{name}.plan"
+
+
+def holds_weights(name: str, entry: Mapping[str, Any]) -> bool:
+    """Whether a file, which the manifest says `entry` of, has weights in it: plans of segments are mapped too, and have none."""
+    return "xxh3_128" in entry and not name.startswith("tensorrt/segment-")
 
 
 @dataclass(frozen=True)

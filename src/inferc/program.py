@@ -237,7 +237,8 @@ class _Printer:
                 self.num_calls += 1
                 args = [self.arg(arg) for arg in node.args]
                 args += [f"{key}={self.arg(value)}" for key, value in node.kwargs.items()]
-                notes = [str(node.meta[key]) for key in ("kernel", "place") if key in node.meta]
+                notes = [f"segment {node.meta['segment']}"] if "segment" in node.meta else []
+                notes += [str(node.meta[key]) for key in ("kernel", "place") if key in node.meta]
                 note = f"  # {', '.join(notes)}" if notes else ""
                 kind = self.type(node.meta.get("val"))
                 lines.append(f"{self.values[node]}: {kind} = {target_name(node.target)}({', '.join(args)}){note}")
@@ -275,6 +276,9 @@ class _Printer:
 # ------------------------------------------------------------------------------------------------ JSON
 
 
+META = ("name", "layer", "segment", "kernel", "place")  # what is kept of a node's meta besides its type
+
+
 def to_json(program: Program) -> dict[str, Any]:
     """The whole program as JSON-able data; `from_json` reads it back."""
     nodes = []
@@ -288,7 +292,7 @@ def to_json(program: Program) -> dict[str, Any]:
             entry["kwargs"] = _arg_json(dict(node.kwargs))
         if "val" in node.meta:
             entry["val"] = _value_json(node.meta["val"])
-        entry.update({key: node.meta[key] for key in ("name", "layer", "kernel", "place") if key in node.meta})
+        entry.update({key: node.meta[key] for key in META if key in node.meta})
         nodes.append(entry)
     groups = [
         {**group.__dict__, "layers": list(group.layers), "dtype": dtype_name(group.dtype)}
@@ -331,7 +335,7 @@ def from_json(data: dict[str, Any]) -> Program:
             )
         if "val" in entry:
             node.meta["val"] = _value_load(entry["val"], program, symbols)
-        node.meta.update({key: entry[key] for key in ("name", "layer", "kernel", "place") if key in entry})
+        node.meta.update({key: entry[key] for key in META if key in entry})
         nodes[entry["id"]] = node
     return program
 

@@ -39,7 +39,7 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
     target = Target.parse(str(artifact.config["target"]))
     if target.device == "reference":
         raise UnsupportedError(f"{out} runs by the references, by which verify would judge it; use inferc diff")
-    if target.device == "cuda":
+    if target.device == "cuda" or target.has_segments:
         raise UnsupportedError(
             f"{out} runs on a GPU, whose kernels verify does not see yet; inferc eval OUT has its loss"
         )

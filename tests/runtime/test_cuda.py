@@ -10,8 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,15 @@ from random_models import make_random_model
 
 pytest.importorskip("triton")
 
+from fake_gpu_process import assert_passes, compiled_quickly
 from library_data import library_preferred
 
-from inferc import compiler
 from inferc.add_target import add_target
-from inferc.codegen.triton import code, product_calls
+from inferc.codegen.triton import code
 from inferc.codegen.triton.code import write_code
-from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.compiler import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.frontend import export
 from inferc.manifest import json_bytes, seal_manifest
 from inferc.runtime.artifact import inspect_artifact, load_artifact, read_manifest
 from inferc.runtime.load import load_engine
@@ -55,17 +53,6 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Those of the models of OFTEN; what a test compiles beside them is compiled as they are."""
     with compiled_quickly():
         yield compiled(tmp_path_factory.mktemp("cuda"), OFTEN)
-
-
-@contextmanager
-def compiled_quickly() -> Iterator[None]:
-    """Fewer kernels, of fewer programs; no check of the captured graph, which is not what is tried here."""
-    with (
-        mock.patch.object(product_calls, "ROW_BOUNDS", (16, None)),
-        mock.patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, 20)),
-        mock.patch.object(compiler, "capture", partial(export.capture, check=False)),
-    ):
-        yield
 
 
 def compiled(folder: Path, names: Iterable[str]) -> Path:
@@ -97,17 +84,6 @@ def copy_without_library(source: Path, target: Path) -> None:
     manifest["kernels"] = [{key: row[key] for key in row if key != "library"} for row in manifest["kernels"]]
     del manifest["sha256"]
     (target / "engine.json").write_bytes(seal_manifest(manifest))
-
-
-def assert_passes(artifacts: Path, models: Sequence[str], *arguments: str) -> None:
-    """The tests in on_fake_gpu/ that pytest's arguments choose, those of all models for these."""
-    of_files = {"INFERC_FAKE_GPU_ARTIFACTS": str(artifacts), "INFERC_FAKE_GPU_MODELS": " ".join(models)}
-    env = {**os.environ, "TRITON_INTERPRET": "1", **of_files}
-    env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
-    options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
-    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_on_a_fake_gpu(artifacts: Path) -> None:

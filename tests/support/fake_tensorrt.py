@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import tensorrt_rtx as trt
 import torch
-from fake_cuda import FakeCuda, Stream
+from fake_cuda import FakeCuda, Misuse, Stream
 from tensorrt_network import Evaluated
 
 from inferc.codegen.tensorrt import emit
@@ -70,6 +71,8 @@ class Context:
         self._engine, self._profile, self._memory = engine, -1, 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
+        self._ran: dict[str, tuple[int, ...]] | None = None  # with which shapes, when last
+        self._captured: dict[str, tuple[int, ...]] | None = None
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         self._profile = index
@@ -86,6 +89,8 @@ class Context:
         if not fits:
             self._engine.say(f"{name} of {tuple(shape)} is not in profile {self._profile}, {least} to {most}")
         self._shapes[name] = tuple(shape)
+        if self._captured is not None and self._captured[name] != tuple(shape):
+            raise Misuse(f"a context that a graph was captured of with {name} of {self._captured[name]} gets {shape}")
         return fits
 
     def set_tensor_address(self, name: str, address: int) -> bool:
@@ -98,6 +103,16 @@ class Context:
     def execute_async_v3(self, handle: int) -> bool:
         engine, cuda = self._engine, self._engine.cuda
         network, shapes, addresses = engine.known.network, dict(self._shapes), dict(self._addresses)
+        stream: Stream = cuda._given(handle, "a step")
+        if stream.captured is not None:
+            if self._ran != shapes:
+                raise Misuse(f"captured with {shapes}, and it ran with {self._ran}")
+            if not engine.capturable:
+                engine.say("the fake engine is not captured")
+                return False
+            self._captured = shapes
+        self._ran = shapes
+        shapes = {**{name: shape for name, shape in network.shapes.items() if min(shape, default=0) >= 0}, **shapes}
         assert self._memory, "a context without its memory"
         if engine.fails:
             engine.say("the fake engine broke")
@@ -106,7 +121,7 @@ class Context:
         for name in network.outputs:
             if name.endswith(".out"):
                 assert addresses[name] == addresses[name.removesuffix(".out")], f"{name} is not where its cache is"
-        sizes = tuple(len(inputs[name]) for name in ("starts", "token_ids", "logits_rows"))
+        sizes = tuple(len(inputs[name]) for name in ("starts", "token_ids", "logits_rows") if name in inputs)
 
         def compute() -> None:
             engine.calls.append(sizes)
@@ -116,9 +131,12 @@ class Context:
                 if not name.endswith(".out"):
                     ctypes.memmove(addresses[name], value.contiguous().data_ptr(), size)
 
-        stream: Stream = cuda._given(handle, "a step")
         stream.add(compute)
         return True
+
+    def is_stream_capturable(self, handle: int) -> bool:
+        assert isinstance(self._engine.cuda._given(handle, "a question"), Stream)
+        return self._engine.capturable
 
     def _tensor(self, name: str, shape: tuple[int, ...], address: int) -> torch.Tensor:
         dtype = self._engine.known.network.dtypes[name]
@@ -127,20 +145,36 @@ class Context:
         return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).reshape(shape)
 
 
+class RuntimeConfig:
+    """How a context of TensorRT-RTX is made."""
+
+    strategy: Any = None
+    dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.LAZY
+
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+
 class Engine:
     device_memory_size_v2 = CONTEXT_BYTES
 
     def __init__(self, known: Known, cuda: FakeCuda, logger: Any) -> None:
         self.known, self.cuda, self._logger = known, cuda, logger
         self.calls: list[tuple[int, ...]] = []  # sequences, tokens, rows
+        self.contexts: list[Any] = []  # how each was made
         self.fails = False
-        self.in_place = True
+        self.in_place = self.capturable = True
 
     def say(self, text: str) -> None:
         self._logger.log(trt.ILogger.Severity.ERROR, text)
 
-    def create_execution_context(self, strategy: Any) -> Context:
+    def create_runtime_config(self) -> RuntimeConfig:
+        return RuntimeConfig()
+
+    def create_execution_context(self, how: Any) -> Context:
+        strategy = how.strategy if isinstance(how, RuntimeConfig) else how
         assert strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        self.contexts.append(how)
         return Context(self)
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
@@ -156,10 +190,12 @@ class FakeTensorRT(ModuleType):
         self.__version__ = trt.__version__
         self.ILogger = trt.ILogger
         self.ExecutionContextAllocationStrategy = trt.ExecutionContextAllocationStrategy
+        self.DynamicShapesKernelSpecializationStrategy = trt.DynamicShapesKernelSpecializationStrategy
         self.EngineValidity, self.EngineInvalidityDiagnostics = trt.EngineValidity, trt.EngineInvalidityDiagnostics
         self.validity = (trt.EngineValidity.VALID, 0)
-        self.in_place = True
+        self.in_place = self.capturable = True
         self.engines: list[Engine] = []
+        self.cuda = cuda
         fake = self
 
         class Runtime:
@@ -173,17 +209,22 @@ class FakeTensorRT(ModuleType):
                 if digest(plan) not in known:
                     self._logger.log(trt.ILogger.Severity.ERROR, "Serialized engine does not conform to its format")
                     return None
-                fake.engines.append(Engine(known[digest(plan)], cuda, self._logger))
-                fake.engines[-1].in_place = fake.in_place
+                fake.engines.append(Engine(known[digest(plan)], fake.cuda, self._logger))
+                fake.engines[-1].in_place, fake.engines[-1].capturable = fake.in_place, fake.capturable
                 return fake.engines[-1]
 
         self.Runtime = Runtime
 
 
 @contextmanager
-def on_fake_gpu(known: Mapping[str, Known], capability: tuple[int, int] = (8, 6)) -> Iterator[FakeTensorRT]:
-    """A GPU for `load_engine` and what is above it; that nothing is left on it is checked in the end."""
-    cuda = FakeCuda(capability=capability)
+def on_fake_gpu(
+    known: Mapping[str, Known], capability: tuple[int, int] = (8, 6), folder: Path | None = None
+) -> Iterator[FakeTensorRT]:
+    """A GPU for `load_engine` and what is above it; that nothing is left on it is checked in the end.
+
+    folder: of an artifact whose kernels it knows.
+    """
+    cuda = FakeCuda(folder, capability=capability)
     fake = FakeTensorRT(known, cuda)
     opened = mock.patch.object(load, "_open_driver", lambda: Driver(library=cuda))
     with mock.patch.dict(sys.modules, {"tensorrt_rtx": fake}), opened:

@@ -1,0 +1,100 @@
+"""The segments of whole models: TensorRT builds each, and what was built is what the references compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from families import FAMILIES
+from gpu_families import REFUSED
+from random_models import make_random_model
+from segment_runs import networks, run_segments
+
+from inferc import reference
+from inferc.codegen.segments import segments_of
+from inferc.codegen.target import Target
+from inferc.codegen.tensorrt.adapter import to_build
+from inferc.codegen.tensorrt.segments import plans
+from inferc.errors import UnsupportedError
+from inferc.frontend.export import capture
+from inferc.frontend.load import Checkpoint, load
+from inferc.passes.pipeline import LowerConfig, lower
+from inferc.program import Program
+from inferc.reference import run_lowered, weight_reader
+
+SHIPPED = Path(__file__).parents[3] / "examples" / "models"
+PROMPTS = [[5, 7, 11, 13, 17, 19, 23], list(range(40, 70)), [9]]
+RUN = {name: family for name, family in FAMILIES.items() if name not in REFUSED}
+
+
+def lowered(checkpoint: Checkpoint, dtype: str, arch: str = "sm_86", kv_dtype: str = "auto") -> Program:
+    program = capture(checkpoint, dtype, 64, check=False)
+    lower(program, LowerConfig(Target.parse(f"tensorrt-paged:{arch}"), kv_dtype=kv_dtype))
+    return program
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RUN]
+)
+def test_segments_of_a_family_compute_what_its_references_do(name: str, tmp_path: Path) -> None:
+    family = RUN[name]
+    checkpoint = load(make_random_model(family.model_type(name), tmp_path / "m", **family.fields))
+    program = lowered(checkpoint, "float32")
+    made, read, calls = networks(program), weight_reader(program, checkpoint.reader), []
+    want = run_lowered(program, read, PROMPTS, 8)
+
+    def step(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(given)
+        return run_segments(given[0], made, given[1], given[2])  # type: ignore[arg-type]
+
+    with mock.patch.object(reference, "run_step", step):
+        found = run_lowered(program, read, PROMPTS, 8)
+    assert len(calls) == 4
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=float(1e-5 * theirs.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "calls"),
+    [
+        pytest.param("tiny-llama", ["segment-0", "segment-1", "segment-2"], [1, 5, 1], marks=pytest.mark.slow),
+        ("tiny-moe", ["segment-0", "segment-1", "segment-2", "segment-3", "segment-4"], [1, 3, 3, 1, 1]),
+    ],
+)
+def test_equal_layers_of_shipped_models_share_a_plan_without_weights(
+    model: str, names: list[str], calls: list[int]
+) -> None:
+    made = list(plans(lowered(load(SHIPPED / model), "bfloat16"), to_build("sm_86", None), "sm_86"))
+    assert [each.name for each in made] == names and [each.calls for each in made] == calls
+    source = (SHIPPED / model / "model.safetensors").stat().st_size
+    assert sum(len(memoryview(each.data).cast("B")) for each in made) < source
+    of_weights = [layer for each in made for layer in each.layers if layer["kind"] == "constant"]
+    assert all(layer["name"].startswith("constant.") for layer in of_weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-llama", "tiny-draft"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_shipped_models_build(model: str, arch: str, dtype: str) -> None:
+    assert list(plans(lowered(load(SHIPPED / model), dtype, arch), to_build(arch, None), arch))
+
+
+@pytest.mark.slow
+def test_keys_and_values_in_int8_change_no_segment() -> None:
+    checkpoint = load(SHIPPED / "tiny-draft")
+    of_floats, of_int8 = (lowered(checkpoint, "bfloat16", kv_dtype=each) for each in ("auto", "int8"))
+    texts = [[each.engine for each in segments_of(program)] for program in (of_floats, of_int8)]
+    assert texts[0] == texts[1] and len(set(texts[0])) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_over_latents_is_refused_with_the_node(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    checkpoint = load(make_random_model(family.model_type(name), tmp_path / "m", **family.fields))
+    with pytest.raises(UnsupportedError, match=r"inferc cannot run inferc.latent_\w+ yet .*target cuda:sm_86"):
+        lowered(checkpoint, "float32")

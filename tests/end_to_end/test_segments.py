@@ -1,0 +1,84 @@
+"""On an NVIDIA GPU: TensorRT's engines between our kernels, compiled for the GPU at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_runs import logits, run
+from greedy import greedy_of_hugging_face
+from lowered import as_torch, make_plan
+
+import inferc
+from inferc.codegen.tensorrt.adapter import to_build
+from inferc.compiler import compile
+from inferc.config import CompileConfig, EngineConfig
+from inferc.errors import UnsupportedError
+from inferc.kv_pools import cache_groups
+from inferc.runtime.artifact import load_artifact
+from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.cuda.engines import open_engines
+from inferc.runtime.cuda.runner import CudaRunner
+from inferc.runtime.reference_runner import ReferenceRunner
+
+pytestmark = pytest.mark.gpu
+SHIPPED = Path(__file__).parents[2] / "examples" / "models"
+MODELS = ("tiny-llama", "tiny-moe")
+GREEDY = inferc.SamplingParams(temperature=0.0, ignore_eos=True)
+LOGITS_OFF = 0.02  # of the largest: bfloat16 kernels beside references that round after each op
+
+
+def prompts() -> list[list[int]]:
+    made = [[(7 + 13 * i * i) % 500 + 4 for i in range(length)] for length in (1, 60, 33, 600)]
+    return [*made, [*made[-1][:512], 9, 8, 7]]
+
+
+@pytest.fixture(scope="module")
+def arch() -> Iterator[str]:
+    driver = Driver()
+    driver.close()
+    try:
+        to_build(driver.arch, driver.arch, "tensorrt-paged")
+    except UnsupportedError as error:
+        pytest.skip(f"no plan for the GPU of this machine: {error}")
+    yield driver.arch
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_hugging_faces(model: str, arch: str, tmp_path: Path) -> None:
+    """In float32: by graphs, by chunks of prompts beside decode, and behind a prefix that is found again."""
+    source, out = SHIPPED / model, tmp_path / "out"
+    compile(source, out, CompileConfig(target=f"tensorrt-paged:{arch}", dtype="float32", certify="none"))
+    params = [replace(GREEDY, max_tokens=24 - 3 * index) for index in range(len(prompts()))]
+    with inferc.LLM(out, max_num_seqs=3, max_num_batched_tokens=256) as llm:
+        found = llm.generate(prompts()[:-1], params[:-1]) + llm.generate(prompts()[-1:], params[-1:])
+    assert found[-1].num_cached_tokens == 512
+    want = greedy_of_hugging_face(source, prompts(), 24)
+    for result, expected, each in zip(found, want, params, strict=True):
+        assert list(result.outputs[0].token_ids) == expected[: each.max_tokens]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_logits_are_near_the_references(model: str, arch: str, tmp_path: Path) -> None:
+    """Prefill and decode, call by call and as graphs, which give the same ids."""
+    for name, target in (("out", f"tensorrt-paged:{arch}"), ("reference", "reference")):
+        compile(SHIPPED / model, tmp_path / name, CompileConfig(target=target, dtype="bfloat16", certify="none"))
+    artifact, driver = load_artifact(tmp_path / "out"), Driver()
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20)
+    engines = open_engines(artifact, config, driver)
+    groups = cache_groups(artifact.kv_groups)
+    resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, 64 << 20, "cuda")
+    runner = CudaRunner(artifact, resolved, driver, owns_driver=True, poison=True, engines=engines)
+    oracle = ReferenceRunner(load_artifact(tmp_path / "reference"), resolved)
+    for plan in (
+        make_plan([(0, prompts()[1], 0), (1, prompts()[2], 0)], block_size=artifact.block_size),
+        make_plan([(0, [7], 60), (1, [9], 33)], block_size=artifact.block_size),
+    ):
+        rows = logits(runner, artifact, plan)
+        found, expected = as_torch(rows).float(), torch.from_numpy(oracle._logits(plan))
+        assert float((found - expected).abs().max()) <= LOGITS_OFF * float(expected.abs().max())
+        assert run(runner, plan).token_ids.tolist() == found.argmax(-1).tolist()
+    runner.close()

@@ -1,0 +1,40 @@
+"""Artifacts for a GPU that tests compile, and the process of their own in which they run: kernels are interpreted there.
+
+TRITON_INTERPRET=1 must be set before Triton is imported, and nothing can be compiled where it is.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+from inferc import compiler
+from inferc.codegen.triton import product_calls
+from inferc.codegen.triton.occupancy import PROGRAMS
+from inferc.frontend import export
+
+
+@contextmanager
+def compiled_quickly() -> Iterator[None]:
+    """Fewer kernels, of fewer programs; no check of the captured graph, which is not what is tried here."""
+    with (
+        mock.patch.object(product_calls, "ROW_BOUNDS", (16, None)),
+        mock.patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, 20)),
+        mock.patch.object(compiler, "capture", partial(export.capture, check=False)),
+    ):
+        yield
+
+
+def assert_passes(artifacts: Path, models: Sequence[str], *arguments: str) -> None:
+    """The tests in on_fake_gpu/ that pytest's arguments choose, those of all models for these."""
+    of_files = {"INFERC_FAKE_GPU_ARTIFACTS": str(artifacts), "INFERC_FAKE_GPU_MODELS": " ".join(models)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", **of_files}
+    env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
+    options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

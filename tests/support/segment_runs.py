@@ -1,0 +1,62 @@
+"""Programs of segments with each segment computed as its network is, layer by layer on the CPU, and the rest by the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensorrt_network import Evaluated
+from torch import Tensor, fx
+
+from inferc.codegen.segments import VIEWS, Segment, segment_of, segments_of
+from inferc.codegen.tensorrt.adapter import Building, to_build
+from inferc.codegen.tensorrt.segments import PROFILES, build, first_of_each
+from inferc.program import Program
+from inferc.reference import IN_PLACE
+
+
+def networks(program: Program, arch: str = "sm_86", *, with_plans: bool = True) -> dict[str, Evaluated]:
+    """By engine; with_plans: TensorRT builds each too."""
+    made = {}
+    for segment in first_of_each(segments_of(program)):
+        building = Building.begin(to_build(arch, None), arch)
+        net = build(program, segment, building)
+        if with_plans:
+            data = building.plan([profile.shapes(segment) for profile in PROFILES], tf32=False)
+            assert len(memoryview(data).cast("B")) > 0
+        made[segment.engine] = Evaluated(net.network, {})
+    return made
+
+
+def run_segments(
+    program: Program,
+    made: Mapping[str, Evaluated],
+    inputs: dict[str, Tensor],
+    read_weight: Callable[[str], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """(hidden, logits) of a step. Values that stay inside of a segment are never there."""
+    values: dict[fx.Node, Any] = {}
+    ends: dict[fx.Node, Segment] = {segment.nodes[-1]: segment for segment in segments_of(program)}
+
+    def value(node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return inputs[node.name]
+        if node.op == "get_attr":
+            return read_weight(str(node.target))
+        return call(node) if node.target in VIEWS else values[node]
+
+    def call(node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        return IN_PLACE.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+
+    with torch.inference_mode():
+        for node in program.graph.nodes:
+            if node in ends:
+                segment = ends[node]
+                found = made[segment.engine]({name: value(each) for name, each in segment.inputs.items()})
+                values.update({each: found[name] for name, each in segment.outputs.items()})
+            elif node.op == "call_function" and segment_of(node) is None and node.target not in VIEWS:
+                values[node] = call(node)
+        hidden, logits = map(value, program.output().args[0])  # type: ignore[arg-type]
+    return hidden, logits
