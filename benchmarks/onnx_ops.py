@@ -55,6 +55,9 @@ def session(nodes: list[Any], weights: dict[str, Array], inputs: list[Any], outp
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
     how = onnxruntime.SessionOptions()
     how.intra_op_num_threads, how.log_severity_level = threads, 3
+    how.add_session_config_entry(
+        "session.intra_op.allow_spinning", "0"
+    )  # the threads of the others would take the cores
     return onnxruntime.InferenceSession(model.SerializeToString(), how, providers=["CPUExecutionProvider"])
 
 
