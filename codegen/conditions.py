@@ -44,8 +44,11 @@ def _shape(node: fx.Node, name: str) -> tuple[Any, ...]:
     return tuple(argument(node, name).meta["val"].shape)
 
 
-def is_tied(node: fx.Node, name: str = "weight") -> bool:
-    """Whether another node multiplies by this node's weight, which is then stored packed and only once."""
+_MULTIPLIES = ("aten.linear", "inferc.lm_head", "inferc.linear_int8", "inferc.linear_w8a8")
+
+
+def is_tied(node: fx.Node, name: str = "weight", by: tuple[str, ...] = _MULTIPLIES) -> bool:
+    """Whether another node, of these ops, multiplies by this node's weight, which is then stored packed and only once."""
     weight = argument(node, name)
     readers = (
         user
@@ -53,10 +56,7 @@ def is_tied(node: fx.Node, name: str = "weight") -> bool:
         if other.op == "get_attr" and other.target == weight.target
         for user in other.users
     )
-    return any(target_name(user.target) in _MULTIPLIES for user in readers)
-
-
-_MULTIPLIES = ("aten.linear", "inferc.lm_head", "inferc.linear_int8", "inferc.linear_w8a8")
+    return any(target_name(user.target) in by for user in readers)
 
 
 def _joined(*reasons: str) -> str:
@@ -331,6 +331,11 @@ def broadcasts(node: fx.Node) -> str:
 def nbits_block(k: int) -> int:
     """How many neighbours along k are a block of onnxruntime's MatMulNBits: the largest power of two that divides, to 128."""
     return min(128, k & -k)
+
+
+def is_multiplied_as_integers(node: fx.Node) -> str:
+    """Of a table in int8: a product of rows in integers reads it too."""
+    return "" if is_tied(node, by=("inferc.linear_w8a8",)) else OTHER_CASE
 
 
 def blocks_fit(node: fx.Node) -> str:

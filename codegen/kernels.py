@@ -354,6 +354,10 @@ _ONNX_ROWS: tuple[tuple[str, str, _OwnCheck], ...] = (
 # The same of what reads weights in a layout, those with onnxruntime's own ops before those without.
 _ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
     ("inferc.dense_write_attention", "calls:dense_write_attention", None, {}),
+    (
+        *("inferc.embedding_int8", "integer_calls:embedding_int8_columns", conditions.is_multiplied_as_integers),
+        {"weight": "transposed"},
+    ),
     ("inferc.embedding_int8", "integer_calls:embedding_int8", conditions.blocks_fit, {"weight": "unsigned"}),
     ("inferc.linear_int8", "integer_calls:linear_int8", conditions.blocks_fit, {"weight": "unsigned"}),
     ("inferc.linear_int4", "integer_calls:linear_int4", None, {"weight": "neighbours"}),
@@ -368,6 +372,10 @@ _ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = 
     ),
 )
 _ONNX_WIDE_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
+    (
+        *("inferc.embedding_int8", "integer_calls:embedding_int8_columns", conditions.is_multiplied_as_integers),
+        {"weight": "transposed"},
+    ),
     ("inferc.embedding_int8", "integer_calls:embedding_int8_plain", None, {"weight": None}),
     ("inferc.linear_int8", "integer_calls:linear_int8_wide", None, {"weight": None}),
     ("inferc.linear_int4", "integer_calls:linear_int4_wide", None, {"weight": "neighbours_signed"}),

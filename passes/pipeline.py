@@ -212,12 +212,14 @@ def _quantization(name: str | None) -> tuple[Pass, ...]:
 
 
 def _dense_quantization(config: LowerConfig) -> tuple[Pass, ...]:
-    """onnxruntime's kernels for four bits, for the head and for experts take rows in floats; those for four and eight bits
-    round them by themselves, each block by its own scale."""
+    """onnxruntime's kernels for four bits and for experts take rows in floats; those for four and eight bits round them by
+    themselves, each block by its own scale. A GPU's do not multiply rows in integers here."""
     if config.quantize is None or config.target.device != "onnx":
         return _quantization(config.quantize)
     scheme = SCHEMES[config.quantize]
-    return (Quantize(scheme, rows_of=() if scheme.group else ("linear",)),)
+    if config.target.spec == "onnx:cuda":
+        return (Quantize(scheme, rows_of=()),)
+    return (Quantize(scheme, rows_of=("head",) if scheme.group else ("linear", "head")),)
 
 
 def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:

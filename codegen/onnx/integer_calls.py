@@ -112,6 +112,16 @@ def embedding_int8_plain(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     return _scaled_rows(graph, node, graph.cast(rows, torch.int8, torch.float32), named)
 
 
+def embedding_int8_columns(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """Columns of what `linear_w8a8` reads too."""
+    named = named_arguments(node)
+    n, k = (int(size) for size in named["weight"].meta["val"].shape)
+    table = graph.weight(named["weight"], (k, n), torch.int8)
+    columns = graph.op("Gather", table, graph.value(named["indices"]), axis=1)
+    rows = graph.op("Transpose", graph.cast(columns, torch.int8, torch.float32), perm=[1, 0])
+    return _scaled_rows(graph, node, rows, named)
+
+
 def _scaled_rows(graph: OnnxGraph, node: fx.Node, rows: ir.Value, named: dict[str, Any]) -> ir.Value:
     by = graph.op("Gather", graph.value(named["scale"]), graph.value(named["indices"]), axis=0)
     scaled = graph.op("Mul", rows, graph.op("Unsqueeze", by, graph.constant([-1])))

@@ -109,6 +109,21 @@ def test_embedding_int8(k: int, target: Target, tmp_path: Path) -> None:
     check(example(graph, {"ids": torch.tensor([8, 0, 3, 3, 1])}, {"w": values, "scale": scale}), tmp_path, 0.0, target)
 
 
+@pytest.mark.parametrize("target", [ONNX, STANDARD], ids=lambda target: target.spec)
+def test_a_tied_table_is_stored_once(target: Target, tmp_path: Path) -> None:
+    """As the product reads it; the lookup takes columns."""
+    values, scale = quantize_rows(random(9, 24))
+
+    def graph(ids: Any, w: Any, scale: Any) -> Any:
+        rows = inferc.embedding_int8.default(w, scale, ids, torch.float32)
+        both = inferc.quantize_rows.default(rows)
+        return rows, inferc.linear_w8a8.default(both[0], both[1], w, scale, torch.float32)
+
+    made = example(graph, {"ids": torch.tensor([8, 0, 3, 3, 1])}, {"w": values, "scale": scale})
+    check(made, tmp_path, target=target)
+    assert made.program.weights["w"].layout == "transposed"
+
+
 @pytest.mark.parametrize("has_more", [False, True])
 def test_linear_w8a8(has_more: bool, tmp_path: Path) -> None:
     """The rows' integers too are the reference's; of zeros, and of what is no number."""
