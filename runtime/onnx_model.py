@@ -52,6 +52,9 @@ class OnnxModel:
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry(
+            "session.x64quantprecision", "1"
+        )  # sums of int8 that do not saturate, without VNNI
         providers = list(dict.fromkeys((provider, CPU[0])))  # the latter for what has no kernel, of shapes first of all
         try:
             self._session: Any = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=providers)
