@@ -51,7 +51,9 @@ class OnnxModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry(
+            "session.force_spinning_stop", "1"
+        )  # threads wait actively within a call alone
         options.add_session_config_entry(
             "session.x64quantprecision", "1"
         )  # sums of int8 that do not saturate, without VNNI
