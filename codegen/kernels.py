@@ -352,12 +352,14 @@ _ONNX_ROWS: tuple[tuple[str, str, _OwnCheck], ...] = (
     ("inferc.moe_routing", "expert_calls:moe_routing", None),
 )
 # The same of what reads weights in a layout, those with onnxruntime's own ops before those without.
-_ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
-    ("inferc.dense_write_attention", "calls:dense_write_attention", None, {}),
+_ONNX_TIED_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
     (
         *("inferc.embedding_int8", "integer_calls:embedding_int8_columns", conditions.is_multiplied_as_integers),
         {"weight": "transposed"},
     ),
+)
+_ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
+    ("inferc.dense_write_attention", "calls:dense_write_attention", None, {}),
     ("inferc.embedding_int8", "integer_calls:embedding_int8", conditions.blocks_fit, {"weight": "unsigned"}),
     ("inferc.linear_int8", "integer_calls:linear_int8", conditions.blocks_fit, {"weight": "unsigned"}),
     ("inferc.linear_int4", "integer_calls:linear_int4", None, {"weight": "neighbours"}),
@@ -372,10 +374,6 @@ _ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = 
     ),
 )
 _ONNX_WIDE_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
-    (
-        *("inferc.embedding_int8", "integer_calls:embedding_int8_columns", conditions.is_multiplied_as_integers),
-        {"weight": "transposed"},
-    ),
     ("inferc.embedding_int8", "integer_calls:embedding_int8_plain", None, {"weight": None}),
     ("inferc.linear_int8", "integer_calls:linear_int8_wide", None, {"weight": None}),
     ("inferc.linear_int4", "integer_calls:linear_int4_wide", None, {"weight": "neighbours_signed"}),
@@ -403,7 +401,7 @@ def _onnx_kernels() -> tuple[Kernel, ...]:
         *(kernel(op, call, conditions.ForOnnx(check), {}) for op, call, check in _ONNX_ROWS),
         *(
             kernel(op, call, conditions.ForOnnx(check, rows is _ONNX_OWN_ROWS, call in _ON_CPU), layouts)
-            for rows in (_ONNX_OWN_ROWS, _ONNX_WIDE_ROWS)
+            for rows in (_ONNX_TIED_ROWS, _ONNX_OWN_ROWS, _ONNX_WIDE_ROWS)
             for op, call, check, layouts in rows
         ),
     )

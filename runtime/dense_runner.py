@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import RequestError
+from inferc.runtime.dense_caches import Caches
 from inferc.runtime.host_sampler import HostSampler, log_softmax
 from inferc.runtime.step import F32, I32, I64, StepPlan, StepResult
 from inferc.runtime.step_limits import outside
@@ -26,16 +27,6 @@ from inferc.runtime.step_worker import StepWorker
 
 MIN_CAPACITY = 64
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class CacheInput:
-    """One of the program's caches: [num_seqs, heads, capacity, head_dim]."""
-
-    name: str
-    num_heads: int
-    head_dim: int
-    dtype: np.dtype[Any]
 
 
 class DenseModel(Protocol):
@@ -48,54 +39,6 @@ class DenseModel(Protocol):
         """(hidden [rows, hidden_size], logits float32 [rows, vocab_size]). caches: what `Caches.rows` gives."""
 
     def close(self) -> None: ...
-
-
-class Caches(Protocol):
-    """The memory of the program's caches, with a row for each sequence."""
-
-    @property
-    def fixed_capacity(self) -> int | None:
-        """Tokens that rows have room for, where that is not to be chosen."""
-
-    def resize(self, rows: int, capacity: int) -> None:
-        """Have as many rows, as long; what lies in both stays, and what is new is 0."""
-
-    def rows(self, first: int, count: int) -> Mapping[str, Any]:
-        """Some rows of every cache, as the model takes them."""
-
-    def clear(self, row: int) -> None:
-        """Make it 0."""
-
-    def close(self) -> None: ...
-
-
-class HostCaches:
-    """Arrays, which are made anew when they are too small or too large."""
-
-    fixed_capacity = None
-
-    def __init__(self, inputs: Sequence[CacheInput]) -> None:
-        self._inputs = tuple(inputs)
-        self._arrays: dict[str, Array] = {}
-
-    def resize(self, rows: int, capacity: int) -> None:
-        for each in self._inputs:
-            before = self._arrays.pop(each.name, None)  # so that no more than one is there twice
-            made = np.zeros((rows, each.num_heads, capacity, each.head_dim), each.dtype)
-            if before is not None:
-                both = min(before.shape[2], capacity)
-                made[: len(before), :, :both] = before[:, :, :both]
-            self._arrays[each.name] = made
-
-    def rows(self, first: int, count: int) -> dict[str, Array]:
-        return {name: array[first : first + count] for name, array in self._arrays.items()}
-
-    def clear(self, row: int) -> None:
-        for array in self._arrays.values():
-            array[row] = 0.0
-
-    def close(self) -> None:
-        self._arrays.clear()
 
 
 @dataclass(frozen=True)
@@ -136,7 +79,7 @@ class DenseRunner:
         self._num_rows = 0
         # Slots in which a NaN may lie, which would reach the next sequence: what is masked is multiplied by 0. They are
         # those whose last rows were not finite, or were not asked for.
-        self._unknown: set[int] = set()
+        self._unknown = np.zeros(config.max_num_seqs, np.bool_)
         self._worker = StepWorker()
 
     @property
@@ -213,18 +156,17 @@ class DenseRunner:
     def _clear_rows(self, plan: StepPlan) -> None:
         """Of sequences that begin, the rows in which a NaN may lie."""
         begin = plan.seq_slots[plan.seq_lens == np.diff(plan.query_start_loc)]
-        for slot in self._unknown.intersection(begin.tolist()):
+        for slot in begin[self._unknown[begin]].tolist():
             self._caches.clear(slot)
-            self._unknown.remove(slot)
+            self._unknown[slot] = False
 
     def _note_rows(self, plan: StepPlan, hidden: Array) -> None:
         """A row that is finite has seen no NaN in its sequence."""
-        seqs = np.searchsorted(plan.query_start_loc, plan.logits_rows, side="right") - 1
+        slots = plan.seq_slots[np.searchsorted(plan.query_start_loc, plan.logits_rows, side="right") - 1]
         is_finite = np.isfinite(hidden).all(1)
-        sound = plan.seq_slots[seqs[is_finite]].tolist()
-        broken = plan.seq_slots[seqs[~is_finite]].tolist()
-        self._unknown.update(plan.seq_slots.tolist())
-        self._unknown.difference_update(set(sound).difference(broken))
+        self._unknown[plan.seq_slots] = True
+        self._unknown[slots[is_finite]] = False
+        self._unknown[slots[~is_finite]] = True  # of a scored sequence some rows may be, and others not
 
     def _rows(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> tuple[Array, F32]:
         if resize is not None:

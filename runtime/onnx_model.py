@@ -15,7 +15,8 @@ from inferc.errors import ConfigError, InfercError
 from inferc.kv_pools import CacheGroup
 from inferc.manifest import ONNX_MODEL
 from inferc.runtime.artifact import Artifact
-from inferc.runtime.dense_runner import CacheInput, DenseRunner, HostCaches
+from inferc.runtime.dense_caches import HostCaches, cache_inputs
+from inferc.runtime.dense_runner import DenseRunner
 from inferc.runtime.step import F32
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ CPU, CUDA = ("CPUExecutionProvider", "cpu"), ("CUDAExecutionProvider", "cuda")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 Array = NDArray[Any]
 INSTALL = {CPU[0]: "inferc[onnx]", CUDA[0]: "inferc[onnx-gpu]"}
+SESSION = {
+    "session.force_spinning_stop": "1",  # threads wait actively within a call, and sleep between calls
+    "session.x64quantprecision": "1",  # asks for sums of int8 that do not saturate where the processor has no VNNI
+}
 OLDEST = (1, 25)  # onnxruntime that has TensorScatter, and so all of opset 24 that is used
 
 
@@ -51,12 +56,8 @@ class OnnxModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
-        options.add_session_config_entry(
-            "session.force_spinning_stop", "1"
-        )  # threads wait actively within a call alone
-        options.add_session_config_entry(
-            "session.x64quantprecision", "1"
-        )  # sums of int8 that do not saturate, without VNNI
+        for name, value in SESSION.items():
+            options.add_session_config_entry(name, value)
         providers = list(dict.fromkeys((provider, CPU[0])))  # the latter for what has no kernel, of shapes first of all
         try:
             self._session: Any = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=providers)
@@ -129,16 +130,6 @@ def open_onnx_cuda(
         raise
     vocab_size = int(artifact.model["vocab_size"])
     return DenseRunner(model, caches, resolved, artifact.max_model_len, vocab_size), resolved
-
-
-def cache_inputs(artifact: Artifact) -> list[CacheInput]:
-    """The caches among the step's inputs."""
-    found = []
-    for entry in artifact.program["step"]["inputs"]:
-        if len(entry["shape"]) == 4:
-            _, heads, _, head_dim = entry["shape"]
-            found.append(CacheInput(entry["name"], int(heads), int(head_dim), np.dtype(entry["dtype"])))
-    return found
 
 
 def _onnxruntime(provider: str) -> Any:

@@ -21,8 +21,9 @@ from inferc.errors import ArtifactError, ConfigError, InfercError
 from inferc.kv_pools import CacheGroup
 from inferc.manifest import TENSORRT_PLAN
 from inferc.runtime.artifact import Artifact
-from inferc.runtime.cuda.dense_caches import Rows, cache_inputs, device_caches
+from inferc.runtime.cuda.dense_caches import Rows, device_caches
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
+from inferc.runtime.dense_caches import cache_inputs
 from inferc.runtime.dense_runner import DenseRunner
 from inferc.runtime.step import F32
 from inferc.runtime.tensorrt_engine import deserialize, library_for

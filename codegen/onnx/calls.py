@@ -135,7 +135,7 @@ def rms_norm(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     if weight is None:
         scale = graph.constant([1.0] * size, np.float32)
     else:
-        scale = graph.cast(graph.value(weight), _dtype(weight), torch.float32)
+        scale = graph.wide(weight)
         if weight_offset:
             scale = graph.op("Add", scale, graph.constant(weight_offset, np.float32))
     if round_before_scale and weight is not None and dtype != torch.float32:
@@ -153,15 +153,15 @@ def layer_norm(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     wide = graph.cast(graph.value(x), dtype, torch.float32)
     scale = graph.constant([1.0] * size, np.float32)
     if weight is not None and _rank(weight) == 1:
-        scale = graph.cast(graph.value(weight), _dtype(weight), torch.float32)
+        scale = graph.wide(weight)
     offset = None
     if bias is not None and _rank(bias) == 1:
-        offset = graph.cast(graph.value(bias), _dtype(bias), torch.float32)
+        offset = graph.wide(bias)
     made = graph.op("LayerNormalization", wide, scale, offset, axis=-1, epsilon=eps, stash_type=1)
     if weight is not None and _rank(weight) == 2:  # heads that each have their own
-        made = graph.op("Mul", made, graph.cast(graph.value(weight), _dtype(weight), torch.float32))
+        made = graph.op("Mul", made, graph.wide(weight))
     if bias is not None and _rank(bias) == 2:
-        made = graph.op("Add", made, graph.cast(graph.value(bias), _dtype(bias), torch.float32))
+        made = graph.op("Add", made, graph.wide(bias))
     return graph.cast(made, torch.float32, dtype)
 
 
@@ -217,9 +217,7 @@ _OPERATORS: dict[type[ast.AST], str] = {
 
 def pointwise(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     inputs, expression, dtype = arguments(node)
-    names: dict[str, ir.Value] = {
-        f"x{index}": graph.cast(graph.value(each), _dtype(each), torch.float32) for index, each in enumerate(inputs)
-    }
+    names: dict[str, ir.Value] = {f"x{index}": graph.wide(each) for index, each in enumerate(inputs)}
 
     def call(name: str, args: list[ir.Value]) -> ir.Value:
         if name in ("silu", "gelu", "gelu_tanh"):
@@ -249,8 +247,8 @@ def pointwise(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 def rope_table(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     positions, inv_freq, scaling = arguments(node)
-    column = graph.reshape(graph.cast(graph.value(positions), _dtype(positions), torch.float32), -1, 1)
-    angle = graph.op("Mul", column, graph.cast(graph.value(inv_freq), _dtype(inv_freq), torch.float32))
+    column = graph.reshape(graph.wide(positions), -1, 1)
+    angle = graph.op("Mul", column, graph.wide(inv_freq))
     table = graph.op("Concat", graph.op("Cos", angle), graph.op("Sin", angle), axis=1)
     return table if scaling == 1.0 else graph.op("Mul", table, graph.constant(scaling, np.float32))
 
@@ -293,15 +291,18 @@ def rope(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 # --------------------------------------------------------------------------------------------- attention
 
 
+def _shape_by_sequence(graph: OnnxGraph, *sizes: int) -> ir.Value:
+    """[num_seqs, *sizes]"""
+    return graph.shared(
+        ("by sequence", sizes),
+        lambda: graph.op("Concat", graph.op("Shape", graph.input_named("starts")), graph.constant(sizes), axis=0),
+    )
+
+
 def _by_sequence(graph: OnnxGraph, value: ir.Value, heads: int, head_dim: int) -> ir.Value:
     """[T, heads, head_dim] as [num_seqs, heads, num_new, head_dim]."""
-
-    def sizes() -> ir.Value:
-        starts = next(node for node in graph.program.inputs() if node.name == "starts")
-        return graph.op("Concat", graph.op("Shape", graph.value(starts)), graph.constant([-1, heads, head_dim]), axis=0)
-
-    shape = graph.shared(("by sequence", heads, head_dim), sizes)
-    return graph.op("Transpose", graph.op("Reshape", value, shape), perm=[0, 2, 1, 3])
+    split = graph.op("Reshape", value, _shape_by_sequence(graph, -1, heads, head_dim))
+    return graph.op("Transpose", split, perm=[0, 2, 1, 3])
 
 
 def dense_write(graph: OnnxGraph, node: fx.Node) -> ir.Value:
@@ -313,12 +314,9 @@ def dense_write(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 def _mask(graph: OnnxGraph, cache: ir.Value, mask: str, window: int) -> ir.Value:
     """Which tokens of the cache each new one sees: bool [num_seqs, 1, num_new, capacity]."""
-    positions = next(node for node in graph.program.inputs() if node.name == "positions")
-    starts = next(node for node in graph.program.inputs() if node.name == "starts")
 
     def make() -> ir.Value:
-        shape = graph.op("Concat", graph.op("Shape", graph.value(starts)), graph.constant([1, -1, 1]), axis=0)
-        query = graph.op("Reshape", graph.value(positions), shape)
+        query = graph.op("Reshape", graph.input_named("positions"), _shape_by_sequence(graph, 1, -1, 1))
         capacity = graph.op("Squeeze", graph.op("Shape", cache, start=2, end=3), graph.constant([0]))
         key = graph.op("Range", graph.constant(0), capacity, graph.constant(1))
         seen = graph.op("LessOrEqual", key, query)
@@ -349,7 +347,7 @@ def dense_write_attention(graph: OnnxGraph, node: fx.Node) -> Sequence[ir.Value]
 
     def rows(name: str, heads: int) -> ir.Value:
         value = graph.cast(graph.value(named[name]), _dtype(named[name]), _dtype(k_cache))
-        return graph.op("Reshape", value, _rows_by_sequence(graph, heads * head_dim))
+        return graph.op("Reshape", value, _shape_by_sequence(graph, -1, heads * head_dim))
 
     def last() -> ir.Value:  # index of each sequence's last token
         return graph.op("Cast", graph.op("Sub", lengths, graph.constant(1)), to=ir.DataType.INT32.value)
@@ -375,15 +373,6 @@ def dense_write_attention(graph: OnnxGraph, node: fx.Node) -> Sequence[ir.Value]
     )
     out = graph.cast(graph.reshape(out, -1, heads, head_dim), _dtype(k_cache), _dtype(q))
     return out, keys, values
-
-
-def _rows_by_sequence(graph: OnnxGraph, size: int) -> ir.Value:
-    """A shape: [num_seqs, num_new, size]."""
-    starts = next(node for node in graph.program.inputs() if node.name == "starts")
-    return graph.shared(
-        ("rows by sequence", size),
-        lambda: graph.op("Concat", graph.op("Shape", graph.value(starts)), graph.constant([-1, size]), axis=0),
-    )
 
 
 def dense_latent_attention(graph: OnnxGraph, node: fx.Node) -> ir.Value:
@@ -451,7 +440,7 @@ def _with_sinks(
         scores = graph.op("Mul", graph.op("Tanh", graph.op("Div", scores, cap)), cap)
     scores = graph.op("Reshape", scores, behind(outer, graph.constant([-1])))
     scores = graph.op("Where", _mask(graph, keys, mask, window), scores, graph.constant(-math.inf, np.float32))
-    column = graph.reshape(graph.cast(graph.value(sinks), _dtype(sinks), torch.float32), 1, heads, 1, 1)
+    column = graph.reshape(graph.wide(sinks), 1, heads, 1, 1)
     sink = graph.op("Expand", column, behind(outer, graph.constant([1])))
     weights = part_of(graph, graph.op("Softmax", graph.op("Concat", scores, sink, axis=3), axis=3), 3, 0, -1)
     capacity = graph.op("Shape", keys, start=2, end=3)

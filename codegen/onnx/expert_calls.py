@@ -23,13 +23,13 @@ def moe_routing(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
     """(expert ids int32, weights float32), each [num_tokens, top_k]; of equals TopK takes the lower id, as we do."""
     named = named_arguments(node)
     router, score, top_k = named["router_logits"], named["score"], int(named["top_k"])
-    logits = graph.cast(graph.value(router), router.meta["val"].dtype, torch.float32)
+    logits = graph.wide(router)
     scores = logits
     if score in ("softmax", "sigmoid"):
         scores = graph.op("Softmax", logits, axis=1) if score == "softmax" else graph.op("Sigmoid", logits)
     choice = scores
     if (bias := named["bias"]) is not None:
-        choice = graph.op("Add", scores, graph.cast(graph.value(bias), bias.meta["val"].dtype, torch.float32))
+        choice = graph.op("Add", scores, graph.wide(bias))
     if named["num_groups"] > 1:
         num_experts = int(router.meta["val"].shape[1])
         choice = _of_best_groups(
@@ -162,7 +162,7 @@ def _in_pairs(graph: OnnxGraph, value: ir.Value, like: fx.Node) -> ir.Value:
 def all_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """Every expert on every token, weighed by 0 where it was not chosen: what no op of onnxruntime's does otherwise."""
     named = named_arguments(node)
-    return _all_experts(graph, named, *(_wide(graph, named[name]) for name in ("gate_up", "down")))
+    return _all_experts(graph, named, *(graph.wide(named[name]) for name in ("gate_up", "down")))
 
 
 def all_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
@@ -184,10 +184,6 @@ def all_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     return _all_experts(graph, named, *wide)
 
 
-def _wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    return graph.cast(graph.value(node), node.meta["val"].dtype, torch.float32)
-
-
 def _all_experts(graph: OnnxGraph, named: dict[str, Any], gate_up: ir.Value, down: ir.Value) -> ir.Value:
     """gate_up [experts, 2 n, k], down [experts, k, n] in float32."""
     x, num_experts = named["x"], int(named["gate_up"].meta["val"].shape[0])
@@ -198,17 +194,17 @@ def _all_experts(graph: OnnxGraph, named: dict[str, Any], gate_up: ir.Value, dow
 
     weights = graph.value(named["expert_weights"])
     share = of_experts(weights)
-    taken = graph.op("Unsqueeze", _wide(graph, x), graph.constant([0]))
+    taken = graph.op("Unsqueeze", graph.wide(x), graph.constant([0]))
     if named["scale_input"]:
         taken = graph.op("Mul", taken, share)
     product = graph.op("MatMul", taken, graph.op("Transpose", gate_up, perm=[0, 2, 1]))
     if (bias := named["gate_up_bias"]) is not None:
-        product = graph.op("Add", product, graph.op("Unsqueeze", _wide(graph, bias), graph.constant([1])))
+        product = graph.op("Add", product, graph.op("Unsqueeze", graph.wide(bias), graph.constant([1])))
     gate, up = graph.ops("Split", product, count=2, axis=2, num_outputs=2)
     hidden = _activated(graph, gate, up, named["activation"], named["alpha"], named["limit"])
     result = graph.op("MatMul", hidden, graph.op("Transpose", down, perm=[0, 2, 1]))
     if (bias := named["down_bias"]) is not None:
-        result = graph.op("Add", result, graph.op("Unsqueeze", _wide(graph, bias), graph.constant([1])))
+        result = graph.op("Add", result, graph.op("Unsqueeze", graph.wide(bias), graph.constant([1])))
     if not named["scale_input"]:
         result = graph.op("Mul", result, share)
     elif named["gate_up_bias"] is not None or named["down_bias"] is not None:  # which those not chosen would add too

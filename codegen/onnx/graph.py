@@ -145,6 +145,14 @@ class OnnxGraph:
     def cast(self, value: ir.Value, before: torch.dtype, after: torch.dtype) -> ir.Value:
         return value if before == after else self.op("Cast", value, to=DTYPES[after].value)
 
+    def wide(self, node: fx.Node) -> ir.Value:
+        """The node's value in float32."""
+        return self.cast(self.value(node), node.meta["val"].dtype, torch.float32)
+
+    def input_named(self, name: str) -> ir.Value:
+        """An input of the step."""
+        return self.values[next(node for node in self.program.inputs() if node.name == name)]  # type: ignore[no-any-return]
+
     def reshape(self, value: ir.Value, *sizes: int) -> ir.Value:
         """sizes: 0 keeps an axis, one -1 takes what is left."""
         return self.op("Reshape", value, self.constant(list(sizes)))

@@ -21,14 +21,10 @@ INT8_ACCURACY = 4  # of MatMulNBits: rows may be rounded to int8, block by block
 def finish(graph: OnnxGraph, node: fx.Node, product: ir.Value, named: dict[str, Any]) -> ir.Value:
     """A product in float32 with its bias, rounded, and its residual."""
     if (bias := named["bias"]) is not None:
-        product = graph.op("Add", product, graph.cast(graph.value(bias), bias.meta["val"].dtype, torch.float32))
+        product = graph.op("Add", product, graph.wide(bias))
     product = graph.cast(product, torch.float32, node.meta["val"].dtype)
     residual = named["residual"]
     return product if residual is None else graph.op("Add", graph.value(residual), product)
-
-
-def _wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    return graph.cast(graph.value(node), node.meta["val"].dtype, torch.float32)
 
 
 def linear_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
@@ -40,7 +36,7 @@ def linear_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     blocks = graph.weight(weight, (n, k // block, block), torch.uint8)
     column = graph.reshape(graph.value(scale), n, 1)
     scales = graph.op("Expand", column, graph.constant([n, k // block]))
-    x = _wide(graph, named["x"])
+    x = graph.wide(named["x"])
     product = _nbits(graph, x, blocks, scales, n, k, 8, block)
     if named["dtype"] is not None:  # logits: a broken sequence is known by them
         product = graph.op("Add", product, _zeros(graph, x))
@@ -55,7 +51,7 @@ def linear_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     group = int4_group(weight.meta["val"], group_scale.meta["val"])
     blocks = graph.weight(weight, (n, groups, group // 2), torch.uint8)
     scales = scales_of_groups(graph, group_scale, named["scale"])
-    return finish(graph, node, _nbits(graph, _wide(graph, named["x"]), blocks, scales, n, k, 4, group), named)
+    return finish(graph, node, _nbits(graph, graph.wide(named["x"]), blocks, scales, n, k, 4, group), named)
 
 
 def scales_of_groups(graph: OnnxGraph, group_scale: fx.Node, scale: fx.Node) -> ir.Value:
@@ -75,14 +71,14 @@ def linear_int8_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """By the standard's ops, and for k that no block divides: the weight is widened in every call."""
     named = named_arguments(node)
     wide = graph.op("DequantizeLinear", graph.value(named["weight"]), graph.value(named["scale"]), axis=0)
-    return finish(graph, node, graph.op("Gemm", _wide(graph, named["x"]), wide, transB=1), named)
+    return finish(graph, node, graph.op("Gemm", graph.wide(named["x"]), wide, transB=1), named)
 
 
 def linear_int4_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """By the standard's ops."""
     named = named_arguments(node)
     wide = widened(graph, named["weight"], named["group_scale"], named["scale"], int(named["x"].meta["val"].shape[1]))
-    return finish(graph, node, graph.op("Gemm", _wide(graph, named["x"]), wide, transB=1), named)
+    return finish(graph, node, graph.op("Gemm", graph.wide(named["x"]), wide, transB=1), named)
 
 
 def widened(graph: OnnxGraph, weight: fx.Node, group_scale: fx.Node, scale: fx.Node, k: int) -> ir.Value:
@@ -134,7 +130,7 @@ def _zeros(graph: OnnxGraph, x: ir.Value) -> ir.Value:
 
 
 def quantize_rows(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
-    x = _wide(graph, named_arguments(node)["x"])
+    x = graph.wide(named_arguments(node)["x"])
     largest = graph.op("ReduceMax", graph.op("Abs", x), graph.constant([-1]), keepdims=1)
     scale = graph.op("Div", graph.op("Add", largest, _zeros(graph, x)), graph.constant(float(LARGEST), np.float32))
     is_empty = graph.op("Equal", scale, graph.constant(0.0, np.float32))

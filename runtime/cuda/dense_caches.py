@@ -8,22 +8,12 @@ from dataclasses import dataclass
 from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup
-from inferc.manifest import STORED_DTYPES
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.cuda.driver import Driver, OutOfMemory
+from inferc.runtime.dense_caches import CacheInput, cache_inputs
 
 ALIGNMENT = 256  # of every row, as TensorRT wants it
 RESERVE_BYTES = 256 << 20  # of the device: for what the runtime takes once it runs
-
-
-@dataclass(frozen=True)
-class DeviceCache:
-    """One of the program's caches: [rows, num_heads, capacity, head_dim]."""
-
-    name: str
-    num_heads: int
-    head_dim: int
-    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +28,7 @@ class Rows:
 class DeviceCaches:
     """The caches in the GPU's memory, taken at once: as many rows as sequences can run, as long as they may become."""
 
-    def __init__(self, driver: Driver, inputs: Sequence[DeviceCache], num_rows: int, capacity: int) -> None:
+    def __init__(self, driver: Driver, inputs: Sequence[CacheInput], num_rows: int, capacity: int) -> None:
         """Raises ConfigError where the device has not as much memory."""
         self._driver, self._inputs, self._num_rows = driver, tuple(inputs), num_rows
         self.fixed_capacity: int | None = capacity
@@ -58,7 +48,7 @@ class DeviceCaches:
             driver.fill(self._addresses[each.name], 0, num_bytes, self._stream)
         driver.wait(self._stream)
 
-    def _row_bytes(self, each: DeviceCache) -> int:
+    def _row_bytes(self, each: CacheInput) -> int:
         assert self.fixed_capacity is not None
         return each.num_heads * self.fixed_capacity * each.head_dim * each.itemsize
 
@@ -100,14 +90,3 @@ def device_caches(
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, device)
     num_rows = min(config.max_num_seqs, *(count - 1 for count in resolved.num_blocks))
     return DeviceCaches(driver, cache_inputs(artifact), num_rows, artifact.block_size), resolved
-
-
-def cache_inputs(artifact: Artifact) -> list[DeviceCache]:
-    """The caches among the step's inputs."""
-    found = []
-    for entry in artifact.program["step"]["inputs"]:
-        if len(entry["shape"]) == 4:
-            _, heads, _, head_dim = entry["shape"]
-            itemsize = STORED_DTYPES[entry["dtype"]][1]
-            found.append(DeviceCache(entry["name"], int(heads), int(head_dim), itemsize))
-    return found

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import RequestError
-from inferc.runtime.dense_runner import MIN_CAPACITY, CacheInput, DenseRunner, HostCaches, calls_of
+from inferc.runtime.dense_caches import CacheInput, HostCaches
+from inferc.runtime.dense_runner import MIN_CAPACITY, DenseRunner, calls_of
 from inferc.runtime.engine import Engine, ModelLimits
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler_config import SchedulerConfig
@@ -59,7 +60,7 @@ class FakeModel:
         self.closed = True
 
 
-CACHES = (CacheInput("k", 1, 2, np.dtype(np.float32)), CacheInput("v", 2, 1, np.dtype(np.float64)))
+CACHES = (CacheInput("k", 1, 2, "float32"), CacheInput("v", 2, 1, "float64"))
 
 
 def make_runner(max_num_seqs: int = 4, max_model_len: int = 200) -> tuple[DenseRunner, FakeModel]:

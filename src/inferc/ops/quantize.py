@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -141,15 +143,9 @@ def unpack_int4(values: Tensor, k: int) -> Tensor:
 
 
 def _linear_int4_fake(
-    x: Tensor,
-    weight: Tensor,
-    group_scale: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    x: Tensor, weight: Tensor, _group_scale: Tensor, scale: Tensor, *args: Any, **named: Any
 ) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+    return _linear_int8_fake(x, weight, scale, *args, **named)
 
 
 @define(
