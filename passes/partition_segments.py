@@ -2,7 +2,7 @@
 
 Kernels of ours stay what uses the KV cache, which is in blocks and which no engine knows, and what TensorRT would compute at a
 multiple of its cost: experts, of which it knows no choice, and their routing; the LM head, whose operands it would have in
-float32. A segment is everything between them that can run at once. It is cut behind the projection of q, K and V: their norms
+float32; rows of an embedding in int8, which it does not look up. A segment is everything between them that can run at once. It is cut behind the projection of q, K and V: their norms
 and rotation belong to the kernel that writes the cache, which reads the projection once, and an engine would write them out to
 be read again. The table of rotations is read by those kernels alone, and so it is one too.
 """
@@ -30,6 +30,7 @@ KERNELS_OF_OURS = frozenset(
         inferc.latent_write.default,
         inferc.latent_attention.default,
         inferc.rope_table.default,
+        inferc.embedding_int8.default,
         inferc.moe_routing.default,
         inferc.moe_experts.default,
     }

@@ -159,6 +159,7 @@ def _segments_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FusePointwise(),
         SelectRows(),
         SplitHead(),
+        *_quantization(config.quantize),  # of weights alone
         PartitionSegments(),  # after everything that makes or moves a node
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),

@@ -6,6 +6,7 @@ Elementwise layers want operands of one rank, so smaller ones get axes of 1 in f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,23 +81,28 @@ class TensorRTNetwork:
 
     def _weight(self, name: str) -> Tensor:
         stored = self.weights[name]
-        count = int(np.prod(stored.shape, dtype=np.int64))
-        weights = self.trt.Weights(getattr(self.trt, WEIGHT_TYPES[stored.dtype]), stored.data.ctypes.data, count)
-        return self.add("constant", stored.shape, weights, name=name)
+        return self._constant(name, stored.dtype, stored.shape)
+
+    def _constant(self, name: str, dtype: str, shape: tuple[int, ...], suffix: str = "") -> Tensor:
+        """A weight's bytes, taken for what `dtype` and `shape` say."""
+        count = int(np.prod(shape, dtype=np.int64))
+        weights = self.trt.Weights(getattr(self.trt, WEIGHT_TYPES[dtype]), self.weights[name].data.ctypes.data, count)
+        return self.add("constant", shape, weights, name=name + suffix)
 
     def dequantized(self, weight: fx.Node, scale: fx.Node, dtype: torch.dtype) -> Tensor:
-        """A weight in int8, [..., n, k], times the scales of its rows, [..., n], in `dtype`. The plan holds the integers."""
+        """A weight in int8, [..., n, k], times the scales of its rows, [..., n], in `dtype`. It is an input, or the plan
+        holds its integers, right in front of what dequantizes them."""
 
         def make() -> Tensor:
-            stored = self.weights[str(weight.target)]
-            rows = int(np.prod(stored.shape[:-1], dtype=np.int64))
-            integers = self.trt.Weights(self.trt.int8, stored.data.ctypes.data, rows * stored.shape[-1])
-            values = self.add("constant", (rows, stored.shape[-1]), integers, name=f"{weight.target}.integers")
-            layer = self.layer(
-                "dequantize", values, self.view(self.cast(self.value(scale), dtype), rows), self.dtype(dtype)
-            )
+            *outer, size = (int(size) for size in weight.meta["val"].shape)
+            if self.has(weight):
+                values = self.view(self.value(weight), -1, size)
+            else:
+                values = self._constant(str(weight.target), "int8", (math.prod(outer), size), ".integers")
+            scales = self.view(self.cast(self.value(scale), dtype), -1)
+            layer = self.layer("dequantize", values, scales, self.dtype(dtype))
             layer.axis = 0
-            return self.view(layer.get_output(0), *stored.shape)
+            return self.view(layer.get_output(0), *outer, size)
 
         return self.shared(("dequantized", str(weight.target), dtype), make)
 
@@ -108,8 +114,7 @@ class TensorRTNetwork:
         rows, size = stored.shape
 
         def make() -> Tensor:
-            words = self.trt.Weights(self.trt.int32, stored.data.ctypes.data, rows * size // 4)
-            return self.add("constant", (rows, size // 4), words, name=f"{weight.target}.words")
+            return self._constant(str(weight.target), "int32", (rows, size // 4), ".words")
 
         left = self.view(self.gather(self.shared(("words", str(weight.target)), make), ids, 0), -1, size // 4, 1)
         parts = []

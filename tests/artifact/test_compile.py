@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,12 +159,10 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 def test_an_unwritable_output_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
-    start = time.monotonic()
     with pytest.raises(ConfigError, match="cannot write .*; choose an output folder"):
         compile(tmp_path / "no-model", file / "out", QUICK)
     with pytest.raises(ConfigError, match="exists and is not an inferc artifact"):
         compile(tmp_path / "no-model", tmp_path, QUICK)
-    assert time.monotonic() - start < 1
     assert files_of(tmp_path) == {"file": b"x"}
 
 

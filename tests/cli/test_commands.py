@@ -1,6 +1,7 @@
 """What each command prints, with and without --json, and its exit code."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -278,7 +279,9 @@ def test_bench_kernels_holds_products_beside_the_model_of_their_cost(tiny_artifa
     arguments = ("bench", "kernels", tiny_artifact, "--input-len", "64", "--num-seqs", "1", "--isa", isa)
     found = run_json(*arguments)
     peaks = found["limits"]["flops_per_s"]
-    assert peaks["int8"] < 10 * peaks["bfloat16"]  # once a compiler saw that the numbers were zeros
+    # No processor does more in a cycle; once a compiler saw that the numbers were zeros, and "measured" a multiple.
+    most = {"avx2": 2 * 2 * 32, "amx": 2 * 16 * 16 * 64 // 16}.get(isa, 2 * 2 * 64)
+    assert peaks["int8"] < most * 6e9 * (os.cpu_count() or 1)
     products = {(row["n"], row["k"]): row for row in found["prefill"]["products"]}
     program = json.loads((tiny_artifact / "program.json").read_text())["products"]
     assert set(products) == {(row["n"], row["k"]) for row in program if row["nodes"]}

