@@ -403,6 +403,10 @@ def tensorrt_packed_lookup(node: fx.Node, target: Target) -> str:
     return tensorrt_only(node, target) or _multiple("hidden_size", _shape(node, "weight")[1], 4)
 
 
+def tensorrt_fp8(node: fx.Node, target: Target) -> str:
+    return tensorrt_only(node, target) or ("" if target.has_fp8 else OTHER_CASE)
+
+
 LARGEST_FUSED_HEAD = 256
 
 

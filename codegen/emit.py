@@ -297,8 +297,8 @@ class ArtifactWriter:
 
 
 def count_broken(chunk: torch.Tensor) -> int:
-    """How many elements are NaN or infinite."""
-    if not chunk.is_floating_point():
+    """How many elements are NaN or infinite; of what was quantized its scales tell."""
+    if not chunk.is_floating_point() or chunk.element_size() == 1:
         return 0
     exponent = EXPONENTS.get(chunk.dtype)
     flat: NDArray[Any] = (chunk if exponent is None else chunk.view(torch.uint16)).reshape(-1).numpy()

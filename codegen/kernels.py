@@ -433,6 +433,10 @@ _TENSORRT_ROWS: tuple[tuple[str, str, Callable[[fx.Node, Target], str]], ...] = 
     ("inferc.moe_experts", "expert_calls:all_experts", conditions.tensorrt_experts_fit),
     ("inferc.linear_int8", "calls:linear_int8", conditions.tensorrt_only),
     ("inferc.embedding_int8", "calls:embedding_int8", conditions.tensorrt_packed_lookup),
+    ("inferc.quantize_rows", "rounded_calls:quantize_rows", conditions.tensorrt_only),
+    ("inferc.linear_w8a8", "rounded_calls:linear_w8a8", conditions.tensorrt_only),
+    ("inferc.quantize_rows_fp8", "rounded_calls:quantize_rows_fp8", conditions.tensorrt_fp8),
+    ("inferc.linear_fp8", "rounded_calls:linear_fp8", conditions.tensorrt_fp8),
 )
 
 _COLLECTIVES = {
@@ -446,6 +450,7 @@ _REFERENCE_OPS = sorted(
     {row[0] for row in (*_CPP_ROWS, *_CACHE_ROWS)}
     | {row[0] for row in _INT8_ROWS}
     | {row[0] for row in _INT4_ROWS}
+    | {"inferc.quantize_rows_fp8", "inferc.linear_fp8"}
     | {"inferc.rope_table", "inferc.attention", "inferc.pointwise", "aten.cat"}
     | _COLLECTIVES
 )

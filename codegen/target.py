@@ -68,6 +68,11 @@ class Target:
         return self.spec == "onnx"
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether its chips multiply in fp8, as those from sm_89 on do."""
+        return bool(self.archs) and all(int(arch.removeprefix("sm_")) >= 89 for arch in self.archs)
+
+    @property
     def has_dense_cache(self) -> bool:
         """Whether its steps read a KV cache of whole sequences (`DenseKVCache`) and not of blocks."""
         return has_dense_cache(self.device)

@@ -44,7 +44,7 @@ from inferc.passes.pack_projections import PackProjections
 from inferc.passes.partition_segments import PartitionSegments
 from inferc.passes.plan_memory import PlanMemory
 from inferc.passes.quantize.kv_cache import QuantizeKVCache
-from inferc.passes.quantize.round_to_nearest import Quantize
+from inferc.passes.quantize.round_to_nearest import Quantize, Reader
 from inferc.passes.quantize.schemes import SCHEMES
 from inferc.passes.select_rows import SelectRows
 from inferc.passes.split_head import SplitHead
@@ -143,7 +143,7 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FusePointwise(),
         SelectRows(),
         SplitHead(),
-        *_dense_quantization(config),
+        *_quantization_elsewhere(config),
         ChooseKernels(config.target, config.kernels),
     )
 
@@ -159,7 +159,7 @@ def _segments_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
         FusePointwise(),
         SelectRows(),
         SplitHead(),
-        *_quantization(config.quantize),  # of weights alone
+        *_quantization_elsewhere(config),
         PartitionSegments(),  # after everything that makes or moves a node
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),
@@ -212,15 +212,21 @@ def _quantization(name: str | None) -> tuple[Pass, ...]:
     )
 
 
-def _dense_quantization(config: LowerConfig) -> tuple[Pass, ...]:
-    """onnxruntime's kernels for four bits and for experts take rows in floats; those for four and eight bits round them by
-    themselves, each block by its own scale. A GPU's do not multiply rows in integers here."""
-    if config.quantize is None or config.target.device != "onnx":
-        return _quantization(config.quantize)
+def _quantization_elsewhere(config: LowerConfig) -> tuple[Pass, ...]:
+    """For runtimes that read rows in integers in some products alone: none does for experts; onnxruntime's kernels for
+    four bits round rows by themselves, each block by its own scale, and none of its kernels for a GPU reads such rows;
+    the LM head behind TensorRT's segments is a kernel of ours, and a GPU's read rows in floats."""
+    if config.quantize is None:
+        return ()
     scheme = SCHEMES[config.quantize]
+    rows_of: tuple[Reader, ...] = ("linear", "head")
     if config.target.spec == "onnx:cuda":
-        return (Quantize(scheme, rows_of=()),)
-    return (Quantize(scheme, rows_of=("head",) if scheme.group else ("linear", "head")),)
+        rows_of = ()
+    elif scheme.group:
+        rows_of = ("head",)
+    elif config.target.has_segments:
+        rows_of = ("linear",)
+    return (Quantize(scheme, rows_of=rows_of),)
 
 
 def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:

@@ -42,8 +42,8 @@ from inferc.manifest import (
     segment_plan,
 )
 
-# numpy has no bfloat16: its bits are seen as uint16.
-NUMPY_DTYPES = {"bfloat16": "uint16"}
+# numpy has neither: their bits are seen.
+NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 AGAIN = "copy the artifact again, or compile it again"
 
 
@@ -167,7 +167,7 @@ class Artifact:
         return _read_checked(self.path, name, self.manifest["files"][name])
 
     def weight(self, name: str) -> NDArray[Any]:
-        """The stored tensor `name`, in its physical shape: a read-only view of the mapped file (bfloat16 as uint16)."""
+        """The stored tensor `name`, in its physical shape: a read-only view of the mapped file (bfloat16 as uint16, fp8 as uint8)."""
         weight = next((weight for weight in self.weights if weight.name == name), None)
         if weight is None:
             raise KeyError(f"{self.path} has no weight {name!r}")

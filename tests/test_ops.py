@@ -20,6 +20,7 @@ PLACES = (torch.tensor([[1, 2]]), torch.tensor([0, 5]), torch.tensor([5]))
 IDS = torch.tensor([[0, 1]] * 5, dtype=torch.int32)
 PLACEMENT = torch.zeros(4, 1, dtype=torch.int32)
 INT8 = (random(6, 8) * 40).to(torch.int8)
+FP8 = random(6, 8).to(torch.float8_e4m3fn)
 BYTES = (random(7, 16).abs() * 100).to(torch.uint8)
 CALLS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (random(5, 8), random(8), 1e-5),
@@ -80,6 +81,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "linear_int8": (random(5, 8).bfloat16(), INT8, random(6).abs(), random(6).bfloat16()),
     "linear_int4": (random(5, 8).bfloat16(), BYTES, INT8[0, :7, None], random(7).abs(), random(7).bfloat16()),
     "linear_w8a8": (INT8[:5], random(5).abs(), INT8, random(6).abs(), torch.bfloat16, None, random(5, 6).bfloat16()),
+    "quantize_rows_fp8": (random(5, 8).bfloat16(),),
+    "linear_fp8": (FP8[:5], random(5).abs(), FP8, random(6).abs(), torch.bfloat16, None, random(5, 6).bfloat16()),
     "linear_w4a8": (
         INT8[:5],
         random(5).abs(),
@@ -285,6 +288,21 @@ def test_int8_products_are_those_of_what_the_integers_mean() -> None:
     assert torch.equal(found, weight[torch.tensor([[5, 0], [2, 2]])].bfloat16())
     found = reference.linear_w8a8(rows, row_scale, values, scale, torch.float32, bias, residual)
     torch.testing.assert_close(found, residual + F.linear(rows * row_scale[:, None], weight, bias))
+
+
+def test_fp8_rounds_to_the_nearest_and_multiplies_what_that_means() -> None:
+    x = torch.tensor([[448.0, 17.0, -19.0, 2.0**-9, 0.3], [0.0] * 5, [-896.0, 1.0, 0.0, 0.0, 0.0]])
+    values, scale = reference.quantize_rows_fp8(x)
+    assert values.dtype == torch.float8_e4m3fn and scale.tolist() == [1.0, 1.0, 2.0]
+    assert values.float().tolist()[0] == [448.0, 16.0, -20.0, 2.0**-9, 0.3125], "ties to even, three bits, denormals"
+    assert values.float().tolist()[1:] == [[0.0] * 5, [-448.0, 0.5, 0.0, 0.0, 0.0]]
+    broken = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0], [1.0, 2.0]])
+    assert reference.quantize_rows_fp8(broken)[1].isfinite().tolist() == [False, False, True]
+    (rows, row_scale), (weight, of_weight) = (reference.quantize_rows_fp8(random(size, 40)) for size in (5, 6))
+    bias, residual = random(6), random(5, 6)
+    found = reference.linear_fp8(rows, row_scale, weight, of_weight, torch.float32, bias, residual)
+    x, w = (values.float() * scale[:, None] for values, scale in ((rows, row_scale), (weight, of_weight)))
+    torch.testing.assert_close(found, residual + F.linear(x, w, bias))
 
 
 @pytest.mark.parametrize("group", [32, 64])

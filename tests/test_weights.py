@@ -32,6 +32,8 @@ EXPRESSIONS: list[tuple[Weight, Tensor]] = [
     (lib.reshape(c, (20, 6)), C.reshape(20, 6)),
     (lib.int8_scales(a), A.abs().amax(1) / 127),
     (lib.int8_values(a), (A / (A.abs().amax(1, keepdim=True) / 127)).round().to(torch.int8)),
+    (lib.fp8_scales(lib.concat((a, b))), torch.cat((A, B)).abs().amax(1) / 448),
+    (lib.fp8_values(c), (C / (C.abs().amax(2, keepdim=True) / 448)).to(torch.float8_e4m3fn)),
     (lib.int4_values(a, 32), quantize_int4(A, 32)[0]),
     (lib.int4_group_scales(lib.concat((a, b)), 32), quantize_int4(torch.cat((A, B)), 32)[1]),
     (lib.int4_scales(lib.concat((a, b)), 32), quantize_int4(torch.cat((A, B)), 32)[2]),
@@ -113,7 +115,12 @@ def test_quantizing_holds_no_more_rows_than_a_chunk_has() -> None:
 
     reader = Watched({"w": random(256, 64)})
     w = lib.source("w", (256, 64), torch.float32)
-    for weight in (lib.int8_scales(w), lib.int8_values(w), lib.pack(lib.int8_values(w), "panel16_k4")):
+    for weight in (
+        lib.int8_scales(w),
+        lib.int8_values(w),
+        lib.fp8_values(w),
+        lib.pack(lib.int8_values(w), "panel16_k4"),
+    ):
         list(materialize(weight, reader, chunk_bytes=32 * 64 * 4))
     assert reader.most == 32
 

@@ -23,6 +23,7 @@ NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
     torch.int32: "int32",
     torch.int64: "int64",
     torch.bool: "bool",
@@ -94,17 +95,29 @@ class TensorRTNetwork:
         holds its integers, right in front of what dequantizes them."""
 
         def make() -> Tensor:
-            *outer, size = (int(size) for size in weight.meta["val"].shape)
-            if self.has(weight):
-                values = self.view(self.value(weight), -1, size)
-            else:
-                values = self._constant(str(weight.target), "int8", (math.prod(outer), size), ".integers")
+            shape = [int(size) for size in weight.meta["val"].shape]
             scales = self.view(self.cast(self.value(scale), dtype), -1)
-            layer = self.layer("dequantize", values, scales, self.dtype(dtype))
+            layer = self.layer("dequantize", self._stored(weight), scales, self.dtype(dtype))
             layer.axis = 0
-            return self.view(layer.get_output(0), *outer, size)
+            return self.view(layer.get_output(0), *shape)
 
         return self.shared(("dequantized", str(weight.target), dtype), make)
+
+    def dequantized_by(self, weight: fx.Node, unit: float, dtype: torch.dtype) -> Tensor:
+        """A weight in int8 or fp8, [n, k], times one number."""
+
+        def make() -> Tensor:
+            return self.add("dequantize", self._stored(weight), self.number(unit, 0), self.dtype(dtype))
+
+        return self.shared(("dequantized by", str(weight.target), unit, dtype), make)
+
+    def _stored(self, weight: fx.Node) -> Tensor:
+        """[n, k] of a weight [..., k] that is an input, or in the plan."""
+        *outer, size = (int(each) for each in weight.meta["val"].shape)
+        if self.has(weight):
+            return self.value(weight) if len(outer) == 1 else self.view(self.value(weight), -1, size)
+        name, dtype = str(weight.target), dtype_name(weight.meta["val"].dtype)
+        return self.shared(("stored", name), lambda: self._constant(name, dtype, (math.prod(outer), size), ".stored"))
 
     def packed_rows(self, weight: fx.Node, ids: Tensor) -> Tensor:
         """Rows of a table in int8, as float32: [T, k]. TensorRT looks up no int8 but may dequantize all of the table, so
@@ -198,7 +211,7 @@ class TensorRTNetwork:
 
     def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> Tensor:
         """A number, or numbers of any shape."""
-        array = np.ascontiguousarray(np.array(value, dtype))
+        array = np.array(value, dtype, order="C")
         key = (array.dtype.str, array.shape, array.tobytes())
 
         def make() -> Tensor:

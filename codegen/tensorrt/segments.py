@@ -97,7 +97,8 @@ def build(
     for node in segment.nodes:
         for read in node.all_input_nodes:
             _make_view(net, read)
-        net.emit(node, chosen_kernel(node, "tensorrt", tuple(kernels)).load_emit())
+        call = ALIASES.get(target_name(node.target))
+        net.emit(node, call or chosen_kernel(node, "tensorrt", tuple(kernels)).load_emit())
     for name, node in segment.outputs.items():
         net.output(_of_its_own(net, node), name)
     return net

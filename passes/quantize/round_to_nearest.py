@@ -61,7 +61,7 @@ class Quantize:
         for node in list(program.graph.nodes):
             if node.op != "call_function":
                 continue
-            reason = _why_kept(node)
+            reason = _why_kept(node) or (_why_not_in_fp8(node) if self.scheme.in_fp8 else "")
             if reason:
                 run.kept[reason] += 1
                 no_rewrite(self.name, node, f"it is among what stays in its dtype: {reason}")
@@ -96,7 +96,8 @@ class _Run:
         in_four_bits = self.scheme.group > 0
         weights = self._int4_weight(weight, node) if in_four_bits else self._weight(weight, node)
         if "linear" in self.rows_of:
-            call = inferc.linear_w4a8.default if in_four_bits else inferc.linear_w8a8.default
+            in_8_bits = inferc.linear_fp8.default if self.scheme.in_fp8 else inferc.linear_w8a8.default
+            call = inferc.linear_w4a8.default if in_four_bits else in_8_bits
             args = (*self._rows(x, node), *weights, node.meta["val"].dtype, bias, *residual)
         else:
             call = inferc.linear_int4.default if in_four_bits else inferc.linear_int8.default
@@ -133,10 +134,13 @@ class _Run:
 
     def _weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
         expression = self.program.weight(weight)
-        values, scales = weight_lib.int8_values(expression), weight_lib.int8_scales(expression)
+        if self.scheme.in_fp8:
+            values, scales = weight_lib.fp8_values(expression), weight_lib.fp8_scales(expression)
+        else:
+            values, scales = weight_lib.int8_values(expression), weight_lib.int8_scales(expression)
         name = str(weight.target)
         return (
-            self.program.add_weight(f"{name}.int8", values, before=before),
+            self.program.add_weight(f"{name}.{'fp8' if self.scheme.in_fp8 else 'int8'}", values, before=before),
             self.program.add_weight(f"{name}.scale", scales, before=before),
         )
 
@@ -153,10 +157,15 @@ class _Run:
     def _rows(self, x: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:
         if x not in self.rows:
             base = str(x.meta.get("name", x.name))
+            quantize = inferc.quantize_rows_fp8.default if self.scheme.in_fp8 else inferc.quantize_rows.default
             with self.program.graph.inserting_before(before):
-                both = self.program.graph.call_function(inferc.quantize_rows.default, (x,))
+                both = self.program.graph.call_function(quantize, (x,))
                 values, scale = (self.program.graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
-            for made, name in ((both, "quantized"), (values, "int8"), (scale, "scale")):
+            for made, name in (
+                (both, "quantized"),
+                (values, "fp8" if self.scheme.in_fp8 else "int8"),
+                (scale, "scale"),
+            ):
                 made.meta.update(name=f"{base}.{name}", layer=before.meta.get("layer"))
             infer_types(self.program, [both, values, scale])
             self.rows[x] = (values, scale)
@@ -195,6 +204,13 @@ def _why_kept(node: fx.Node) -> str:
     if node.target in LINEARS and node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
         return "products of what is not rows of tokens"
     return "routers" if _routes(node) else ""
+
+
+def _why_not_in_fp8(node: fx.Node) -> str:
+    """What reads a weight that stays in its dtype, whose rounding costs more than the product saves."""
+    if node.target == inferc.moe_experts.default:
+        return "experts"
+    return "embedding and LM head" if node.target in (inferc.lm_head.default, aten.embedding.default) else ""
 
 
 def _routes(node: fx.Node) -> bool:

@@ -28,7 +28,8 @@ class Scheme:
     quantizes_rows: bool  # the rows that a product reads become int8 too, as they are computed
     max_kl: float
     min_top1: float
-    group: int = 0  # of neighbours in four bits that share a scale; 0: int8, a scale for each output
+    group: int = 0  # of neighbours in four bits that share a scale; 0: 8 bits, a scale for each output
+    in_fp8: bool = False  # 8 bits are float8_e4m3fn, else int8
 
     @property
     def budget(self) -> Budget:
@@ -41,6 +42,15 @@ SCHEMES = {
         Scheme("int8", "W8A16: weights in int8 with a scale per output", False, max_kl=0.01, min_top1=0.9),
         Scheme(
             "w8a8", "W8A8: weights as in int8, rows in int8 with a scale per token", True, max_kl=0.05, min_top1=0.85
+        ),
+        Scheme(
+            "fp8",
+            "FP8: projections and the rows they read in float8_e4m3fn, with scales as in w8a8; experts, embedding and LM"
+            " head as they are",
+            True,
+            max_kl=0.1,
+            min_top1=0.8,
+            in_fp8=True,
         ),
         *(
             Scheme(

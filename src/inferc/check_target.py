@@ -12,6 +12,8 @@ from inferc.errors import ConfigError, InfercError, UnsupportedError
 if TYPE_CHECKING:
     from inferc.codegen.tensorrt.adapter import Library
 
+SCHEMES_OF_TENSORRT = ("int8", "w8a8", "fp8")
+
 
 def check_target(target: Target, config: CompileConfig) -> None:
     """Raise UnsupportedError for what a target does not do, before minutes of work; ConfigError without its packages."""
@@ -39,6 +41,8 @@ def check_config(target: Target, config: CompileConfig) -> None:
         raise UnsupportedError(
             f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
         )
+    if config.quantize == "fp8":
+        _check_fp8(target)
     if target.device == "onnx":
         _check_onnx(target, config)
     if target.device == "tensorrt":
@@ -53,7 +57,7 @@ def _check_tensorrt(target: Target, config: CompileConfig) -> None:
             f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
         )
     for name, found, known in (
-        ("--quantize", config.quantize, (None, "int8")),
+        ("--quantize", config.quantize, (None, *SCHEMES_OF_TENSORRT)),
         ("--kv-dtype", config.kv_dtype, ("auto", "float32", "bfloat16", "float16")),  # see CompileConfig.resolve
     ):
         if found not in known:
@@ -67,14 +71,26 @@ def _check_tensorrt(target: Target, config: CompileConfig) -> None:
         )
 
 
+def _check_fp8(target: Target) -> None:
+    if target.device not in ("tensorrt", "tensorrt-paged", "reference"):
+        raise UnsupportedError(
+            f"target {target.spec}: --quantize fp8 is built for tensorrt and tensorrt-paged alone; take int8 or w8a8"
+        )
+    if target.archs and not target.has_fp8:
+        raise UnsupportedError(
+            f"target {target.spec}: --quantize fp8, which chips before sm_89 do not multiply in; take int8 or w8a8"
+        )
+
+
 def _check_segments(target: Target, config: CompileConfig) -> None:
     if (config.tp, config.pp, config.ep) != (1, 1, 1):
         raise UnsupportedError(
             f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
         )
-    if config.quantize not in (None, "int8"):
+    if config.quantize not in (None, *SCHEMES_OF_TENSORRT):
         raise UnsupportedError(
-            f"target {target.spec}: --quantize {config.quantize} is not built yet; take int8, or leave it out"
+            f"target {target.spec}: --quantize {config.quantize} is not built yet; take {' or '.join(SCHEMES_OF_TENSORRT)},"
+            " or leave it out"
         )
 
 

@@ -114,10 +114,10 @@ def compile_model(
         typer.Option(
             "--quantize",
             metavar="SCHEME",
-            help="Store weights as integers, rounded to nearest. int8: a scale for each output, half the bytes of"
+            help="Store weights in 8 or 4 bits, rounded to nearest. int8: a scale for each output, half the bytes of"
             " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections and experts read become int8 too,"
-            " with a scale for each token: faster with many tokens, further from the model. int4, int4-g32, int4-g64,"
-            " int4-g128 (W4A8): projections and experts in four bits with a scale for each 32 (int4), 64 or 128 of"
+            " with a scale for each token: faster with many tokens, further from the model. fp8: projections and their"
+            " rows in E4M3, for tensorrt and tensorrt-paged on sm_89 and later. int4, int4-g32, int4-g64, int4-g128 (W4A8): projections and experts in four bits with a scale for each 32 (int4), 64 or 128 of"
             " them, rows as in w8a8, embedding and LM head as in int8. Norms and routers stay in DTYPE, the KV cache is"
             " in --kv-dtype (docs/quantization.md).",
         ),
@@ -289,12 +289,12 @@ def _layers(plan: Mapping[str, Any]) -> str:
 
 
 def _quantized(model: Mapping[str, Any], dtype: str) -> str:
-    """What is in integers and what is not, of a quantized artifact."""
+    """What is quantized and what is not."""
     if "quantization" not in model:
         return ""
     done = model["quantization"]
     kept = "".join(f", {what}" + (f" ({count})" if count > 1 else "") for what, count in done["kept"].items())
-    return f"; {done['scheme']}: {done['products']} products in integers; in {dtype}: norms{kept}"
+    return f"; {done['scheme']}: {done['products']} products quantized; in {dtype}: norms{kept}"
 
 
 def _ranges(numbers: list[int]) -> str:

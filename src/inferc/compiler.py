@@ -507,7 +507,7 @@ def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[
     nodes = [node for program in programs for node in program.graph.nodes]
     counts = Counter(str(node.meta["kernel"]) for node in nodes if "kernel" in node.meta)
     return [
-        {"name": kernel.name, "target": config.target.spec, "op": kernel.op, "nodes": count, "runs": True}
+        {"name": kernel.name, "target": config.target.spec, "op": kernel.op, "nodes": count}
         for kernel, count in ((kernel_named(name, config.kernels), count) for name, count in counts.items())
     ]
 

@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 Auto = Literal["auto"]
 DType = Literal["bfloat16", "float32", "float16"]
 KVDType = Literal["bfloat16", "float32", "float16", "int8"]
-Quantize = Literal["int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128"]
+Quantize = Literal["int8", "w8a8", "fp8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 Certify = Literal["full", "layers", "none"]
 Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
 
 # Words of the command line that name something real which this version does not do: refused by name, not as typos.
 NOT_BUILT = {
-    "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|fp8|mxfp4|nvfp4|auto"),
+    "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"fp8"),
 }
 DEFAULT_BLOCK_SIZE = 32

@@ -34,6 +34,7 @@ STORED_DTYPES = {
     "int64": ("I64", 8),
     "int32": ("I32", 4),
     "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }

@@ -53,6 +53,7 @@ PER_ELEMENT = {
     "inferc.silu_mul": 2,
     "inferc.gelu_mul": 8,
     "inferc.moe_routing": 4,
+    "inferc.quantize_rows_fp8": 3,
     "inferc.quantize_rows": 3,  # magnitude, division, rounding
     "inferc.rms_norm_quantize": 7,
     "inferc.rms_norm_add_quantize": 8,
@@ -438,6 +439,7 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.linear_int4": Matmul("x"),
     "inferc.linear_int8": Matmul("x"),
     "inferc.linear_w8a8": Matmul("x"),
+    "inferc.linear_fp8": Matmul("x"),
     "inferc.linear_w4a8": Matmul("x"),
 }
 """How an op's cost is made where the default is not it. Every op that takes a cache must be here."""

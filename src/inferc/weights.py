@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from inferc.errors import UnsupportedError
-from inferc.ops.quantize import quantize_int4, quantize_rows
+from inferc.ops.quantize import quantize_int4, quantize_rows, quantize_rows_fp8
 
+INT8_OPS = ("int8_values", "int8_scales")
+FP8_OPS = ("fp8_values", "fp8_scales")
 INT4_OPS = ("int4_values", "int4_group_scales", "int4_scales")  # in the order of what `quantize_int4` returns
 
 
@@ -142,11 +144,22 @@ def int8_values(weight: Weight) -> Weight:
     return Weight("int8_values", (weight,), weight.shape, torch.int8)
 
 
-def _read_int8(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
+def fp8_scales(weight: Weight) -> Weight:
+    """What each row along the last axis is divided by to be in fp8, in float32: weight [..., n, k], result [..., n]."""
+    return Weight("fp8_scales", (weight,), weight.shape[:-1], torch.float32)
+
+
+def fp8_values(weight: Weight) -> Weight:
+    """`weight` over its `fp8_scales`, rounded to the nearest float8_e4m3fn, ties to even."""
+    return Weight("fp8_values", (weight,), weight.shape, torch.float8_e4m3fn)
+
+
+def _read_8_bits(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
     """Either half of a quantized weight; both are computed from the same rows, so a chunk needs no other."""
     rows = read_rows(weight.args[0], reader, start, stop)
-    values, scales = quantize_rows(rows.flatten(0, -2))
-    return scales.view(rows.shape[:-1]) if weight.op == "int8_scales" else values.view(rows.shape)
+    quantize = quantize_rows if weight.op in INT8_OPS else quantize_rows_fp8
+    values, scales = quantize(rows.flatten(0, -2))
+    return values.view(rows.shape) if weight.op.endswith("_values") else scales.view(rows.shape[:-1])
 
 
 def int4_scales(weight: Weight, group: int) -> Weight:
@@ -308,8 +321,8 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
         return read_whole(weight.args[0], reader).permute(weight.perm)[start:stop]
     if weight.op == "mxfp4":
         return _read_mxfp4(weight, reader, start, stop)
-    if weight.op in ("int8_scales", "int8_values"):
-        return _read_int8(weight, reader, start, stop)
+    if weight.op in (*INT8_OPS, *FP8_OPS):
+        return _read_8_bits(weight, reader, start, stop)
     if weight.op in INT4_OPS:
         rows = read_rows(weight.args[0], reader, start, stop)
         found = quantize_int4(rows.flatten(0, -2), weight.dim)[INT4_OPS.index(weight.op)]
@@ -348,7 +361,7 @@ def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
 def _row_bytes(weight: Weight) -> int:
     """What a row of axis 0 takes while it is computed: integers and their scales come from whole rows in float32."""
     inner = weight.args[0] if weight.op == "pack" else weight
-    if inner.op in ("int8_scales", "int8_values", *INT4_OPS):
+    if inner.op in (*INT8_OPS, *FP8_OPS, *INT4_OPS):
         return 4 * math.prod(inner.args[0].shape[1:])
     return weight.num_bytes // num_rows(weight)
 

@@ -232,7 +232,6 @@ def test_inspect(tiny_artifact: Path) -> None:
         "target": "cpu",
         "op": "inferc.paged_attention",
         "nodes": 2,
-        "runs": True,
     }
 
 

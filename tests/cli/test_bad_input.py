@@ -134,7 +134,7 @@ def test_targets(model: Path) -> None:
 
 def test_an_unknown_scheme_lists_what_there_is(model: Path) -> None:
     assert (
-        "quantize is 'int9', expected int8 or w8a8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out"
+        "quantize is 'int9', expected int8 or w8a8 or fp8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out"
         in refused_compile(model, "--quantize", "int9")
     )
 

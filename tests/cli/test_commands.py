@@ -84,7 +84,7 @@ def test_compile_and_inspect_a_quantized_model(tmp_path: Path) -> None:
     assert facts["config"]["quantize"] == "w8a8"
     assert facts["model"]["quantization"] == {"scheme": "w8a8", "products": 8, "kept": kept}
     printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
-    assert "; w8a8: 8 products in integers; in bfloat16: norms, routers (2)\n" in printed
+    assert "; w8a8: 8 products quantized; in bfloat16: norms, routers (2)\n" in printed
     prompt = ["--prompt", "def", "--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--json"]
     generated = CliRunner().invoke(app, ["generate", str(tmp_path / "out"), *prompt])
     assert len(json.loads(generated.stdout)["outputs"][0]["token_ids"]) == 3

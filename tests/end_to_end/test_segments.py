@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from lowered import as_torch, make_plan
 import inferc
 from inferc.codegen.tensorrt.adapter import to_build
 from inferc.compiler import compile
-from inferc.config import CompileConfig, EngineConfig
+from inferc.config import CompileConfig, EngineConfig, Quantize
 from inferc.errors import UnsupportedError
 from inferc.kv_pools import cache_groups
 from inferc.runtime.artifact import load_artifact
@@ -62,10 +61,10 @@ def test_tokens_are_hugging_faces(model: str, arch: str, tmp_path: Path) -> None
         assert list(result.outputs[0].token_ids) == expected[: each.max_tokens]
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"], ids=["plain", "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8", "w8a8"])
 @pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_logits_are_near_the_references(
-    model: str, quantize: Literal["int8"] | None, arch: str, tmp_path: Path
+    model: str, quantize: Quantize | None, arch: str, tmp_path: Path
 ) -> None:
     """Prefill and decode, call by call and as graphs, which give the same ids."""
     for name, target in (("out", f"tensorrt-paged:{arch}"), ("reference", "reference")):

@@ -28,7 +28,7 @@ from inferc.runtime.artifact import inspect_artifact, load_artifact
 FOLDER = Path(__file__).parent / "on_fake_gpu" / "segments"
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "float32", {}),
-    "experts-int8": ("qwen3_moe", "float32", {"kv_dtype": "int8", "quantize": "int8"}),
+    "experts-int8": ("qwen3_moe", "float32", {"kv_dtype": "int8", "quantize": "w8a8"}),
     "qwen3": ("qwen3", "bfloat16", {"quantize": "int8"}),
 }
 
@@ -109,7 +109,7 @@ def test_no_chip_is_added_to_it(artifacts: Path) -> None:
     ("options", "message"),
     [
         ({"tp": 2}, "target tensorrt-paged:sm_86: a plan is for one GPU; leave out --tp"),
-        ({"quantize": "w8a8"}, "--quantize w8a8 is not built yet; take int8, or leave it out"),
+        ({"quantize": "int4"}, "--quantize int4 is not built yet; take int8 or w8a8 or fp8, or leave it out"),
         ({"dtype": "float16"}, "dtype 'float16' is not built yet for target tensorrt-paged:sm_86"),
         ({"target": "tensorrt-paged:sm_75"}, "target 'tensorrt-paged:sm_75': no kernels for sm_75; known: sm_80"),
         ({"target": "tensorrt-paged:sm_90"}, "target tensorrt-paged:sm_90: TensorRT-RTX .*, or --target cuda:sm_90"),

@@ -95,7 +95,7 @@ class Evaluated:
 def _constant(layer: Any, result: Any, weights: Mapping[str, Bytes]) -> Tensor:
     """A copy: the network points to memory of whoever made it. Of bfloat16 the bindings give no array."""
     dtype, shape = DTYPES[result.dtype], tuple(layer.shape)
-    name = layer.name.removesuffix(".integers").removesuffix(".words")
+    name = layer.name.removesuffix(".stored").removesuffix(".words")
     if name in weights:
         return torch.from_numpy(weights[name].data.copy()).view(dtype).reshape(shape)
     return torch.from_numpy(layer.weights.copy()).view(dtype).reshape(shape)
@@ -207,10 +207,30 @@ def _slice(layer: Any) -> Callable[..., Tensor]:
     return run
 
 
-def _dequantize(layer: Any) -> Callable[..., Tensor]:
-    assert layer.axis == 0
+def _quantize(layer: Any) -> Callable[..., Tensor]:
+    """By one scale: to the nearest number, of two the even one, and no further than the ends."""
     dtype = DTYPES[layer.get_output(0).dtype]
-    return lambda value, scale: (value.float() * scale.float()[:, None]).to(dtype)
+
+    def run(value: Tensor, scale: Tensor) -> Tensor:
+        assert scale.dim() == 0
+        within = value.float() / scale
+        if dtype == torch.float8_e4m3fn:
+            return within.clamp(-448, 448).to(dtype)
+        assert dtype == torch.int8
+        return within.round().clamp(-128, 127).to(dtype)
+
+    return run
+
+
+def _dequantize(layer: Any) -> Callable[..., Tensor]:
+    """By one scale, or by one for each of the first axis."""
+    axis, dtype = layer.axis, DTYPES[layer.get_output(0).dtype]
+
+    def run(value: Tensor, scale: Tensor) -> Tensor:
+        assert scale.dim() == 0 or axis == 0
+        return (value.float() * (scale.float()[:, None] if scale.dim() else scale)).to(dtype)
+
+    return run
 
 
 def _attention(layer: Any) -> Callable[..., Tensor]:
@@ -260,6 +280,7 @@ RUN: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "ATTENTION_INPUT": lambda _: lambda: None,
     "ATTENTION_OUTPUT": _attention,
     "KV_CACHE_UPDATE": _kv_cache_update,
+    "QUANTIZE": _quantize,
     "DEQUANTIZE": _dequantize,
 }
 CLASSES = {
@@ -282,5 +303,6 @@ CLASSES = {
     "ATTENTION_INPUT": trt.IAttentionInputLayer,
     "ATTENTION_OUTPUT": trt.IAttentionOutputLayer,
     "KV_CACHE_UPDATE": trt.IKVCacheUpdateLayer,
+    "QUANTIZE": trt.IQuantizeLayer,
     "DEQUANTIZE": trt.IDequantizeLayer,
 }

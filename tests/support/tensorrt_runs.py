@@ -15,16 +15,15 @@ from inferc.codegen.tensorrt.adapter import Building, to_build
 from inferc.codegen.tensorrt.emit import build, read_weights
 from inferc.passes.choose_kernels import ChooseKernels
 
-ARCH = "sm_86"
-TENSORRT = Target("tensorrt", (ARCH,))
+TENSORRT = Target("tensorrt", ("sm_86",))
 MOST = 64  # of a dynamic axis, for which a plan is built
 
 
-def run_tensorrt(made: Example, folder: Path, *, with_plan: bool = True) -> list[Tensor]:
+def run_tensorrt(made: Example, folder: Path, target: Target = TENSORRT, *, with_plan: bool = True) -> list[Tensor]:
     """What the example's network computes, and that TensorRT builds it."""
-    program = made.program
-    ChooseKernels(TENSORRT)(program)
-    building = Building.begin(to_build(ARCH, None), ARCH)
+    program, (arch,) = made.program, target.archs
+    ChooseKernels(target)(program)
+    building = Building.begin(to_build(arch, None), arch)
     weights = read_weights(write_weights(program, made.reader, folder), folder)
     net = build(program, weights, building)
     results: tuple[fx.Node, ...] = program.output().args[0]  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.registry import define
 
 LARGEST = 127  # not -128: so that the negative of every number is one too
+LARGEST_FP8 = 448.0  # the largest number of four bits of exponent and three of mantissa
 LARGEST_INT4 = -8  # what the element of largest magnitude becomes, whatever its sign: all sixteen values are used
 INT32_MOST = 2**31 - 1
 
@@ -103,6 +104,44 @@ def linear_w8a8(
     """
     # float64 holds every sum of int32 exactly, and its product is a fast one.
     sums = torch.nn.functional.linear(x.double(), weight.double()).float()
+    return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
+
+
+def _rows_fp8_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+@define("quantize_rows_fp8(Tensor x) -> (Tensor, Tensor)", _rows_fp8_fake)
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as float8_e4m3fn with a scale of its own: x [rows, k]; result [rows, k] and [rows] float32.
+
+    The scale is the row's largest magnitude over 448, or 1 for a row of zeros; numbers round to nearest, ties to even.
+    A row with a NaN or an infinity has a scale that is no finite number. The format is E4M3 of "FP8 Formats for Deep
+    Learning" (https://arxiv.org/abs/2209.05433).
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1) / LARGEST_FP8
+    scale = scale.masked_fill(scale == 0, 1.0)
+    within = (wide / scale[:, None]).nan_to_num(0.0).clamp(-LARGEST_FP8, LARGEST_FP8)
+    return within.to(torch.float8_e4m3fn), scale
+
+
+@define(
+    "linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, ScalarType dtype, Tensor? bias=None,"
+    " Tensor? residual=None) -> Tensor",
+    _linear_w8a8_fake,
+)
+def linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`linear` of rows and weights in float8_e4m3fn: products are exact, sums in float32, scaled as in `linear_w8a8`."""
+    sums = torch.nn.functional.linear(x.float(), weight.float())
     return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
 
 

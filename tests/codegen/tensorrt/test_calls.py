@@ -12,6 +12,7 @@ from dense_cases import EXPERTS, EXPRESSIONS, PLAIN, ROUTING
 from graphs import Example, example, random, rows
 from tensorrt_runs import TENSORRT, run_tensorrt
 
+from inferc.codegen.target import Target
 from inferc.codegen.tensorrt import calls
 from inferc.errors import UnsupportedError
 from inferc.ops.pointwise import FUNCTIONS
@@ -20,12 +21,14 @@ from inferc.passes.choose_kernels import ChooseKernels
 inferc = torch.ops.inferc
 
 
-def check(made: Example, folder: Path, tolerance: float = 2e-6) -> None:
+def check(made: Example, folder: Path, tolerance: float = 2e-6, target: Target = TENSORRT) -> None:
     want = made.run()
-    found = run_tensorrt(made, folder)
+    found = run_tensorrt(made, folder, target)
     assert len(found) == len(want)
     for ours, theirs in zip(found, want, strict=True):
         assert ours.dtype == theirs.dtype
+        if ours.dtype == torch.float8_e4m3fn:
+            ours, theirs = ours.float(), theirs.float()
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -100,3 +103,29 @@ QUANTIZED: dict[str, tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]
 def test_weights_in_int8(name: str, tmp_path: Path) -> None:
     graph, inputs, weights = QUANTIZED[name]
     check(example(graph, inputs, weights), tmp_path, 2e-5)
+
+
+ROUNDED: dict[str, tuple[Target, Any, Any]] = {
+    "int8": (TENSORRT, inferc.quantize_rows.default, inferc.linear_w8a8.default),
+    "fp8": (Target("tensorrt", ("sm_89",)), inferc.quantize_rows_fp8.default, inferc.linear_fp8.default),
+}
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_rounded_rows(kind: str, has_more: bool, tmp_path: Path) -> None:
+    """What they are rounded to is the reference's too; of zeros, and of what is no number."""
+    target, quantize, linear = ROUNDED[kind]
+    values, scale = quantize(random(6, 40))
+
+    def graph(x: Any, w: Any, scale: Any, bias: Any, residual: Any) -> Any:
+        both = quantize(x)
+        more = (bias, residual) if has_more else ()
+        return both[0], both[1], linear(both[0], both[1], w, scale, torch.float32, *more)
+
+    x = rows(40) * torch.tensor([1.0, 0.0, 1e-4, 300.0, 1.0])[:, None]
+    inputs, weights = {"x": x, "residual": rows(6)}, {"w": values, "scale": scale, "bias": random(6)}
+    check(example(graph, inputs, weights), tmp_path, target=target)
+    x[3, 5], x[4, 7] = torch.inf, torch.nan
+    *_, found = run_tensorrt(example(graph, inputs, weights), tmp_path, target)
+    assert found[:3].isfinite().all() and found[3:].isnan().all()

@@ -38,7 +38,7 @@ def lowered(
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("quantize", [None, "int8"], ids=["plain", "int8"])
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "w8a8"])
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RUN]
 )
@@ -89,7 +89,9 @@ def test_equal_layers_of_shipped_models_share_a_plan_without_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-moe", "tiny-llama", "tiny-draft"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
-@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8"), ("bfloat16", "w8a8")]
+)
 def test_shipped_models_build(model: str, arch: str, dtype: str, quantize: str | None) -> None:
     program = lowered(load(SHIPPED / model), dtype, arch, quantize=quantize)
     kinds = {layer["kind"] for each in plans(program, to_build(arch, None), arch) for layer in each.layers}

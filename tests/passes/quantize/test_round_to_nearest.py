@@ -213,6 +213,29 @@ def test_the_rows_of_the_lm_head_are_quantized_too() -> None:
     made_tied().check(W8A8, 2, golden, tolerance=0.05)
 
 
+def test_projections_alone_are_in_fp8() -> None:
+    golden = """
+        %x: float32[s0, 8] = input
+        %residual: float32[s0, 6] = input
+        %0: (float8_e4m3fn[s0, 8], float32[s0]) = inferc.quantize_rows_fp8(%x)
+        %1: float8_e4m3fn[s0, 8] = getitem(%0, 0)
+        %2: float32[s0] = getitem(%0, 1)
+        %3: float32[s0, 12] = inferc.linear_fp8(%1, %2, @qkv.fp8, @qkv.scale, float32, @bias)
+        %4: float32[s0, 4] = aten.slice.Tensor(%3, -1, 0, 4)
+        %5: float32[s0, 6] = inferc.linear_fp8(%1, %2, @o.fp8, @o.scale, float32, None, %residual)
+        return (%4, %5)
+    """
+    fp8, made = Quantize(SCHEMES["fp8"]), projected()
+    before = made.run()
+    made.check(fp8, 2, golden, tolerance=1.0)
+    for found, was in zip(made.run(), before):
+        error = (found - was).pow(2).mean().sqrt() / was.pow(2).mean().sqrt()
+        assert 1e-3 < error < 0.05
+    for others, reason, count in ((made_tied(), "embedding and LM head", 2), (made_experts(), "experts", 1)):
+        others.check_untouched(fp8)
+        assert others.program.info["quantization"]["kept"] == {reason: count}
+
+
 def test_what_stays_is_counted_with_the_reason() -> None:
     def graph(positions: Any, x: Any, embed: Any, router: Any, gate: Any, heads: Any, up: Any) -> Any:
         h = aten.add.Tensor(aten.embedding.default(embed, positions), x)

@@ -1,0 +1,60 @@
+"""Products of rows that are rounded as they are computed, each by a scale of its own.
+
+TensorRT multiplies in int8 or fp8 where both operands come out of `Dequantize` layers with one scale. Theirs is a power of two,
+which rounds nothing and keeps sums within 16 bits; the scales of rows and of outputs, which it has no product for, multiply the
+sums in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
+from inferc.ops.quantize import LARGEST, LARGEST_FP8
+from inferc.program import arguments, named_arguments
+
+# Of a dtype the largest number, and what a 1 counts for between the layers, so that no number is beyond 1.
+LARGEST_AND_UNIT = {torch.int8: (float(LARGEST), 2.0**-7), torch.float8_e4m3fn: (LARGEST_FP8, 2.0**-9)}
+
+
+def quantize_rows(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
+    """A row with a NaN or an infinity gets NaN for its scale: what a maximum makes of it is not said."""
+    values, _ = node.meta["val"]
+    largest, unit = LARGEST_AND_UNIT[values.dtype]
+    wide = net.wide(arguments(node)[0])
+    magnitude = net.unary("ABS", wide)
+    scale = net.elementwise("DIV", net.reduce("MAX", magnitude, 1), net.number(largest, 2))
+    scale = net.where(net.elementwise("EQUAL", scale, net.number(0.0, 2)), net.number(1.0, 2), scale)
+    is_finite = net.elementwise("LESS", net.reduce("SUM", magnitude, 1), net.number(math.inf, 2))
+    scale = net.where(is_finite, scale, net.number(math.nan, 2))
+    within = net.elementwise("DIV", wide, net.times(scale, 1 / unit))
+    rounded = net.add("quantize", within, net.number(unit, 0), net.dtype(values.dtype))
+    return rounded, net.view(scale, -1)
+
+
+def quantize_rows_fp8(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
+    return quantize_rows(net, node)
+
+
+def linear_fp8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
+    return linear_w8a8(net, node)
+
+
+def linear_w8a8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
+    """The sums are rounded to the result's dtype once more than in the reference, before they are scaled."""
+    named: dict[str, Any] = named_arguments(node)
+    x, weight, dtype = named["x"], named["weight"], node.meta["val"].dtype
+    _, unit = LARGEST_AND_UNIT[x.meta["val"].dtype]
+    rows = net.add("dequantize", net.value(x), net.number(unit, 0), net.dtype(dtype))
+    matrix = net.dequantized_by(weight, unit, dtype)
+    sums = net.cast(net.matmul(rows, matrix, transposed=True), torch.float32)
+    by_row = net.times(net.view(net.value(named["x_scale"]), -1, 1), unit**-2)
+    product = net.mul(net.mul(sums, by_row), net.value(named["scale"]))
+    if named["bias"] is not None:
+        product = net.plus(product, net.wide(named["bias"]))
+    product = net.cast(product, dtype)
+    return product if named["residual"] is None else net.plus(product, net.value(named["residual"]))
