@@ -1,0 +1,93 @@
+"""What TensorRT makes of the models that ship: sizes and layers of the plans, and how long they take to build. No GPU is needed.
+
+    python benchmarks/tensorrt_build.py [--arch sm_89] [--models tiny-llama …] [--turns 3] [--out FILE]
+
+Each model as a whole step (`tensorrt`) and as segments between our kernels (`tensorrt-paged`), in bfloat16 and under every scheme that is
+built for them. Times are of all of `inferc compile --certify none`, medians of `--turns` compiles in turn; the memory's read bandwidth
+is measured before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from measured import ROOT, save
+
+from inferc.check_target import SCHEMES_OF_TENSORRT
+from inferc.compiler import compile
+from inferc.config import CompileConfig, available_cores
+from inferc.machine import measure_read
+from inferc.runtime.artifact import inspect_artifact
+
+TARGETS = ("tensorrt", "tensorrt-paged")
+MODELS = ("tiny-llama", "tiny-moe", "tiny-draft")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm_89")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "tensorrt-build.json")
+    options = parser.parse_args()
+    reads = [measure_read(available_cores()) / 1e9]
+    seconds: dict[tuple[str, str, str | None], list[float]] = defaultdict(list)
+    rows: dict[tuple[str, str, str | None], dict[str, Any]] = {}
+    for turn in range(options.turns):
+        for model in options.models:
+            for target in TARGETS:
+                for scheme in (None, *SCHEMES_OF_TENSORRT):
+                    case = (model, target, scheme)
+                    rows[case], taken = built(model, f"{target}:{options.arch}", scheme)
+                    seconds[case].append(taken)
+        print(f"turn {turn + 1} of {options.turns}", flush=True)
+    reads.append(measure_read(available_cores()) / 1e9)
+    print("| model | target | weights | plans | their bytes | beside them | layers | compiled in |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case, row in rows.items():
+        row["seconds"] = seconds[case]
+        print(
+            f"| {row['model']} | {row['target'].partition(':')[0]} | {row['scheme']} | {row['num_plans']} |"
+            f" {row['plan_bytes'] / 1e6:.1f} MB | {row['weights_bytes'] / 1e6:.1f} MB | {sum(row['layers'].values())} |"
+            f" {statistics.median(row['seconds']):.1f} s |"
+        )
+    print(f"memory read: {reads[0]:.1f} and {reads[1]:.1f} GB/s")
+    save({"rows": [*rows.values()], "read_gb_s": reads}, options.out)
+
+
+def built(model: str, target: str, scheme: Any) -> tuple[dict[str, Any], float]:
+    """(what came of it, seconds). layers: by kind, of all plans, as the networks had them."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        config = CompileConfig(target=target, dtype="bfloat16", quantize=scheme, certify="none")
+        start = time.perf_counter()
+        compile(ROOT / "examples" / "models" / model, out, config)
+        taken = time.perf_counter() - start
+        facts = inspect_artifact(out)
+        of_plans = facts["tensorrt"]
+        plans = of_plans.get("plans") or [of_plans]
+        layers: dict[str, int] = defaultdict(int)
+        for plan in plans:
+            for kind, count in plan["layers"].items():
+                layers[kind] += count
+        row = {
+            "model": model,
+            "target": target,
+            "scheme": scheme or "bfloat16",
+            "package": f"{of_plans['package']} {of_plans['version']}",
+            "num_plans": len(plans),
+            "plan_bytes": sum(plan["plan_bytes"] for plan in plans),
+            "weights_bytes": sum(path.stat().st_size for path in out.glob("*.safetensors")),
+            "layers": dict(layers),
+        }
+    return row, taken
+
+
+if __name__ == "__main__":
+    main()
