@@ -28,8 +28,8 @@ from inferc.runtime.artifact import inspect_artifact, load_artifact
 FOLDER = Path(__file__).parent / "on_fake_gpu" / "segments"
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "float32", {}),
-    "experts-int8": ("qwen3_moe", "float32", {"kv_dtype": "int8", "quantize": "w8a8"}),
-    "qwen3": ("qwen3", "bfloat16", {"quantize": "int8"}),
+    "experts-int8": ("qwen3_moe", "float32", {"kv_dtype": "int8", "quantize": "int8"}),
+    "qwen3": ("qwen3", "bfloat16", {"quantize": "w8a8"}),
 }
 
 

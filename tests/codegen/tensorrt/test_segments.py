@@ -38,31 +38,29 @@ def lowered(
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "w8a8"])
+@pytest.mark.parametrize(
+    "quantize", [None, "w8a8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "fp8"))]
+)
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RUN]
 )
 def test_segments_of_a_family_compute_what_its_references_do(name: str, quantize: str | None, tmp_path: Path) -> None:
     family = RUN[name]
     checkpoint = load(make_random_model(family.model_type(name), tmp_path / "m", **family.fields))
-    program = lowered(checkpoint, "float32", quantize=quantize)
+    arch = "sm_89" if quantize == "fp8" else "sm_86"
+    program = lowered(checkpoint, "float32", arch, quantize=quantize)
     if quantize is not None:
-        read_in_integers = [
-            each
-            for segment in segments_of(program)
-            for each in segment.inputs.values()
-            if each.meta["val"].dtype == torch.int8
-        ]
-        assert len(read_in_integers) >= 3, "the engines' products have integers for weights"
-    made, read, calls = networks(program), weight_reader(program, checkpoint.reader), []
-    want = run_lowered(program, read, PROMPTS, 8)
+        read = [each.meta["val"] for segment in segments_of(program) for each in segment.inputs.values()]
+        assert sum(each.element_size() == 1 for each in read) >= 3, "the engines' products have weights in 8 bits"
+    made, read_weight, calls = networks(program, arch), weight_reader(program, checkpoint.reader), []
+    want = run_lowered(program, read_weight, PROMPTS, 8)
 
     def step(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(given)
         return run_segments(given[0], made, given[1], given[2])  # type: ignore[arg-type]
 
     with mock.patch.object(reference, "run_step", step):
-        found = run_lowered(program, read, PROMPTS, 8)
+        found = run_lowered(program, read_weight, PROMPTS, 8)
     assert len(calls) == 4
     for ours, theirs in zip(found, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=float(1e-5 * theirs.abs().max()))
