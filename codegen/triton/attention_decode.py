@@ -28,9 +28,10 @@ from inferc.codegen.triton.attention_tiles import (
 )
 from inferc.codegen.triton.source import Source
 
-PREFIX_ROWS = 64  # of `prefix_attention`, with half as many of more than 128 numbers
+PREFIX_ROWS = 64  # of `prefix_attention`, or half as many: see `prefix_rows`
 DECODE_STAGES = 3
 CELLS_STACK_BYTES = 96  # what ptxas may keep in memory in the invariant order: 72 of eight heads a kv head, on sm_80
+PREFIX_STACK_BYTES = 64  # the same, of a prefix in int8: 64 of 128 numbers and a head for each kv head, on sm_120
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -284,7 +285,9 @@ def prefix_attention(
     """
     assert mask == "causal", mask
     shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
-    return _source(dtype, shape, prefix_rows(heads // kv_heads, dim), num_programs, TILES, of_prefix=True, shared=False)
+    return _source(
+        dtype, shape, prefix_rows(heads // kv_heads, dim, int8_kv), num_programs, TILES, of_prefix=True, shared=False
+    )
 
 
 def _source(
@@ -313,7 +316,11 @@ def _source(
         },
         grid=("NUM_PROGRAMS", "1", "1"),
         num_warps=decode_warps(rows, dim),
-        stack_bytes=max(stack_bytes(dtype, dim, int8_kv), CELLS_STACK_BYTES if cells != TILES and dim > 64 else 0),
+        stack_bytes=max(
+            stack_bytes(dtype, dim, int8_kv),
+            CELLS_STACK_BYTES if cells != TILES and dim > 64 else 0,
+            PREFIX_STACK_BYTES if of_prefix and int8_kv else 0,
+        ),
     )
 
 
@@ -348,10 +355,12 @@ def prefix_bytes(heads: int, dim: int) -> int:
     return 4 * heads * (dim + 2)
 
 
-def prefix_rows(group: int, dim: int) -> int:
-    return max(PREFIX_ROWS if dim <= 128 else PREFIX_ROWS // 2, decode_rows(group))
+def prefix_rows(group: int, dim: int, int8_kv: bool) -> int:
+    """As many as registers hold: K and V in int8 of small heads are widened in more of them."""
+    fits = dim <= 128 and not (int8_kv and dim <= 64)
+    return max(PREFIX_ROWS if fits else PREFIX_ROWS // 2, decode_rows(group))
 
 
-def prefix_members(group: int, dim: int) -> int:
+def prefix_members(group: int, dim: int, int8_kv: bool) -> int:
     """The most sequences of which `prefix_attention` does a group; group: query heads of a kv head."""
-    return prefix_rows(group, dim) // group
+    return prefix_rows(group, dim, int8_kv) // group

@@ -302,8 +302,9 @@ def _prefix_attention(b: Builder, out: Operand, shape: dict[str, Any], cache_gro
     """The keys that sequences share, in steps that have such groups: the host says which in a `SharedPrefixes`."""
     heads, kv_heads, dim, mask, window = (shape[name] for name in ("heads", "kv_heads", "dim", "mask", "window"))
     group = heads // kv_heads
-    members = attention_decode.prefix_members(group, dim)
-    partial = attention_decode.partial_bytes(attention_decode.prefix_rows(group, dim), dim, NUM_PROGRAMS)
+    rows = attention_decode.prefix_rows(group, dim, shape["int8_kv"])
+    members = attention_decode.prefix_members(group, dim, shape["int8_kv"])
+    partial = attention_decode.partial_bytes(rows, dim, NUM_PROGRAMS)
     places, scratch = _of_plan(f"{kind}_prefix", partial)
     counts = {"counts_ptr": {"input": f"group_counts_{cache_group}"}}
     lengths = {"seq_lens_ptr": {"input": f"group_keys_{cache_group}"}}

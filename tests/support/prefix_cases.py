@@ -32,14 +32,14 @@ def prefix_cases() -> Iterator[Case]:
         tensors, result, cache = inputs(step, groups)
         shared = torch.zeros(len(step.seqs), dtype=torch.int32)
         for members, keys in groups:
-            assert len(members) <= prefix_members(step.group, step.dim)
+            assert len(members) <= prefix_members(step.group, step.dim, step.int8_kv)
             shared[list(members)] = keys
         of_all = [seq for members, _ in groups for seq in members]
         starts = torch.tensor([0, *(len(of_group) for of_group, _ in groups)]).cumsum(0)
         lengths = torch.tensor([keys for _, keys in groups], dtype=torch.int32)
         of_groups = {
             **{name: value for name, value in tensors.items() if name not in ("out_ptr", "seq_lens_ptr")},
-            **of_plan(_line(step, lengths), prefix_rows(step.group, step.dim), step),
+            **of_plan(_line(step, lengths), prefix_rows(step.group, step.dim, step.int8_kv), step),
             "seq_lens_ptr": lengths,
             "members_ptr": torch.tensor(of_all, dtype=torch.int32),
             "member_start_ptr": starts.to(torch.int32),

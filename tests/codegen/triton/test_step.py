@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ pytest.importorskip("triton")
 
 from inferc.codegen.kernels import select
 from inferc.codegen.target import Target
+from inferc.codegen.triton.attention_decode import prefix_attention
+from inferc.codegen.triton.build import build_fitting
 from inferc.codegen.triton.builders import Builders, worth
 from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.codegen.triton.gemm import ROW_BOUNDS
@@ -121,18 +124,48 @@ def test_a_weight_in_another_dtype_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "quantize"), [(32, 8, 128, None), (32, 8, 128, "int8"), (16, 8, 256, None)]
+    ("heads", "kv_heads", "dim", "quantize", "kv_dtype"),
+    [
+        *((32, 8, 128, None, "auto"), (32, 8, 128, "int8", "auto"), (16, 8, 256, None, "auto")),
+        *((32, 8, 128, "int8", "int8"), (32, 32, 128, None, "int8"), (32, 8, 64, None, "int8")),
+    ],
 )
 def test_kernels_of_an_8b_shape_compile_for_every_chip(
-    arch: str, heads: int, kv_heads: int, dim: int, quantize: str | None
+    arch: str, heads: int, kv_heads: int, dim: int, quantize: str | None, kv_dtype: str
 ) -> None:
     """`build` refuses what spills, or takes more shared memory than a block may."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": heads, "head_dim": dim}
     sizes |= {"num_key_value_heads": kv_heads}
     config = AutoConfig.for_model("llama", vocab_size=128256, num_hidden_layers=2, **sizes)
     program = capture(from_config(config, None), "bfloat16", 8192, check=False)
-    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize))
+    lower(program, LowerConfig(Target.parse(f"cuda:{arch}"), quantize=quantize, kv_dtype=kv_dtype))
     step = emit(program, memory_plan(program).values)
     with Builders(worth(len(step.sources))) as builders:
         cubins = dict(step.compile(arch, builders))
     assert {cubin.record.arch for cubin in cubins.values()} == {arch}
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "dims"),
+    [
+        ("sm_86", [(2, 1)], [64]),  # of a model that ships
+        *(
+            pytest.param(
+                arch, [(4, 4), (4, 2), (8, 2), (14, 2), (16, 2)], [32, 64, 80, 96, 128, 256], marks=pytest.mark.slow
+            )
+            for arch in ARCHS
+        ),
+    ],
+)
+def test_prefixes_in_int8_compile(arch: str, heads: list[tuple[int, int]], dims: list[int]) -> None:
+    """Where they spilled, no model with such heads could be compiled."""
+    for (num_heads, kv_heads), dim in product(heads, dims):
+        shape: dict[str, Any] = {
+            "heads": num_heads,
+            "kv_heads": kv_heads,
+            "dim": dim,
+            "strides": (num_heads * dim,) * 2,
+        }
+        shape |= {"layers": 2, "block_size": 32, "scale": dim**-0.5, "softcap": 0.0, "mask": "causal", "window": 0}
+        made = prefix_attention("bfloat16", has_sinks=False, num_programs=528, int8_kv=True, **shape)
+        build_fitting(made, "prefix_attention", "inferc.paged_attention", arch)
