@@ -213,18 +213,16 @@ def _quantization(name: str | None) -> tuple[Pass, ...]:
 
 
 def _quantization_elsewhere(config: LowerConfig) -> tuple[Pass, ...]:
-    """For runtimes that read rows in integers in some products alone: none does for experts; onnxruntime's kernels for
-    four bits round rows by themselves, each block by its own scale, and none of its kernels for a GPU reads such rows;
-    the LM head behind TensorRT's segments is a kernel of ours, and a GPU's read rows in floats."""
+    """For runtimes that read rounded rows in some products alone, and of experts in none."""
     if config.quantize is None:
         return ()
     scheme = SCHEMES[config.quantize]
     rows_of: tuple[Reader, ...] = ("linear", "head")
     if config.target.spec == "onnx:cuda":
         rows_of = ()
-    elif scheme.group:
+    elif scheme.group:  # onnxruntime's kernels for four bits round rows by themselves, each block by its own scale
         rows_of = ("head",)
-    elif config.target.has_segments:
+    elif config.target.has_segments:  # behind which the LM head is a kernel of ours, that reads rows in floats
         rows_of = ("linear",)
     return (Quantize(scheme, rows_of=rows_of),)
 

@@ -167,7 +167,7 @@ class Artifact:
         return _read_checked(self.path, name, self.manifest["files"][name])
 
     def weight(self, name: str) -> NDArray[Any]:
-        """The stored tensor `name`, in its physical shape: a read-only view of the mapped file (bfloat16 as uint16, fp8 as uint8)."""
+        """The stored tensor `name`, in its physical shape: a read-only view of the mapped file, bfloat16 and fp8 as bits."""
         weight = next((weight for weight in self.weights if weight.name == name), None)
         if weight is None:
             raise KeyError(f"{self.path} has no weight {name!r}")

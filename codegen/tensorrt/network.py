@@ -96,7 +96,9 @@ class TensorRTNetwork:
 
         def make() -> Tensor:
             shape = [int(size) for size in weight.meta["val"].shape]
-            scales = self.view(self.cast(self.value(scale), dtype), -1)
+            # In float16 the scales of small weights would lose bits.
+            of_scales = torch.float32 if dtype == torch.float16 else dtype
+            scales = self.view(self.cast(self.value(scale), of_scales), -1)
             layer = self.layer("dequantize", self._stored(weight), scales, self.dtype(dtype))
             layer.axis = 0
             return self.view(layer.get_output(0), *shape)

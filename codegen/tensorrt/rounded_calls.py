@@ -22,7 +22,9 @@ LARGEST_AND_UNIT = {torch.int8: (float(LARGEST), 2.0**-7), torch.float8_e4m3fn: 
 
 
 def quantize_rows(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
-    """A row with a NaN or an infinity gets NaN for its scale: what a maximum makes of it is not said."""
+    """A row with a NaN or an infinity gets NaN for its scale, as what a maximum makes of it is not said; so does one whose
+    magnitudes add up to more than float32 holds.
+    """
     values, _ = node.meta["val"]
     largest, unit = LARGEST_AND_UNIT[values.dtype]
     wide = net.wide(arguments(node)[0])
@@ -34,14 +36,6 @@ def quantize_rows(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
     within = net.elementwise("DIV", wide, net.times(scale, 1 / unit))
     rounded = net.add("quantize", within, net.number(unit, 0), net.dtype(values.dtype))
     return rounded, net.view(scale, -1)
-
-
-def quantize_rows_fp8(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
-    return quantize_rows(net, node)
-
-
-def linear_fp8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    return linear_w8a8(net, node)
 
 
 def linear_w8a8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
@@ -58,3 +52,6 @@ def linear_w8a8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
         product = net.plus(product, net.wide(named["bias"]))
     product = net.cast(product, dtype)
     return product if named["residual"] is None else net.plus(product, net.value(named["residual"]))
+
+
+quantize_rows_fp8, linear_fp8 = quantize_rows, linear_w8a8  # whose dtypes say what they are of

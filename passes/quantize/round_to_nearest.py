@@ -1,8 +1,8 @@
 """Quantize weights, and for some schemes the rows they multiply, by rounding to nearest.
 
-A weight becomes two expressions over what it was: int8 values and a float32 scale for each output. Decoding reads half
-the bytes of bfloat16. Nothing is calibrated: a scale is the largest magnitude over 127. Rows that several products read
-are quantized once.
+A weight becomes two expressions over what it was: values in int8, in fp8 or in four bits, and a float32 scale for each
+output. In 8 bits decoding reads half the bytes of bfloat16. Nothing is calibrated: a scale is the largest magnitude over
+the largest number there is. Rows that several products read are quantized once.
 
 What stays in the model's dtype is counted, with the reason: routers, whose choices tip on a rounding; products of each
 head by its own matrix; tables of positions.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from inferc import weights as weight_lib
 from inferc.passes.quantize.schemes import Scheme
 from inferc.passes.rewrite import infer_types, no_rewrite
 from inferc.program import Program, arguments, named_arguments
+from inferc.weights import Weight
 
 log = logging.getLogger(__name__)
 aten, inferc = torch.ops.aten, torch.ops.inferc
@@ -38,6 +40,25 @@ BEFORE_ROUTING = (
     *(aten.view.default, aten.slice.Tensor),
 )
 
+
+@dataclass(frozen=True)
+class _Format:
+    """What makes a weight and the rows of a product 8 bits each, and the product of both."""
+
+    values: Callable[[Weight], Weight]
+    scales: Callable[[Weight], Weight]
+    quantize_rows: Any
+    linear: Any
+
+
+_FORMATS = {
+    "int8": _Format(
+        weight_lib.int8_values, weight_lib.int8_scales, inferc.quantize_rows.default, inferc.linear_w8a8.default
+    ),
+    "fp8": _Format(
+        weight_lib.fp8_values, weight_lib.fp8_scales, inferc.quantize_rows_fp8.default, inferc.linear_fp8.default
+    ),
+}
 
 Reader = Literal["linear", "head", "experts"]
 READERS: tuple[Reader, ...] = ("linear", "head", "experts")
@@ -61,7 +82,7 @@ class Quantize:
         for node in list(program.graph.nodes):
             if node.op != "call_function":
                 continue
-            reason = _why_kept(node) or (_why_not_in_fp8(node) if self.scheme.in_fp8 else "")
+            reason = _why_kept(node) or (_why_not_in_fp8(node) if self.scheme.format == "fp8" else "")
             if reason:
                 run.kept[reason] += 1
                 no_rewrite(self.name, node, f"it is among what stays in its dtype: {reason}")
@@ -89,15 +110,16 @@ class _Run:
     rows_of: tuple[Reader, ...]
     count: int = 0
     kept: Counter[str] = field(default_factory=Counter)
-    rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)  # of x: its int8 rows and their scales
+    rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(
+        default_factory=dict
+    )  # of x: its rows in 8 bits and their scales
 
     def linear(self, node: fx.Node) -> None:
         x, weight, bias, *residual = arguments(node)
         in_four_bits = self.scheme.group > 0
         weights = self._int4_weight(weight, node) if in_four_bits else self._weight(weight, node)
         if "linear" in self.rows_of:
-            in_8_bits = inferc.linear_fp8.default if self.scheme.in_fp8 else inferc.linear_w8a8.default
-            call = inferc.linear_w4a8.default if in_four_bits else in_8_bits
+            call = inferc.linear_w4a8.default if in_four_bits else _FORMATS[self.scheme.format].linear
             args = (*self._rows(x, node), *weights, node.meta["val"].dtype, bias, *residual)
         else:
             call = inferc.linear_int4.default if in_four_bits else inferc.linear_int8.default
@@ -134,14 +156,10 @@ class _Run:
 
     def _weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
         expression = self.program.weight(weight)
-        if self.scheme.in_fp8:
-            values, scales = weight_lib.fp8_values(expression), weight_lib.fp8_scales(expression)
-        else:
-            values, scales = weight_lib.int8_values(expression), weight_lib.int8_scales(expression)
-        name = str(weight.target)
+        of, name = _FORMATS[self.scheme.format], str(weight.target)
         return (
-            self.program.add_weight(f"{name}.{'fp8' if self.scheme.in_fp8 else 'int8'}", values, before=before),
-            self.program.add_weight(f"{name}.scale", scales, before=before),
+            self.program.add_weight(f"{name}.{self.scheme.format}", of.values(expression), before=before),
+            self.program.add_weight(f"{name}.scale", of.scales(expression), before=before),
         )
 
     def _int4_weight(self, weight: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
@@ -157,15 +175,10 @@ class _Run:
     def _rows(self, x: fx.Node, before: fx.Node) -> tuple[fx.Node, fx.Node]:
         if x not in self.rows:
             base = str(x.meta.get("name", x.name))
-            quantize = inferc.quantize_rows_fp8.default if self.scheme.in_fp8 else inferc.quantize_rows.default
             with self.program.graph.inserting_before(before):
-                both = self.program.graph.call_function(quantize, (x,))
+                both = self.program.graph.call_function(_FORMATS[self.scheme.format].quantize_rows, (x,))
                 values, scale = (self.program.graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
-            for made, name in (
-                (both, "quantized"),
-                (values, "fp8" if self.scheme.in_fp8 else "int8"),
-                (scale, "scale"),
-            ):
+            for made, name in ((both, "quantized"), (values, self.scheme.format), (scale, "scale")):
                 made.meta.update(name=f"{base}.{name}", layer=before.meta.get("layer"))
             infer_types(self.program, [both, values, scale])
             self.rows[x] = (values, scale)
@@ -207,7 +220,7 @@ def _why_kept(node: fx.Node) -> str:
 
 
 def _why_not_in_fp8(node: fx.Node) -> str:
-    """What reads a weight that stays in its dtype, whose rounding costs more than the product saves."""
+    """What no kernel reads in fp8."""
     if node.target == inferc.moe_experts.default:
         return "experts"
     return "embedding and LM head" if node.target in (inferc.lm_head.default, aten.embedding.default) else ""

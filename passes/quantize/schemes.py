@@ -1,9 +1,10 @@
-"""The schemes of `--quantize`, one a row, and of `--kv-dtype`: what becomes an integer, and how far that may move the model."""
+"""The schemes of `--quantize`, one a row, and of `--kv-dtype`: what is rounded to 8 or 4 bits, and how far that may move the model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -25,11 +26,11 @@ class Scheme:
 
     name: str
     what: str
-    quantizes_rows: bool  # the rows that a product reads become int8 too, as they are computed
+    quantizes_rows: bool  # the rows that a product reads are rounded to 8 bits too, as they are computed
     max_kl: float
     min_top1: float
     group: int = 0  # of neighbours in four bits that share a scale; 0: 8 bits, a scale for each output
-    in_fp8: bool = False  # 8 bits are float8_e4m3fn, else int8
+    format: Literal["int8", "fp8"] = "int8"  # of what is in 8 bits; fp8 is float8_e4m3fn
 
     @property
     def budget(self) -> Budget:
@@ -50,7 +51,7 @@ SCHEMES = {
             True,
             max_kl=0.1,
             min_top1=0.8,
-            in_fp8=True,
+            format="fp8",
         ),
         *(
             Scheme(

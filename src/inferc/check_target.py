@@ -37,12 +37,13 @@ def check_target(target: Target, config: CompileConfig) -> None:
 
 def check_config(target: Target, config: CompileConfig) -> None:
     """What no machine does, whatever is installed."""
-    if target.device == "cuda" and (config.tp, config.pp, config.ep) != (1, 1, 1):
+    if target.device == "cuda":
+        _check_cuda(target, config)
+    if config.quantize == "fp8" and target.device in ("cpu", "onnx"):
         raise UnsupportedError(
-            f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
+            f"target {target.spec}: --quantize fp8 is built for tensorrt and tensorrt-paged alone; take int8, or leave it"
+            " out"
         )
-    if config.quantize == "fp8":
-        _check_fp8(target)
     if target.device == "onnx":
         _check_onnx(target, config)
     if target.device == "tensorrt":
@@ -51,35 +52,43 @@ def check_config(target: Target, config: CompileConfig) -> None:
         _check_segments(target, config)
 
 
+def _check_cuda(target: Target, config: CompileConfig) -> None:
+    if (config.tp, config.pp, config.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            f"target {target.spec}: more than one GPU is not built yet; leave out --tp, --pp and --ep, or use --target cpu"
+        )
+    if config.quantize not in (None, "int8"):
+        raise UnsupportedError(
+            f"target {target.spec}: --quantize {config.quantize} is not built yet; take int8, or leave it out"
+        )
+
+
 def _check_tensorrt(target: Target, config: CompileConfig) -> None:
     if (config.tp, config.pp, config.ep) != (1, 1, 1):
         raise UnsupportedError(
             f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
         )
-    for name, found, known in (
-        ("--quantize", config.quantize, (None, *SCHEMES_OF_TENSORRT)),
-        ("--kv-dtype", config.kv_dtype, ("auto", "float32", "bfloat16", "float16")),  # see CompileConfig.resolve
-    ):
-        if found not in known:
-            raise UnsupportedError(
-                f"target {target.spec}: {name} {found} is not built yet; leave it out, or use --target"
-                f" cuda:{target.archs[0]}"
-            )
+    _check_scheme(target, config)
+    if config.kv_dtype == "int8":
+        raise UnsupportedError(
+            f"target {target.spec}: --kv-dtype int8 is not built yet; leave it out, or use --target"
+            f" tensorrt-paged:{target.archs[0]}"
+        )
     if config.block_size != "auto":
         raise ConfigError(
             f"target {target.spec}: --block-size: K and V of a sequence are one block there; leave it out"
         )
 
 
-def _check_fp8(target: Target) -> None:
-    if target.device not in ("tensorrt", "tensorrt-paged", "reference"):
-        raise UnsupportedError(
-            f"target {target.spec}: --quantize fp8 is built for tensorrt and tensorrt-paged alone; take int8 or w8a8"
-        )
-    if target.archs and not target.has_fp8:
-        raise UnsupportedError(
-            f"target {target.spec}: --quantize fp8, which chips before sm_89 do not multiply in; take int8 or w8a8"
-        )
+def _check_scheme(target: Target, config: CompileConfig) -> None:
+    """Of what TensorRT multiplies."""
+    known = [scheme for scheme in SCHEMES_OF_TENSORRT if scheme != "fp8" or target.has_fp8]
+    if config.quantize in (None, *known):
+        return
+    why = "which chips before sm_89 do not multiply in" if config.quantize == "fp8" else "which is not built yet"
+    raise UnsupportedError(
+        f"target {target.spec}: --quantize {config.quantize}, {why}; take {' or '.join(known)}, or leave it out"
+    )
 
 
 def _check_segments(target: Target, config: CompileConfig) -> None:
@@ -87,11 +96,7 @@ def _check_segments(target: Target, config: CompileConfig) -> None:
         raise UnsupportedError(
             f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
         )
-    if config.quantize not in (None, *SCHEMES_OF_TENSORRT):
-        raise UnsupportedError(
-            f"target {target.spec}: --quantize {config.quantize} is not built yet; take {' or '.join(SCHEMES_OF_TENSORRT)},"
-            " or leave it out"
-        )
+    _check_scheme(target, config)
 
 
 def tensorrt_for(arch: str, device: str = "tensorrt") -> Library:

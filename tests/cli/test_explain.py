@@ -304,7 +304,7 @@ def test_an_artifact_of_before_costs(tiny_artifact: Path, tmp_path: Path) -> Non
     [
         (("--target", "onnx", "--kv-dtype", "int8"), "target onnx: --kv-dtype int8 is not built yet"),
         (("--target", "onnx:cuda", "--dtype", "float32"), "--dtype float32: it computes in float16"),
-        (("--target", "tensorrt:sm_86", "--quantize", "int4"), "--quantize int4 is not built yet"),
+        (("--target", "tensorrt:sm_86", "--quantize", "int4"), "--quantize int4, which is not built yet"),
     ],
 )
 def test_what_compile_refuses_is_not_explained(options: tuple[str, ...], message: str) -> None:

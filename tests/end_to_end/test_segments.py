@@ -13,6 +13,7 @@ from greedy import greedy_of_hugging_face
 from lowered import as_torch, make_plan
 
 import inferc
+from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import to_build
 from inferc.compiler import compile
 from inferc.config import CompileConfig, EngineConfig, Quantize
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.gpu
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 MODELS = ("tiny-llama", "tiny-moe")
 GREEDY = inferc.SamplingParams(temperature=0.0, ignore_eos=True)
-LOGITS_OFF = 0.02  # of the largest: bfloat16 kernels beside references that round after each op
+# Of the largest: bfloat16 kernels beside references that round after each op. What is rounded to integers tips, and in int8
+# TensorRT's scales are bfloat16: layer by layer on a CPU tiny-llama is off by 0.010, 0.025, 0.048 and 0.089.
+LOGITS_OFF: dict[Quantize | None, float] = {None: 0.02, "int8": 0.05, "w8a8": 0.1, "fp8": 0.2}
 
 
 def prompts() -> list[list[int]]:
@@ -61,12 +64,14 @@ def test_tokens_are_hugging_faces(model: str, arch: str, tmp_path: Path) -> None
         assert list(result.outputs[0].token_ids) == expected[: each.max_tokens]
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "w8a8"])
+@pytest.mark.parametrize("quantize", LOGITS_OFF)
 @pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_logits_are_near_the_references(
     model: str, quantize: Quantize | None, arch: str, tmp_path: Path
 ) -> None:
     """Prefill and decode, call by call and as graphs, which give the same ids."""
+    if quantize == "fp8" and not Target.parse(f"tensorrt-paged:{arch}").has_fp8:
+        pytest.skip(f"{arch} has no fp8")
     for name, target in (("out", f"tensorrt-paged:{arch}"), ("reference", "reference")):
         how = CompileConfig(target=target, dtype="bfloat16", quantize=quantize, certify="none")
         compile(SHIPPED / model, tmp_path / name, how)
@@ -83,6 +88,6 @@ def test_bfloat16_logits_are_near_the_references(
     ):
         rows = logits(runner, artifact, plan)
         found, expected = as_torch(rows).float(), torch.from_numpy(oracle._logits(plan))
-        assert float((found - expected).abs().max()) <= LOGITS_OFF * float(expected.abs().max())
+        assert float((found - expected).abs().max()) <= LOGITS_OFF[quantize] * float(expected.abs().max())
         assert run(runner, plan).token_ids.tolist() == found.argmax(-1).tolist()
     runner.close()

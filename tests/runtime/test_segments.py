@@ -109,7 +109,7 @@ def test_no_chip_is_added_to_it(artifacts: Path) -> None:
     ("options", "message"),
     [
         ({"tp": 2}, "target tensorrt-paged:sm_86: a plan is for one GPU; leave out --tp"),
-        ({"quantize": "int4"}, "--quantize int4 is not built yet; take int8 or w8a8 or fp8, or leave it out"),
+        ({"quantize": "int4"}, "--quantize int4, which is not built yet; take int8 or w8a8, or leave it out"),
         ({"dtype": "float16"}, "dtype 'float16' is not built yet for target tensorrt-paged:sm_86"),
         ({"target": "tensorrt-paged:sm_75"}, "target 'tensorrt-paged:sm_75': no kernels for sm_75; known: sm_80"),
         ({"target": "tensorrt-paged:sm_90"}, "target tensorrt-paged:sm_90: TensorRT-RTX .*, or --target cuda:sm_90"),
