@@ -92,7 +92,7 @@ class _Kept:
             self.programs.popitem(last=False)
 
 
-_KEPT = _Kept(most=8)
+_KEPT = _Kept(most=32)
 
 
 def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str:

@@ -220,6 +220,7 @@ class _Printer:
         self.program = program
         self.values: dict[fx.Node, str] = {}
         self.symbols: dict[str, str] = {}
+        self.sizes: dict[Any, str] = {}  # by their expressions, which are few
         self.num_calls = 0
 
     def text(self) -> str:
@@ -255,10 +256,12 @@ class _Printer:
         if isinstance(size, int):
             return str(size)
         expression = size.node.expr
-        for symbol in sorted(expression.free_symbols, key=str):
-            self.symbols.setdefault(str(symbol), f"s{len(self.symbols)}")
-        names = {symbol: sympy.Symbol(self.symbols[str(symbol)]) for symbol in expression.free_symbols}
-        return str(expression.subs(names, simultaneous=True))
+        if expression not in self.sizes:
+            for symbol in sorted(expression.free_symbols, key=str):
+                self.symbols.setdefault(str(symbol), f"s{len(self.symbols)}")
+            names = {symbol: sympy.Symbol(self.symbols[str(symbol)]) for symbol in expression.free_symbols}
+            self.sizes[expression] = str(expression.subs(names, simultaneous=True))
+        return self.sizes[expression]
 
     def arg(self, arg: Any) -> str:
         if isinstance(arg, fx.Node):
