@@ -323,6 +323,7 @@ def from_json(data: dict[str, Any]) -> Program:
     program.weights = {name: weight_lib.from_json(weight) for name, weight in data["weights"].items()}
     symbols = {name: program.new_symbol(hint) for name, hint in data["symbols"].items()}
     nodes: dict[str, fx.Node] = {}
+    values: dict[str, Any] = {}  # nodes of one type share its fake tensor
     for entry in data["nodes"]:
         args = _arg_load(entry["args"], nodes, symbols)
         kwargs = _arg_load(entry.get("kwargs", {}), nodes, symbols)
@@ -337,7 +338,10 @@ def from_json(data: dict[str, Any]) -> Program:
                 "call_function", find_target(entry["target"]), tuple(args), kwargs, entry["id"]
             )
         if "val" in entry:
-            node.meta["val"] = _value_load(entry["val"], program, symbols)
+            key = repr(entry["val"])
+            if key not in values:
+                values[key] = _value_load(entry["val"], program, symbols)
+            node.meta["val"] = values[key]
         node.meta.update({key: entry[key] for key in META if key in entry})
         nodes[entry["id"]] = node
     return program
