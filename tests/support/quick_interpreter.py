@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _SHAPES: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -20,11 +21,8 @@ _BLOCKS: dict[tuple[int, ...], tuple[Any, int]] = {}
 _DTYPES: dict[str, Any] = {}
 _BUILTINS: dict[Any, list[tuple[str, Any]]] = {}
 _patched: set[ModuleType] = set()  # by the launch that runs
-_patch_lang, _get_np_dtype, _init_block = (
-    interpreter._patch_lang,
-    interpreter._get_np_dtype,
-    tl.core.block_type.__init__,
-)
+_patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+_init_block, _broadcast_any = tl.core.block_type.__init__, TritonSemantic.broadcast_impl_value
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -53,6 +51,13 @@ def _np_dtype(dtype: Any) -> Any:
     if element.name not in _DTYPES:
         _DTYPES[element.name] = _get_np_dtype(element)
     return _DTYPES[element.name]
+
+
+def _broadcast(self: Any, left: Any, right: Any) -> Any:
+    """Blocks of one shape are what they are."""
+    if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
+        return left, right
+    return _broadcast_any(self, left, right)
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
@@ -89,4 +94,5 @@ def use() -> None:
     interpreter._get_np_dtype = _np_dtype
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_once
+    TritonSemantic.broadcast_impl_value = _broadcast
     tl.core.tensor.__init__, tl.core.block_type.__init__ = _init_tensor, _quick_block
