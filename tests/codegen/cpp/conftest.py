@@ -50,7 +50,7 @@ def is_slow(item: pytest.Function) -> bool:
     """Sampling for neon_bf16 is that of neon, in float32; and 512 rows are cut in two on tiles alone."""
     params: dict[str, Any] = item.callspec.params
     sampling = item.path.name == "test_sample.py" and params["kernels"] == "neon_bf16"
-    return sampling or (params.get("rows", 0) > 512 and params.get("n", 0) > 128)
+    return bool(sampling or (params.get("rows", 0) > 512 and params.get("n", 0) > 128))
 
 
 @pytest.hookimpl(tryfirst=True)
