@@ -1,7 +1,8 @@
 """Is the captured graph the model? Checked before anything is emitted, as a capture can be silently wrong.
 
-A module in memory must be what its class makes of its config. Every layer must hold one attention node; and a small random copy of the model, with every distinct kind of layer, must
-give the logits that transformers' own eager code gives.
+A module in memory must be what its class makes of its config. Every layer must hold one attention node; and a small random
+copy of the model, with every distinct kind of layer, must give the logits that transformers' own eager code gives. Of a
+model in float32 that is small itself, the program that was captured must.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ NUM_TOKENS = 24
 # The same of a module and its rebuild, which run the same code; only threads may add in another order.
 MODULE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NUM_MODULE_TOKENS = 16
+MAX_PARAMETERS, MAX_OWN_WINDOW = 1 << 24, 64  # of a model in float32 that needs no copy
 MAX_WINDOW = 7  # attention windows of the copy: NUM_TOKENS reaches beyond three of them
 LAST_POSITION = 8192  # the copy is run up to here, or to the end of the context, so that rope scaling is in force
 # Sizes that a copy may have smaller, and how small: what happens to a number does not depend on them.
@@ -44,9 +46,16 @@ WINDOWS = dict.fromkeys(("sliding_window", "attention_chunk_size"), MAX_WINDOW)
 def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int | None = None) -> None:
     """Raise ExportError, naming what differs, unless `program` computes what the checkpoint's model computes."""
     check_attention_count(program, checkpoint.name)
+    length = sequence_length(checkpoint.config, max_model_len)
+    own = _other_weights(program, checkpoint) if _is_small(program) else None
+    if own is not None:
+        model, reader = own
+        fix_rope(model, length)
+        _check_logits(program, reader, model, program.info["num_attention_layers"], checkpoint.name)
+        log.info("capture of %s checked on other weights", checkpoint.name)
+        return
     num_layers = distinct_prefix(program)
     model = _small_model(program, checkpoint, num_layers)
-    length = sequence_length(checkpoint.config, max_model_len)
     reader = _in_checkpoint_form(model, program)
     twin = Checkpoint(model.config, checkpoint.model_class, reader.tensors, reader)
     small = export_model(twin, "float32", length)
@@ -191,20 +200,43 @@ def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int, part
     last: Exception | None = None
     for limits, narrow in ((all_limits, True), (all_limits, False), (outer, False)):
         config = shrink(checkpoint.config, num_layers, limits, narrow)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            try:
-                model = trace.build(checkpoint.model_class, config, torch.float32, "cpu")
-                _run_eager(model, *_example(model, 4, 4))
-            except Exception as error:  # noqa: BLE001  sizes of this model depend on each other: shrink it less
-                log.debug("copy of %s with %s, narrow=%s: %s", checkpoint.name, limits, narrow, error)
-                last = error
-                continue
-            _randomise(model)
-            return model
+        try:
+            return _random_model(checkpoint, config)
+        except Exception as error:  # noqa: BLE001  sizes of this model depend on each other: shrink it less
+            log.debug("copy of %s with %s, narrow=%s: %s", checkpoint.name, limits, narrow, error)
+            last = error
     if isinstance(last, InfercError):
         raise last
     raise ExportError(f"{checkpoint.name}: a copy of its first {num_layers} layers does not run ({last})") from last
+
+
+def _is_small(program: Program) -> bool:
+    """Whether to run all of the model costs less than to capture a copy, which would be in float32 as well."""
+    few = program.info["num_parameters"] <= MAX_PARAMETERS and _widest_window(program) <= MAX_OWN_WINDOW
+    return few and program.info["dtype"] == "float32"
+
+
+def _other_weights(program: Program, checkpoint: Checkpoint) -> tuple[Any, TensorDictReader] | None:
+    """The whole model with random weights, and its tensors; None where they are not named and stored as the checkpoint's."""
+    if checkpoint.module is not None:
+        return None
+    try:
+        model = _random_model(checkpoint, checkpoint.config)
+    except Exception as error:  # noqa: BLE001  a copy may run all the same, or will say why not
+        log.debug("%s with other weights: %s", checkpoint.name, error)
+        return None
+    reader = _in_checkpoint_form(model, program)
+    return (model, reader) if checkpoint.tensors.items() <= reader.tensors.items() else None
+
+
+def _random_model(checkpoint: Checkpoint, config: Any) -> Any:
+    """The checkpoint's class as `config` says, in float32 with random weights, on the CPU. It runs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = trace.build(checkpoint.model_class, config, torch.float32, "cpu")
+        _run_eager(model, *_example(model, 4, 4))
+        _randomise(model)
+    return model
 
 
 def shrink(config: Any, num_layers: int, limits: dict[str, int], narrow: bool) -> Any:

@@ -92,14 +92,16 @@ class _Kept:
             self.programs.popitem(last=False)
 
 
-_KEPT = _Kept(most=8)
+_KEPT = _Kept(most=32)
 
 
 def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str:
-    """Of all that a program is made of, which is everything but the values of the weights."""
+    """Of all that a program is made of, which is everything but the values of the weights and the folder's name."""
     tensors = sorted((name, list(shape), str(kind)) for name, (shape, kind) in checkpoint.tensors.items())
-    parts = (checkpoint.name, checkpoint.model_class.__qualname__, dtype, max_model_len, tensors)
-    return json.dumps([parts, checkpoint.config.to_json_string(use_diff=False)])
+    kind = checkpoint.model_class
+    config = json.loads(checkpoint.config.to_json_string(use_diff=False))
+    config.pop("_name_or_path", None)
+    return json.dumps([kind.__module__, kind.__qualname__, dtype, max_model_len, tensors, config])
 
 
 def export_module(module: torch.nn.Module, dtype: str = "bfloat16", max_model_len: int | None = None) -> Program:

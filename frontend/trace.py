@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import warnings
@@ -62,7 +63,7 @@ def trace(model: Any) -> Any:
     example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
     try:
         # torch prints the whole graph so far when it cannot go on; what is wrong is in the exception.
-        with quiet(), torch.no_grad(), redirect_stderr(StringIO()):
+        with quiet(), uncollected(), torch.no_grad(), redirect_stderr(StringIO()):
             return _export(wrapper, example).run_decompositions({})
     except InfercError as error:
         raise type(error)(f"{type(model).__name__}: {error}") from error
@@ -143,6 +144,18 @@ def quiet() -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No search for garbage: a trace makes many objects and keeps them, and would be searched again and again for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _first_line(error: BaseException) -> str:

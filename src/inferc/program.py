@@ -220,6 +220,7 @@ class _Printer:
         self.program = program
         self.values: dict[fx.Node, str] = {}
         self.symbols: dict[str, str] = {}
+        self.sizes: dict[Any, str] = {}  # by their expressions, which are few
         self.num_calls = 0
 
     def text(self) -> str:
@@ -255,10 +256,12 @@ class _Printer:
         if isinstance(size, int):
             return str(size)
         expression = size.node.expr
-        for symbol in sorted(expression.free_symbols, key=str):
-            self.symbols.setdefault(str(symbol), f"s{len(self.symbols)}")
-        names = {symbol: sympy.Symbol(self.symbols[str(symbol)]) for symbol in expression.free_symbols}
-        return str(expression.subs(names, simultaneous=True))
+        if expression not in self.sizes:
+            for symbol in sorted(expression.free_symbols, key=str):
+                self.symbols.setdefault(str(symbol), f"s{len(self.symbols)}")
+            names = {symbol: sympy.Symbol(self.symbols[str(symbol)]) for symbol in expression.free_symbols}
+            self.sizes[expression] = str(expression.subs(names, simultaneous=True))
+        return self.sizes[expression]
 
     def arg(self, arg: Any) -> str:
         if isinstance(arg, fx.Node):
@@ -320,6 +323,7 @@ def from_json(data: dict[str, Any]) -> Program:
     program.weights = {name: weight_lib.from_json(weight) for name, weight in data["weights"].items()}
     symbols = {name: program.new_symbol(hint) for name, hint in data["symbols"].items()}
     nodes: dict[str, fx.Node] = {}
+    values: dict[str, Any] = {}  # nodes of one type share its fake tensor
     for entry in data["nodes"]:
         args = _arg_load(entry["args"], nodes, symbols)
         kwargs = _arg_load(entry.get("kwargs", {}), nodes, symbols)
@@ -334,7 +338,10 @@ def from_json(data: dict[str, Any]) -> Program:
                 "call_function", find_target(entry["target"]), tuple(args), kwargs, entry["id"]
             )
         if "val" in entry:
-            node.meta["val"] = _value_load(entry["val"], program, symbols)
+            key = repr(entry["val"])
+            if key not in values:
+                values[key] = _value_load(entry["val"], program, symbols)
+            node.meta["val"] = values[key]
         node.meta.update({key: entry[key] for key in META if key in entry})
         nodes[entry["id"]] = node
     return program

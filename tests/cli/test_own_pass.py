@@ -1,10 +1,14 @@
-"""`inferc compile --pass`, as users start it: passes of modules and files in the current directory."""
+"""`inferc compile --pass`: passes of modules and files in the current directory."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from serving import run_inferc
+from typer.testing import CliRunner
+
+from inferc.cli import app
 
 PASSES = """
 import torch
@@ -56,8 +60,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def failed(model: Path, folder: Path, spec: str, code: int = 2) -> str:
-    done = run_inferc("compile", model, "-o", "out", "--certify", "none", "--pass", spec, cwd=folder)
-    assert done.returncode == code and not done.stdout, done.stderr
+    """What a compile in this process says: importing torch again would take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        for name in ("users_passes", "wrong"):
+            patch.delitem(sys.modules, name, raising=False)
+        options = ["-o", "out", "--certify", "none", "--pass", spec]
+        done = CliRunner().invoke(app, ["compile", str(model), *options])
+        for name in ("users_passes", "wrong"):
+            sys.modules.pop(name, None)
+    assert done.exit_code == code and not done.stdout, done.stderr
     assert done.stderr.startswith("inferc: ") and "Traceback" not in done.stderr
     left = {path.name for path in folder.iterdir()} - {"__pycache__", "users_passes.py", "wrong.py"}
     assert not left, left

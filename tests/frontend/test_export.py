@@ -200,7 +200,7 @@ def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypa
 
 
 def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the folder, the dtype and the length; whoever changes a program changes no other's."""
+    """By the config, the dtype and the length; whoever changes a program changes no other's."""
     folder = make_random_model("llama", tmp_path / "m", "float32")
     traced: list[object] = []
 
@@ -216,11 +216,16 @@ def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first.info.clear()
     assert json.dumps(program_lib.to_json(capture(folder, "float32", 64, check=False))) == text and len(traced) == 1
     capture(folder, "float32", 64)
-    assert len(traced) == 3, "now it is checked, by a capture of a copy"
+    assert len(traced) == 2, "now it is checked, which takes no copy of a model as small as this in float32"
     for dtype, length in (("float32", 64), ("bfloat16", 64), ("float32", 32)):
         capture(folder, dtype, length, check=False)
-    assert len(traced) == 5
+    assert len(traced) == 4
+    capture(folder, "bfloat16", 64)
+    assert len(traced) == 6, "now it is checked, by a capture of a copy"
+    twin = make_random_model("llama", tmp_path / "twin", "float32", seed=1)
+    assert json.dumps(program_lib.to_json(capture(twin, "float32", 64))) == text
+    assert len(traced) == 6, "of other weights, in another folder, it is the same"
     module = load(folder).model_class.from_pretrained(folder)
     for _ in range(2):
         capture(module, "float32", 64, check=False)
-    assert len(traced) == 7, "its code may be another by now"
+    assert len(traced) == 8, "its code may be another by now"

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import quick_interpreter
 import torch
 
 import inferc.codegen.triton as kernels
@@ -412,6 +413,7 @@ class FakeCuda:
         constants = {**record.constants, **({"WIDE_DOT": 1} if "WIDE_DOT" in record.constants else {})}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the interpreter's, of numpy, and of divisions as a GPU does them
+            quick_interpreter.use()
             function.run[grid](*tensors, **constants)
 
     def _cuStreamBeginCapture(self, stream: Any, mode: int) -> None:

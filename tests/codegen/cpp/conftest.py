@@ -46,6 +46,14 @@ def is_long(item: pytest.Function) -> bool:
     return item.originalname in NOT_EMULATED or large or ("mask" in params and not once)
 
 
+def is_slow(item: pytest.Function) -> bool:
+    """Sampling for neon_bf16 is that of neon, in float32; and 512 rows are cut in two on tiles alone."""
+    params: dict[str, Any] = item.callspec.params
+    sampling = item.path.name == "test_sample.py" and params["kernels"] == "neon_bf16"
+    return bool(sampling or (params.get("rows", 0) > 512 and params.get("n", 0) > 128))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In float32 the library with emulated tiles would be that of avx512, and neon_bf16 adds as neon does."""
 
@@ -55,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         isa, dtype = (item.callspec.params.get(name) for name in ("kernels", "dtype"))
         if isa in ARM_ISAS and is_long(item):
             return False
+        if isa in ARM_ISAS and is_slow(item):
+            item.add_marker(pytest.mark.slow)
         return isa not in (EMULATED, "neon_bf16") or dtype != torch.float32
 
     items[:] = [item for item in items if is_new(item)]

@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import quick_interpreter
 import torch
 from all_cases import KERNELS
 from attention_cases import depend_on_chunks, depend_on_their_step
@@ -49,6 +50,7 @@ def compared(bench: Bench) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
+    quick_interpreter.use()
     warnings.simplefilter("ignore")  # of numpy, in the interpreter
     cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
     depends = [*depend_on_their_step(launched), *depend_on_chunks(launched), *products_that_do(launched)]
