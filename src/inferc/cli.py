@@ -117,9 +117,10 @@ def compile_model(
             help="Store weights in 8 or 4 bits, rounded to nearest. int8: a scale for each output, half the bytes of"
             " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections and experts read become int8 too,"
             " with a scale for each token: faster with many tokens, further from the model. fp8: projections and their"
-            " rows in E4M3, for tensorrt and tensorrt-paged on sm_89 and later. int4, int4-g32, int4-g64, int4-g128 (W4A8): projections and experts in four bits with a scale for each 32 (int4), 64 or 128 of"
-            " them, rows as in w8a8, embedding and LM head as in int8. Norms and routers stay in DTYPE, the KV cache is"
-            " in --kv-dtype (docs/quantization.md).",
+            " rows in E4M3, for tensorrt and tensorrt-paged on sm_89 and later. int4, int4-g32, int4-g64, int4-g128"
+            " (W4A8): projections and experts in four bits with a scale for each 32 (int4), 64 or 128 of them, rows as"
+            " in w8a8, embedding and LM head as in int8. Norms and routers stay in DTYPE, the KV cache is in --kv-dtype"
+            " (docs/quantization.md).",
         ),
     ] = None,
     kv_dtype: Annotated[
