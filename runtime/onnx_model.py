@@ -14,6 +14,7 @@ from inferc.config import EngineConfig, ResolvedEngineConfig, available_cores
 from inferc.errors import ConfigError, InfercError
 from inferc.kv_pools import CacheGroup
 from inferc.manifest import ONNX_MODEL
+from inferc.runtime.abi import cpu_features
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.dense_caches import HostCaches, cache_inputs
 from inferc.runtime.dense_runner import DenseRunner
@@ -32,8 +33,11 @@ Array = NDArray[Any]
 INSTALL = {CPU[0]: "inferc[onnx]", CUDA[0]: "inferc[onnx-gpu]"}
 SESSION = {
     "session.force_spinning_stop": "1",  # threads wait actively within a call, and sleep between calls
-    "session.x64quantprecision": "1",  # asks for sums of int8 that do not saturate where the processor has no VNNI
 }
+# Without these, x86's products of unsigned rows and signed weights saturate in pairs. onnxruntime then makes the weights
+# unsigned too if it is asked to; its kernels for those are several times as slow for many rows where it is not needed.
+VNNI = frozenset({"avx512_vnni", "avx_vnni"})
+EXACT = {"session.x64quantprecision": "1"}
 OLDEST = (1, 25)  # onnxruntime that has TensorScatter, and so all of opset 24 that is used
 
 
@@ -56,7 +60,7 @@ class OnnxModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
-        for name, value in SESSION.items():
+        for name, value in (SESSION | session_for(cpu_features())).items():
             options.add_session_config_entry(name, value)
         providers = list(dict.fromkeys((provider, CPU[0])))  # the latter for what has no kernel, of shapes first of all
         try:
@@ -110,6 +114,11 @@ class OnnxModel:
         self.release()
         if self._driver is not None:
             self._driver.close()
+
+
+def session_for(features: frozenset[str]) -> dict[str, str]:
+    """What a session is told where the processor has these features, so that integers are summed exactly."""
+    return EXACT if "avx2" in features and not features & VNNI else {}
 
 
 def open_onnx(artifact: Artifact, config: ResolvedEngineConfig) -> DenseRunner:

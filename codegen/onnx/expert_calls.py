@@ -169,9 +169,12 @@ def all_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """The same, with weights that are widened in every call."""
     named, wide = named_arguments(node), []
     for name in ("gate_up", "down"):
-        scale = graph.op("Unsqueeze", graph.value(named[f"{name}_scale"]), graph.constant([-1]))
-        k = int(named[name].meta["val"].shape[2])
-        wide.append(graph.op("DequantizeLinear", graph.value(named[name]), scale, axis=-1, block_size=k))
+        num_experts, n, k = (int(size) for size in named[name].meta["val"].shape)
+        values = graph.weight(named[name], (num_experts * n, k), torch.int8)
+        scale = graph.op("Reshape", graph.value(named[f"{name}_scale"]), graph.constant([-1]))
+        zeros = graph.zero_points(named[name], num_experts * n)
+        rows = graph.op("DequantizeLinear", values, scale, zeros, axis=0)
+        wide.append(graph.op("Reshape", rows, graph.constant([num_experts, n, k])))
     return _all_experts(graph, named, *wide)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from numpy.typing import NDArray
 from onnx_ir.tape import Tape
 from torch import Tensor, fx
 
@@ -122,7 +123,14 @@ class OnnxGraph:
     def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> ir.Value:
         """A number or a list of them."""
         array = np.array(value, dtype)
-        key = (array.dtype.str, array.shape, array.tobytes())
+        return self._constant((array.dtype.str, array.shape, array.tobytes()), array)
+
+    def zero_points(self, weight: fx.Node, count: int) -> ir.Value:
+        """What DequantizeLinear subtracts of rows in int8, written out for each weight: where the processor has no VNNI
+        onnxruntime makes both unsigned, and by itself adds one zero for all rows, or one twice that weights share."""
+        return self._constant(("zero points", str(weight.target)), np.zeros(count, np.int8))
+
+    def _constant(self, key: Any, array: NDArray[Any]) -> ir.Value:
         if key not in self._kept:
             kept = ir.Value(
                 name=self.unique(f"constant.{len(self._kept)}"),

@@ -70,7 +70,9 @@ def _nbits(
 def linear_int8_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """By the standard's ops, and for k that no block divides: the weight is widened in every call."""
     named = named_arguments(node)
-    wide = graph.op("DequantizeLinear", graph.value(named["weight"]), graph.value(named["scale"]), axis=0)
+    weight, scale = named["weight"], graph.value(named["scale"])
+    zeros = graph.zero_points(weight, int(weight.meta["val"].shape[0]))
+    wide = graph.op("DequantizeLinear", graph.value(weight), scale, zeros, axis=0)
     return finish(graph, node, graph.op("Gemm", graph.wide(named["x"]), wide, transB=1), named)
 
 

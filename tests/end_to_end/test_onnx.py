@@ -91,6 +91,24 @@ def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
     assert error < (1e-5 if quantize is None else 0.05), error
 
 
+@pytest.mark.parametrize(
+    ("target", "quantize"), [("onnx:standard", "int8"), pytest.param("onnx", "w8a8", marks=pytest.mark.slow)]
+)
+def test_processors_without_vnni_compute_the_same(
+    target: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where onnxruntime is told to make signed weights unsigned, those that `DequantizeLinear` widens too."""
+    assert onnx_model.session_for(frozenset({"avx2", "avx512_vnni"})) == onnx_model.session_for(frozenset()) == {}
+    exact = onnx_model.session_for(frozenset({"avx2", "avx512f"}))
+    assert exact == onnx_model.EXACT
+    compile(SHIPPED / "tiny-moe", tmp_path / "out", replace(ONNX, target=target, quantize=quantize))
+    prompts, found = [[(7 + 13 * i * i) % 500 + 4 for i in range(40)]], []
+    for more in ({}, exact):
+        monkeypatch.setattr(onnx_model, "session_for", lambda _, more=more: more)
+        found.append(torch.cat(run_kernels(tmp_path / "out", prompts, 0)[1]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_perplexity_is_the_cpus_to_four_digits(both: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """Over eight windows."""
     _, *artifacts = both
