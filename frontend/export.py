@@ -206,7 +206,7 @@ def _initialised(model: Any, module: Any, names: list[str]) -> dict[str, Tensor]
 
 
 def _require_positions(program: Program, checkpoint: Checkpoint) -> None:
-    positions = next(node for node in program.inputs() if node.name == "positions")
+    positions = program.input("positions")
     if not positions.users:
         raise ExportError(
             f"{checkpoint.name}: the captured graph never reads `positions`; expected a model that takes position_ids"

@@ -53,7 +53,7 @@ class Flattener:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.on_tokens: set[fx.Node] = set()
-        token_ids = next(node for node in program.inputs() if node.name == "token_ids")
+        token_ids = program.input("token_ids")
         self.tokens = token_ids.meta["val"].shape[1]
 
     def layout(self, node: fx.Node, value: Any = None) -> Layout:
@@ -106,7 +106,7 @@ class Flattener:
     def call(self, node: fx.Node) -> None:
         inputs = [arg for arg in node.all_input_nodes if arg in self.on_tokens]
         if node.target in COUNTS and _counts_tokens(node, self.tokens):
-            self.new[node] = self.new[next(each for each in self.program.inputs() if each.name == "positions")]
+            self.new[node] = self.new[self.program.input("positions")]
             self.on_tokens.add(node)
             return
         if not inputs:

@@ -89,7 +89,7 @@ def _place(program: Program, node: fx.Node, placement: Placement, rank: int, ep:
     most = max(map(len, placement))
     table = torch.tensor([[*ranks, *[-1] * (most - len(ranks))] for ranks in placement], dtype=torch.int32)
     where = program.add_weight(f"{name_of(node)}.placement", weight_lib.constant(table), before=node)
-    positions = next(each for each in program.inputs() if each.name == "positions")
+    positions = program.input("positions")
     made: list[fx.Node] = []
 
     def call(target: object, *args: object, name: str) -> fx.Node:

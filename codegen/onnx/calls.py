@@ -295,7 +295,7 @@ def _shape_by_sequence(graph: OnnxGraph, *sizes: int) -> ir.Value:
     """[num_seqs, *sizes]"""
     return graph.shared(
         ("by sequence", sizes),
-        lambda: graph.op("Concat", graph.op("Shape", graph.input_named("starts")), graph.constant(sizes), axis=0),
+        lambda: graph.op("Concat", graph.op("Shape", graph.named_input("starts")), graph.constant(sizes), axis=0),
     )
 
 
@@ -316,7 +316,7 @@ def _mask(graph: OnnxGraph, cache: ir.Value, mask: str, window: int) -> ir.Value
     """Which tokens of the cache each new one sees: bool [num_seqs, 1, num_new, capacity]."""
 
     def make() -> ir.Value:
-        query = graph.op("Reshape", graph.input_named("positions"), _shape_by_sequence(graph, 1, -1, 1))
+        query = graph.op("Reshape", graph.named_input("positions"), _shape_by_sequence(graph, 1, -1, 1))
         capacity = graph.op("Squeeze", graph.op("Shape", cache, start=2, end=3), graph.constant([0]))
         key = graph.op("Range", graph.constant(0), capacity, graph.constant(1))
         seen = graph.op("LessOrEqual", key, query)

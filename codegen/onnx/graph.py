@@ -157,9 +157,10 @@ class OnnxGraph:
         """The node's value in float32."""
         return self.cast(self.value(node), node.meta["val"].dtype, torch.float32)
 
-    def input_named(self, name: str) -> ir.Value:
+    def named_input(self, name: str) -> ir.Value:
         """An input of the step."""
-        return self.values[next(node for node in self.program.inputs() if node.name == name)]  # type: ignore[no-any-return]
+        found: ir.Value = self.value(self.program.input(name))
+        return found
 
     def reshape(self, value: ir.Value, *sizes: int) -> ir.Value:
         """sizes: 0 keeps an axis, one -1 takes what is left."""

@@ -151,7 +151,7 @@ class TensorRTNetwork:
         self.values[node] = self.network.add_input(self.unique(node.name), self.dtype(value.dtype), tuple(shape))
 
     def named_input(self, name: str) -> Tensor:
-        return self.values[next(node for node in self.program.inputs() if node.name == name)]
+        return self.values[self.program.input(name)]
 
     def output(self, value: Tensor, name: str) -> None:
         """Make a layer's result one of the network's, in place: a copy would part a cache from the memory that it is in."""

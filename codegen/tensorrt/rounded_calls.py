@@ -1,6 +1,7 @@
 """Products of rows that are rounded as they are computed, each by a scale of its own.
 
-TensorRT multiplies in int8 or fp8 where both operands come out of `Dequantize` layers with one scale. Theirs is a power of two,
+Both operands come out of `Dequantize` layers with one scale, from which TensorRT is documented to make products in int8 or fp8; that
+it does, no GPU has shown yet. The scale is a power of two,
 which rounds nothing and keeps sums within 16 bits; the scales of rows and of outputs, which it has no product for, multiply the
 sums in float32.
 """

@@ -46,10 +46,8 @@ def check_config(target: Target, config: CompileConfig) -> None:
         )
     if target.device == "onnx":
         _check_onnx(target, config)
-    if target.device == "tensorrt":
-        _check_tensorrt(target, config)
-    if target.has_segments:
-        _check_segments(target, config)
+    if target.device in ("tensorrt", "tensorrt-paged"):
+        _check_plans(target, config)
 
 
 def _check_cuda(target: Target, config: CompileConfig) -> None:
@@ -63,12 +61,15 @@ def _check_cuda(target: Target, config: CompileConfig) -> None:
         )
 
 
-def _check_tensorrt(target: Target, config: CompileConfig) -> None:
+def _check_plans(target: Target, config: CompileConfig) -> None:
+    """Of TensorRT, in both forms."""
     if (config.tp, config.pp, config.ep) != (1, 1, 1):
         raise UnsupportedError(
             f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
         )
     _check_scheme(target, config)
+    if target.has_segments:
+        return
     if config.kv_dtype == "int8":
         raise UnsupportedError(
             f"target {target.spec}: --kv-dtype int8 is not built yet; leave it out, or use --target"
@@ -89,14 +90,6 @@ def _check_scheme(target: Target, config: CompileConfig) -> None:
     raise UnsupportedError(
         f"target {target.spec}: --quantize {config.quantize}, {why}; take {' or '.join(known)}, or leave it out"
     )
-
-
-def _check_segments(target: Target, config: CompileConfig) -> None:
-    if (config.tp, config.pp, config.ep) != (1, 1, 1):
-        raise UnsupportedError(
-            f"target {target.spec}: a plan is for one GPU; leave out --tp, --pp and --ep, or use --target cpu"
-        )
-    _check_scheme(target, config)
 
 
 def tensorrt_for(arch: str, device: str = "tensorrt") -> Library:

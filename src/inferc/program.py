@@ -89,6 +89,10 @@ class Program:
     def inputs(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
+    def input(self, name: str) -> fx.Node:
+        """The input of that name, which there is."""
+        return next(node for node in self.inputs() if node.name == name)
+
     def output(self) -> fx.Node:
         node: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         return node

@@ -94,10 +94,10 @@ def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "quantize"), [("onnx:standard", "int8"), pytest.param("onnx", "w8a8", marks=pytest.mark.slow)]
 )
-def test_processors_without_vnni_compute_the_same(
+def test_weights_made_unsigned_give_the_same(
     target: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where onnxruntime is told to make signed weights unsigned, those that `DequantizeLinear` widens too."""
+    """As onnxruntime is told to do on processors without VNNI, and does here when it is told; what `DequantizeLinear` widens too."""
     assert onnx_model.session_for(frozenset({"avx2", "avx512_vnni"})) == onnx_model.session_for(frozenset()) == {}
     exact = onnx_model.session_for(frozenset({"avx2", "avx512f"}))
     assert exact == onnx_model.EXACT

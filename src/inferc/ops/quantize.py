@@ -28,11 +28,16 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     The scale is the row's largest magnitude over 127, or 1 for a row of zeros; numbers round to nearest, ties to even.
     A row with a NaN or an infinity has a scale that is no finite number, so that it is noticed further on.
     """
+    within, scale = _within(x, LARGEST)
+    return within.round().to(torch.int8), scale
+
+
+def _within(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Each row over its scale, in float32 from -largest to largest, 0 for what is no number; and the scales."""
     wide = x.float()
-    scale = wide.abs().amax(-1) / LARGEST
+    scale = wide.abs().amax(-1) / largest
     scale = scale.masked_fill(scale == 0, 1.0)
-    rounded = (wide / scale[:, None]).round().nan_to_num(0.0).clamp(-LARGEST, LARGEST)
-    return rounded.to(torch.int8), scale
+    return (wide / scale[:, None]).nan_to_num(0.0).clamp(-largest, largest), scale
 
 
 def _embedding_int8_fake(weight: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,11 +89,13 @@ def _linear_w8a8_fake(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@define(
-    "linear_w8a8(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, ScalarType dtype, Tensor? bias=None,"
-    " Tensor? residual=None) -> Tensor",
-    _linear_w8a8_fake,
+_OF_ROUNDED = (  # the arguments of products of rows in 8 bits
+    "(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, ScalarType dtype, Tensor? bias=None,"
+    " Tensor? residual=None) -> Tensor"
 )
+
+
+@define("linear_w8a8" + _OF_ROUNDED, _linear_w8a8_fake)
 def linear_w8a8(
     x: Tensor,
     x_scale: Tensor,
@@ -119,18 +126,11 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     A row with a NaN or an infinity has a scale that is no finite number. The format is E4M3 of "FP8 Formats for Deep
     Learning" (https://arxiv.org/abs/2209.05433).
     """
-    wide = x.float()
-    scale = wide.abs().amax(-1) / LARGEST_FP8
-    scale = scale.masked_fill(scale == 0, 1.0)
-    within = (wide / scale[:, None]).nan_to_num(0.0).clamp(-LARGEST_FP8, LARGEST_FP8)
+    within, scale = _within(x, LARGEST_FP8)
     return within.to(torch.float8_e4m3fn), scale
 
 
-@define(
-    "linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, ScalarType dtype, Tensor? bias=None,"
-    " Tensor? residual=None) -> Tensor",
-    _linear_w8a8_fake,
-)
+@define("linear_fp8" + _OF_ROUNDED, _linear_w8a8_fake)
 def linear_fp8(
     x: Tensor,
     x_scale: Tensor,
