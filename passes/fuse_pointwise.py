@@ -7,6 +7,7 @@ model's dtype, so the result is nearer to float32's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,7 @@ def _scaled(x: str, alpha: str) -> str:
     return x if float(alpha) == 1.0 else f"{x} * {alpha}"
 
 
-# The expression of each op over the texts of its arguments, which are names and numbers.
+# The expression of each op over its arguments: texts for values and numbers, modes, dtypes and None as they are.
 OPS: dict[Any, Callable[..., str]] = {
     aten.add.Tensor: lambda x, y, alpha: f"({x} + {_scaled(y, alpha)})",
     aten.sub.Tensor: lambda x, y, alpha: f"({x} - {_scaled(y, alpha)})",
@@ -67,9 +68,9 @@ NATIVE = (aten.add.Tensor, aten.mul.Tensor)  # kernels of their own where nothin
 COMPARISONS = (aten.gt.Scalar, aten.lt.Scalar)
 
 
-def _clamped(x: str, low: str, high: str) -> str:
-    x = x if low == "None" else f"max({x}, {low})"
-    return x if high == "None" else f"min({x}, {high})"
+def _clamped(x: str, low: str | None, high: str | None) -> str:
+    x = x if low is None else f"max({x}, {low})"
+    return x if high is None else f"min({x}, {high})"
 
 
 @dataclass
@@ -119,10 +120,11 @@ def _why_not(program: Program, node: fx.Node) -> str | None:
         return "it has no row for each token"
     if node.target == aten.pow.Tensor_Scalar and float(node.args[1]) not in EXPONENTS:  # type: ignore[arg-type]
         return f"its exponent is {node.args[1]}, expected one of {', '.join(map(str, EXPONENTS))}"
-    if not value.is_floating_point() and value.dtype != torch.bool:
+    if not value.is_floating_point() and node.target not in COMPARISONS:
         # Integers in float32 would be wrong beyond 2^24; positions alone stay below.
         return f"it makes {dtype_name(value.dtype)}, expected floating point"
-    return None
+    endless = [arg for arg in arguments(node) if isinstance(arg, float) and not math.isfinite(arg)]
+    return f"its argument {endless[0]} is no finite number" if endless else None
 
 
 def _per_row(program: Program, node: fx.Node) -> bool:
@@ -191,11 +193,10 @@ def _expression(group: _Group, names: dict[fx.Node, str]) -> str:
     """The members' texts put together; one that is read twice gets a name."""
     named: list[str] = []
     for node in sorted(group.members):
-        args = [names[arg] if isinstance(arg, fx.Node) else repr(arg) for arg in arguments(node)]
-        text = OPS[node.target](*args)
+        text = OPS[node.target](*(_argument(node, index, names) for index in range(len(arguments(node)))))
         reads = sum(list(user.all_input_nodes).count(node) for user in node.users if user in group.members)
         twice = reads > 1 or _reads_twice(node, group)
-        if twice and node is not group.root and not text.isidentifier():
+        if twice and node is not group.root and node.target not in COMPARISONS and not text.isidentifier():
             named.append(f"t{len(named)} = {text}")
             text = f"t{len(named) - 1}"
         names[node] = text
@@ -203,10 +204,29 @@ def _expression(group: _Group, names: dict[fx.Node, str]) -> str:
     return "; ".join([*named, _without_brackets(result)])
 
 
+def _argument(node: fx.Node, index: int, names: dict[fx.Node, str]) -> Any:
+    """What the table gets of an argument: a value's text; a comparison where a choice is made by it, else a number."""
+    arg = arguments(node)[index]
+    if isinstance(arg, (int, float)):
+        return repr(arg)
+    if not isinstance(arg, fx.Node):
+        return arg
+    text = names[arg]
+    compared = arg.target in COMPARISONS and not text.isidentifier()  # here, and is no input
+    if node.target == aten.where.self and index == 0:
+        return text if compared else f"({text} > 0.5)"
+    return f"where({text}, 1.0, 0.0)" if compared else text
+
+
 def _reads_twice(node: fx.Node, group: _Group) -> bool:
-    """Whether an op that writes its argument more than once reads the node."""
+    """Whether what reads the node is written more than once: by its op, or as a comparison that several read."""
     return any(
-        user in group.members and user.target in (aten.square.default, aten.pow.Tensor_Scalar) for user in node.users
+        user in group.members
+        and (
+            user.target in (aten.square.default, aten.pow.Tensor_Scalar)
+            or (user.target in COMPARISONS and len(user.users) > 1)
+        )
+        for user in node.users
     )
 
 

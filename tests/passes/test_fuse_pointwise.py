@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 import torch
 from graphs import Example, example, random, rows
 from torch import ops
@@ -129,3 +130,56 @@ def test_a_chain_with_many_inputs_is_cut() -> None:
     assert FusePointwise()(each.program) == 2
     assert max(len(node.args[0]) for node in each.program.graph.nodes if node.op == "call_function") == 8
     torch.testing.assert_close(each.run(), before)
+
+
+@pytest.mark.parametrize(
+    ("approximate", "text"), [({"approximate": "tanh"}, "gelu_tanh(x0) * 2.0"), ({}, "gelu(x0) * 2.0")]
+)
+def test_an_option_of_an_op_chooses_what_it_computes(approximate: dict[str, str], text: str) -> None:
+    def graph(token_ids: Any, x: Any) -> Any:
+        return aten.mul.Tensor(aten.gelu.default(x, **approximate), 2.0)
+
+    golden = f"""
+        %token_ids: int64[s0] = input
+        %x: float32[s0, 6] = input
+        %0: float32[s0, 6] = inferc.pointwise([%x], '{text}', float32)
+        return (%0)
+    """
+    per_token(graph, {"x": rows(6)}).check(FusePointwise(), 1, golden)
+
+
+def test_a_comparison_as_a_number_is_one_or_zero() -> None:
+    def graph(token_ids: Any, x: Any) -> Any:
+        positive = aten._to_copy.default(aten.gt.Scalar(x, 0.5), dtype=torch.float32)
+        return aten.mul.Tensor(positive, aten.mul.Tensor(aten.lt.Scalar(x, 1.0), 3.0))
+
+    golden = """
+        %token_ids: int64[s0] = input
+        %x: float32[s0, 6] = input
+        %0: float32[s0, 6] = inferc.pointwise([%x], 'where((x0 > 0.5), 1.0, 0.0) * (where((x0 < 1.0), 1.0, 0.0) * 3.0)', float32)
+        return (%0)
+    """
+    per_token(graph, {"x": rows(6)}).check(FusePointwise(), 1, golden)
+
+
+def test_a_comparison_that_two_choices_read_stands_in_both() -> None:
+    def graph(token_ids: Any, x: Any, y: Any) -> Any:
+        compared = aten.gt.Scalar(aten.tanh.default(x), 0.5)
+        return aten.add.Tensor(aten.where.self(compared, x, y), aten.where.self(compared, y, x))
+
+    golden = """
+        %token_ids: int64[s0] = input
+        %x: float32[s0, 6] = input
+        %y: float32[s0, 6] = input
+        %0: float32[s0, 6] = inferc.pointwise([%x, %y], 't0 = tanh(x0); where((t0 > 0.5), x0, x1) + where((t0 > 0.5), x1, x0)', float32)
+        return (%0)
+    """
+    per_token(graph, {"x": rows(6), "y": rows(6, seed=1)}).check(FusePointwise(), 1, golden)
+
+
+def test_what_an_expression_cannot_say_is_left_alone() -> None:
+    def graph(token_ids: Any, x: Any) -> Any:
+        is_any = aten._to_copy.default(x, dtype=torch.bool)
+        return aten.clamp.default(x, float("-inf"), 1.0), is_any, aten._to_copy.default(x, dtype=torch.int64)
+
+    per_token(graph, {"x": rows(6)}).check_untouched(FusePointwise())
