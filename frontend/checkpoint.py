@@ -6,8 +6,10 @@ A checkpoint is read a chunk of rows at a time and never as a whole; nothing her
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +20,14 @@ from torch import Tensor
 
 from inferc.errors import ArtifactError, UnsupportedError
 
+log = logging.getLogger(__name__)
+
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = "model" + INDEX_SUFFIX
+SINGLE_NAME = "model.safetensors"
+NAMED_SUFFIXES = (".safetensors", INDEX_SUFFIX)  # of what a config may name
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DTYPES = {
     "F64": torch.float64,
@@ -88,16 +96,24 @@ class TensorDictReader:
         return rows.cpu()
 
 
-def read_folder(folder: Path) -> SafetensorsReader:
+def read_folder(folder: Path, named: str | None = None) -> SafetensorsReader:
     """The tensors of the safetensors files of a Hugging Face folder.
 
-    Raises UnsupportedError for pickled weights, ArtifactError for weights that are missing, truncated or damaged.
+    named: the file, or the index, that config.json's `transformers_weights` names in place of the usual ones.
+    Raises UnsupportedError for pickled weights, ArtifactError for weights that are missing, truncated, damaged, or there
+    twice: in a whole file beside an index of shards, or in two shards.
     """
     stored: dict[str, StoredTensor] = {}
-    for path in weight_files(folder):
-        stored.update(read_header(path))
-    index = folder / INDEX_NAME
-    if index.is_file():
+    for path in weight_files(folder, named):
+        found = read_header(path)
+        if twice := sorted(stored.keys() & found.keys()):
+            raise ArtifactError(
+                f"{folder}: tensor {twice[0]} is in {stored[twice[0]].file.name} and in {path.name}; expected each tensor in"
+                " one file: download both, and their index, again"
+            )
+        stored.update(found)
+    index = folder / (named or INDEX_NAME)
+    if index.name.endswith(INDEX_SUFFIX) and index.is_file():
         for name, file in _weight_map(index).items():
             if name not in stored or stored[name].file.name != file:
                 raise ArtifactError(
@@ -106,25 +122,100 @@ def read_folder(folder: Path) -> SafetensorsReader:
     return SafetensorsReader(stored)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder, all there."""
-    index, single = folder / INDEX_NAME, folder / "model.safetensors"
-    if index.is_file():
-        names = sorted(set(_weight_map(index).values()))
-        for name in names:
-            # An index comes with the checkpoint: it may name files beside itself only.
-            if Path(name).name != name or not (folder / name).is_file():
-                raise ArtifactError(f"{index} lists {name}, which is not in {folder}; download the missing file")
-        return [folder / name for name in names]
-    if single.is_file():
-        return [single]
+def weight_files(folder: Path, named: str | None = None) -> list[Path]:
+    """The safetensors files of a Hugging Face folder, all there, and no others that could be meant."""
+    if named is not None:
+        # A config comes with the checkpoint: like an index, it may name files beside itself only.
+        is_beside = isinstance(named, str) and Path(named).name == named and (folder / named).is_file()
+        if not is_beside or not named.endswith(NAMED_SUFFIXES):
+            raise ArtifactError(
+                f"{folder}: config.json names the weights {named} (transformers_weights); expected a .safetensors file or"
+                f" a {INDEX_SUFFIX} in the folder: download it, or delete the field"
+            )
+        return _shards(folder / named) if named.endswith(INDEX_SUFFIX) else [folder / named]
+    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    if index.is_file() and single.is_file():
+        _check_same_weights(index, single)
+    files = [single] if single.is_file() else _shards(index) if index.is_file() else []
+    if not files:
+        raise _no_weights(folder)
+    _warn_of_others(folder, files)
+    return files
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, all there."""
+    names = sorted(set(_weight_map(index).values()))
+    for name in names:
+        # An index comes with the checkpoint: it may name files beside itself only.
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise ArtifactError(f"{index} lists {name}, which is not in {index.parent}; download the missing file")
+    return [index.parent / name for name in names]
+
+
+def _check_same_weights(index: Path, single: Path) -> None:
+    """Raise ArtifactError if an index beside a whole file means other files than that one.
+
+    transformers reads the whole file, others read the shards: nobody can say which of the two is the model.
+    """
+    try:
+        names = set(_weight_map(index).values())
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}, or delete it to use {single.name}, which is beside it") from None
+    if names == {single.name}:
+        return
+    others = sorted(names - {single.name})
+    listed = others[0] + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+    missing = [name for name in others if Path(name).name != name or not (index.parent / name).is_file()]
+    if not missing:
+        raise ArtifactError(
+            f"{index.parent} holds weights twice: {single.name}, and {INDEX_NAME} with {listed}; expected one of them: delete"
+            f" {INDEX_NAME} to use {single.name}, as transformers does, or {single.name} to use what the index lists"
+        )
+    try:
+        state = f"is whole, with {len(read_header(single))} tensors"
+    except (ArtifactError, UnsupportedError):
+        state = "is there but damaged"
+    raise ArtifactError(
+        f"{index} lists {missing[0]}, which is not in {index.parent}, and {single.name} beside it {state}; delete"
+        f" {INDEX_NAME} to use {single.name}, or download the missing files and delete {single.name}"
+    )
+
+
+def _no_weights(folder: Path) -> ArtifactError | UnsupportedError:
+    """What a folder without the usual files has in their place."""
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    shards = [name for name in others if SHARD.fullmatch(name)]
+    if shards:
+        return ArtifactError(
+            f"{folder}: {shards[0]} is there, and {INDEX_NAME}, which says what is in which file, is not; download it too"
+        )
     if pickled:
-        raise UnsupportedError(
-            f"{folder}: weights are pickled ({pickled[0]}) and a pickle can run any code; expected model.safetensors:"
+        return UnsupportedError(
+            f"{folder}: weights are pickled ({pickled[0]}) and a pickle can run any code; expected {SINGLE_NAME}:"
             " convert with transformers (from_pretrained, then save_pretrained)"
         )
-    raise ArtifactError(f"{folder}: no model.safetensors and no {INDEX_NAME}; download the weights too")
+    if others:
+        return ArtifactError(
+            f"{folder}: found {others[0]}, expected {SINGLE_NAME} or {INDEX_NAME} with its shards; download these too"
+        )
+    return ArtifactError(f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME}; download the weights too")
+
+
+def _warn_of_others(folder: Path, files: list[Path]) -> None:
+    """Name the shards that are not read: what an earlier checkpoint left behind, or what an index forgot."""
+    read = {path.name for path in files}
+    left = sorted(
+        path.name for path in folder.glob("*.safetensors") if SHARD.fullmatch(path.name) and path.name not in read
+    )
+    if left:
+        log.warning(
+            "%s: %s not read: the weights are those of %s",
+            folder,
+            f"{left[0]} is" if len(left) == 1 else f"{left[0]} and {len(left) - 1} more shards are",
+            SINGLE_NAME if SINGLE_NAME in read else INDEX_NAME,
+        )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -167,9 +258,12 @@ def _num_bytes(tensor: StoredTensor) -> int:
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
+        found = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{index}: not a safetensors index ({error!r}); download it again") from error
+    if not found:
+        raise ArtifactError(f"{index}: an index that names no file; download it again")
+    return found
 
 
 def _read_into(file: int, data: memoryview, path: Path) -> None:

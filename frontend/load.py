@@ -57,7 +57,7 @@ def load(path: str | Path) -> Checkpoint:
     """
     folder = find_folder(path)
     config = read_config(folder)
-    reader = read_folder(folder)
+    reader = read_folder(folder, getattr(config, "transformers_weights", None))
     return Checkpoint(config, _model_class(config), reader.tensors, reader, folder=folder)
 
 

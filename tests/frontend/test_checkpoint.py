@@ -67,6 +67,24 @@ def index_garbage(folder: Path) -> None:
     (folder / INDEX_NAME).write_text("[1]")
 
 
+def index_empty(folder: Path) -> None:
+    (folder / INDEX_NAME).write_text('{"weight_map": {}}')
+
+
+def tensor_in_two_shards(folder: Path) -> None:
+    write_shards(folder)
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "model-00002-of-00002.safetensors")
+
+
+def index_gone(folder: Path) -> None:
+    write_shards(folder)
+    (folder / INDEX_NAME).unlink()
+
+
+def other_names(folder: Path) -> None:
+    save_file({"a": torch.zeros(1)}, folder / "consolidated.safetensors")
+
+
 def index_leaves_folder(folder: Path) -> None:
     save_file({"a": torch.zeros(1)}, folder.parent / "other.safetensors")
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
@@ -95,6 +113,14 @@ def damage(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         (shard_missing, ArtifactError, "lists model-00002-of-00002.safetensors"),
         (tensor_missing, ArtifactError, "puts tensor b in model-00002-of-00002.safetensors"),
         (index_garbage, ArtifactError, "not a safetensors index"),
+        (index_empty, ArtifactError, "an index that names no file"),
+        (
+            tensor_in_two_shards,
+            ArtifactError,
+            r"tensor a is in model-00001-of-00002\.safetensors and in model-00002-of-00002\.safetensors",
+        ),
+        (index_gone, ArtifactError, r"model-00001-of-00002\.safetensors is there, and model\.safetensors\.index\.json"),
+        (other_names, ArtifactError, r"found consolidated\.safetensors, expected model\.safetensors or"),
         (index_leaves_folder, ArtifactError, r"lists \.\./other\.safetensors"),
         (pickled, UnsupportedError, r"pickled \(pytorch_model\.bin\).*convert"),
         (nothing, ArtifactError, "no model.safetensors"),
@@ -124,3 +150,106 @@ def test_header_alone(tmp_path: Path) -> None:
     header = read_header(tmp_path / "x.safetensors")
     assert header["a"].shape == (2, 3)
     assert header["a"].start + 12 == (tmp_path / "x.safetensors").stat().st_size
+
+
+# ------------------------------------------------------------------------------------- folders that hold more than one
+
+
+def write_whole(folder: Path) -> None:
+    save_file({"a": torch.tensor([5.0, 6.0]), "b": torch.tensor([7.0, 8.0])}, folder / "model.safetensors")
+
+
+def stale_index(folder: Path) -> None:
+    write_shards(folder)
+
+
+def stale_index_without_shards(folder: Path) -> None:
+    write_shards(folder)
+    for path in folder.glob("model-*.safetensors"):
+        path.unlink()
+
+
+def whole_file_as_a_shard(folder: Path) -> None:
+    write_shards(folder)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            stale_index,
+            "holds weights twice: model.safetensors, and model.safetensors.index.json with model-00001-of-00002.safetensors"
+            + " and 1 more; expected one of them: delete model.safetensors.index.json to use model.safetensors",
+        ),
+        (
+            stale_index_without_shards,
+            "model.safetensors.index.json lists model-00001-of-00002.safetensors, which is not in FOLDER, and"
+            + " model.safetensors beside it is whole, with 2 tensors; delete model.safetensors.index.json",
+        ),
+        (whole_file_as_a_shard, "with model-00002-of-00002.safetensors; expected one of them"),
+        (index_garbage, "not a safetensors index (TypeError('list indices must be integers or slices, not str'));"),
+        (index_garbage, "or delete it to use model.safetensors, which is beside it"),
+    ],
+)
+def test_an_index_of_other_files_beside_a_whole_file_is_refused(
+    make: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    write_whole(tmp_path)
+    make(tmp_path)
+    with pytest.raises(ArtifactError) as caught:
+        read_folder(tmp_path)
+    assert message in str(caught.value).replace(str(tmp_path), "FOLDER") and "\n" not in str(caught.value)
+
+
+def test_a_damaged_whole_file_is_not_called_whole(tmp_path: Path) -> None:
+    stale_index_without_shards(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    with pytest.raises(ArtifactError, match="beside it is there but damaged"):
+        read_folder(tmp_path)
+
+
+def test_an_index_of_the_whole_file_alone_is_the_same_weights(tmp_path: Path) -> None:
+    write_whole(tmp_path)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}))
+    assert read_folder(tmp_path).rows("a", 0, 2).tolist() == [5.0, 6.0]
+
+
+@pytest.mark.parametrize("write", [write_whole, write_shards])
+def test_files_that_transformers_does_not_read_are_not_read(
+    write: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path)
+    wanted = read_folder(tmp_path).tensors
+    save_file({"a": torch.zeros(9)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "consolidated.safetensors.index.json").write_text('{"weight_map": {"a": "consolidated.safetensors"}}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    assert read_folder(tmp_path).tensors == wanted
+    assert not caplog.records
+
+
+def test_shards_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path)
+    save_file({"a": torch.zeros(9)}, tmp_path / "model-00001-of-00001.safetensors")
+    assert read_folder(tmp_path).tensors["a"][0] == (2,)
+    assert (
+        "model-00001-of-00001.safetensors is not read: the weights are those of model.safetensors.index" in caplog.text
+    )
+    caplog.clear()
+    (tmp_path / INDEX_NAME).unlink()
+    write_whole(tmp_path)
+    assert read_folder(tmp_path).rows("a", 0, 2).tolist() == [5.0, 6.0]
+    assert "model-00001-of-00001.safetensors and 2 more shards are not read: the weights are those of" in caplog.text
+
+
+def test_a_config_may_name_its_weights(tmp_path: Path) -> None:
+    """As transformers' `transformers_weights`, which goes before the usual names."""
+    write_whole(tmp_path)
+    write_shards(tmp_path)
+    assert read_folder(tmp_path, "model.safetensors").rows("a", 0, 2).tolist() == [5.0, 6.0]
+    assert read_folder(tmp_path, INDEX_NAME).rows("a", 0, 2).tolist() == [1.0, 2.0]
+    for named in ("../model.safetensors", "other.safetensors", "pytorch_model.bin", 3):
+        with pytest.raises(ArtifactError, match="config.json names the weights .*transformers_weights"):
+            read_folder(tmp_path, named)  # type: ignore[arg-type]

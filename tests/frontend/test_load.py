@@ -41,6 +41,12 @@ def test_load_reads_config_and_specs(tmp_path: Path) -> None:
     assert checkpoint.reader.rows("model.norm.weight", 0, 2).tolist() == [0.0, 0.0]
 
 
+def test_weights_that_the_config_names(tmp_path: Path) -> None:
+    folder = write(tmp_path, {**LLAMA, "transformers_weights": "other.safetensors"})
+    save_file({"model.norm.weight": torch.zeros(16, dtype=torch.bfloat16)}, folder / "other.safetensors")
+    assert load(folder).tensors == {"model.norm.weight": ((16,), torch.bfloat16)}
+
+
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
