@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from random_models import make_random_model
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
-from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedError
+from inferc.errors import ConfigError, UnsupportedError
 from inferc.frontend.load import Checkpoint, load, load_module
-from inferc.frontend.tokenizer import GOLDEN_CHATS, GOLDEN_TEXTS, eos_token_ids, generation_defaults, tokenizer_files
-from inferc.runtime.text import Text
+from inferc.frontend.tokenizer import GOLDEN_TEXTS, eos_token_ids, generation_defaults, tokenizer_files
 
 
 @pytest.fixture
@@ -203,79 +201,3 @@ def test_a_tokenizer_without_a_vocabulary(folder: Path) -> None:
     Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
     with pytest.raises(ConfigError, match="gives no token ids for any text"):
         tokenizer_files(load(folder))
-
-
-# ------------------------------------------------------------------------------------------------------- chats
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def use_template(folder: Path, template: str) -> None:
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    edit(folder / "tokenizer_config.json", chat_template=template)
-
-
-def written(folder: Path, out: Path) -> Text:
-    """The runtime's text side of what the frontend wrote."""
-    out.mkdir(exist_ok=True)
-    for name, data in tokenizer_files(load(folder)).items():
-        (out / name).write_bytes(data)
-    return Text(out)
-
-
-def test_the_runtime_makes_of_chats_what_transformers_does(folder: Path, tmp_path: Path) -> None:
-    use_template(folder, TEMPLATE)
-    text = written(folder, tmp_path / "t")
-    golden = json.loads((tmp_path / "t" / "golden_chat.json").read_text())
-    assert len(golden["vectors"]) == len(GOLDEN_CHATS) and not golden["depends_on_time"]
-    assert golden["begins_with_bos"] == {"text": False, "chat": True}
-    assert (golden["stop_token_ids"], golden["turn_end"]) == ([1], 1)
-    reference = transformers.AutoTokenizer.from_pretrained(folder)
-    for row in golden["vectors"]:
-        ids = reference.apply_chat_template(
-            row["messages"], add_generation_prompt=row["add_generation_prompt"], return_dict=False
-        )
-        assert row["token_ids"] == ids
-        assert text.encode_chat(row["messages"], add_generation_prompt=row["add_generation_prompt"]) == ids
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("text", "other", "the model's chat template writes '<s><|user|>Hello, wo' where it wrote 'other'"),
-        ("token_ids", [1, 2], "are not those of when the model was compiled"),
-    ],
-)
-def test_chats_that_changed_are_refused(folder: Path, tmp_path: Path, name: str, change: Any, message: str) -> None:
-    use_template(folder, TEMPLATE)
-    written(folder, tmp_path / "t")
-    path = tmp_path / "t" / "golden_chat.json"
-    golden = json.loads(path.read_text())
-    golden["vectors"][0][name] = change
-    path.write_text(json.dumps(golden))
-    with pytest.raises(RequestError, match=re.escape(message)):
-        Text(tmp_path / "t").encode_chat([{"role": "user", "content": "hi"}])
-
-
-def test_stop_ids_that_changed_are_refused(folder: Path, tmp_path: Path) -> None:
-    text = written(folder, tmp_path / "t")
-    text.check_stop_ids([1])
-    with pytest.raises(ArtifactError, match=r"texts end at the token ids \[1, 2\], and ended at \[1\] when"):
-        text.check_stop_ids([2, 1])
-
-
-def test_a_template_may_refuse_conversations_and_hold_the_day(folder: Path, tmp_path: Path) -> None:
-    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    use_template(folder, refuses + "{{ strftime_now('%d %m %Y') }}" + TEMPLATE)
-    written(folder, tmp_path / "t").encode_chat([{"role": "user", "content": "hi"}])
-    golden = json.loads((tmp_path / "t" / "golden_chat.json").read_text())
-    assert len(golden["vectors"]) == len(GOLDEN_CHATS) - 1 and golden["depends_on_time"]
-
-
-def test_a_turn_that_ends_no_text_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    use_template(folder, TEMPLATE.replace("</s>", "<s>"))
-    tokenizer_files(load(folder))
-    assert "ends an answer with '<s>' (id 0), which ends no text by the model's generation config" in caplog.text
