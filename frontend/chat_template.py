@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TypeAlias
+
+from inferc.chat_form import ChatForm, Message, find_form
 
 log = logging.getLogger(__name__)
 
+Conversation: TypeAlias = list[Message]
+
 # Conversations that templates treat differently: who begins, whether an answer is to follow, spaces at ends.
-GOLDEN_CHATS: tuple[list[dict[str, str]], ...] = (
+TEXT_CHATS: tuple[Conversation, ...] = (
     [{"role": "user", "content": "Hello, world!"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " two\nlines "}],
     [
@@ -18,6 +24,47 @@ GOLDEN_CHATS: tuple[list[dict[str, str]], ...] = (
     ],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
 )
+
+
+def golden_chats(form: ChatForm) -> list[tuple[Conversation, Conversation]]:
+    """Conversations as clients send them, each with the messages that mean the same to a template of this form.
+
+    Both are written out: what the runtime makes of the first is compared with what transformers makes of the second.
+    """
+
+    def said(role: str, *texts: str) -> Message:
+        if form.content == "text":
+            return {"role": role, "content": "".join(texts)}
+        return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+    found = [(chat, [said(message["role"], message["content"]) for message in chat]) for chat in TEXT_CHATS]
+    parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "world!"}]
+    found.append(([{"role": "user", "content": parts}], [said("user", "Hello, ", "world!")]))
+    silent: Message = {"role": "assistant"}
+    if form.no_content == "none":
+        silent["content"] = None
+    elif form.no_content == "empty":
+        silent = said("assistant")
+    user = {"role": "user", "content": "Is it warm in Zürich?"}
+    asked = said("user", "Is it warm in Zürich?")
+    found.append(([user, {"role": "assistant", "content": None}], [asked, silent]))
+    if form.tool_calls is None:
+        return found
+
+    def call(arguments: Any) -> list[Message]:
+        function = {"name": "get_weather", "arguments": arguments}
+        return [{"id": "weather01", "type": "function", "function": function}]
+
+    as_json, as_object = '{"city": "Zürich", "days": 2}', {"city": "Zürich", "days": 2}
+    calls = {**silent, "tool_calls": call(as_object if form.tool_calls == "object" else as_json)}
+    sent = {"role": "assistant", "content": None, "tool_calls": call(as_json)}
+    found.append(([user, sent], [asked, calls]))
+    found.append(([user, {"role": "assistant", "tool_calls": call(as_object)}], [asked, calls]))
+    if form.tool_results:
+        of_call = {"tool_call_id": "weather01", "name": "get_weather"}
+        result = {"role": "tool", **of_call, "content": '{"celsius": 21}'}
+        found.append(([user, sent, result], [asked, calls, {**said("tool", '{"celsius": 21}'), **of_call}]))
+    return found
 
 
 def chat_template(tokenizer: Any) -> str | None:
@@ -31,22 +78,24 @@ def chat_template(tokenizer: Any) -> str | None:
 
 
 def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -> dict[str, Any]:
-    """What transformers makes of GOLDEN_CHATS by the template, for the runtime to be compared with.
+    """What transformers makes of `golden_chats` by the template, for the runtime to be compared with.
 
+    form: in which the template reads messages; null for one that leaves out what the user says in every form.
     vectors: [{messages, add_generation_prompt, text, token_ids}], without conversations that the template refuses.
     depends_on_time: texts hold the day they were made on. begins_with_bos: of a plain text, and of a conversation; the
     latter has it from the template, never twice. stop_token_ids: that end a text. turn_end: the first special token
     that the template writes behind an answer; a warning says so if it ends no text.
     """
+
+    def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
+        return _render(tokenizer, template, messages, goes_on, tools)
+
+    form = find_form(render)
     vectors: list[dict[str, Any]] = []
-    for messages in GOLDEN_CHATS:
-        goes_on = messages[-1]["role"] == "user"
+    for messages, wanted in golden_chats(form) if form is not None else ():
+        goes_on = messages[-1]["role"] != "assistant"
         try:
-            text = str(
-                tokenizer.apply_chat_template(
-                    messages, chat_template=template, tokenize=False, add_generation_prompt=goes_on
-                )
-            )
+            text = render(wanted, goes_on, None)
         except Exception as error:  # noqa: BLE001 (a template raises what it likes: for a role that it does not know, say)
             log.info("%s: the chat template refuses a conversation: %s", name, error)
             continue
@@ -63,6 +112,7 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
             *(name, tokenizer.convert_ids_to_tokens(turn_end), turn_end),
         )
     return {
+        "form": None if form is None else asdict(form),
         "depends_on_time": "strftime_now" in template,
         "begins_with_bos": {
             "text": bos is not None and plain[:1] == [bos],
@@ -74,11 +124,29 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
     }
 
 
+def _render(
+    tokenizer: Any, template: str, messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None
+) -> str:
+    """What transformers writes. Where none is given it is asked behind `apply_chat_template`, which would leave it out."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    conversation = [dict(message) for message in messages]
+    options: dict[str, Any] = {
+        "chat_template": template,
+        "add_generation_prompt": goes_on,
+        "tools": None if tools is None else [dict(tool) for tool in tools],
+    }
+    if any(value is None for message in conversation for value in message.values()):
+        found: Any = render_jinja_template([conversation], **options, **tokenizer.special_tokens_map)
+        return str(found[0][0])
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+
+
 def _turn_end(tokenizer: Any, vectors: list[dict[str, Any]]) -> int | None:
     """The first special token behind the answer that ends a conversation."""
     for row in vectors:
         last = row["messages"][-1]
-        if last["role"] == "assistant":
+        if last["role"] == "assistant" and last.get("content"):
             _, _, behind = row["text"].rpartition(last["content"])
             ids = [int(token) for token in tokenizer(behind, add_special_tokens=False)["input_ids"]]
             return next((token for token in ids if token in tokenizer.all_special_ids), None)

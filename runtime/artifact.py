@@ -339,12 +339,20 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
             for rank in artifact.ranks
         ],
         "model": manifest["model"],
+        "chat": _chat_facts(artifact),
         "config": manifest["config"],
         "passes": manifest["passes"],
         "kernels": manifest["kernels"],
         **({"tensorrt": _plan_facts(artifact)} if "tensorrt" in manifest else {}),
         "certificate": json.loads(certificate.read_bytes()) if certificate.exists() else None,
     }
+
+
+def _chat_facts(artifact: Artifact) -> dict[str, Any] | None:
+    """The form in which the chat template reads messages (inferc.chat_form); None where there is none."""
+    name = "tokenizer/golden_chat.json"
+    golden = json.loads(artifact.read(name)) if name in artifact.manifest["files"] else {}
+    return golden.get("form")
 
 
 def _plan_facts(artifact: Artifact) -> dict[str, Any]:

@@ -23,13 +23,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from inferc.chat_form import ChatForm, Message, find_form
 from inferc.errors import RequestError
+from inferc.runtime.chat_messages import formed
 
 MAX_CHARS = 16 << 20  # of the prompt, and of any string made on the way
 MAX_BYTES = 32 * MAX_CHARS  # of all texts and lists that are made on the way
 MAX_SECONDS = 5.0
 MAX_BITS = 4096  # of an integer
 MAX_MESSAGE = 500  # characters of what a template says of messages that it refuses
+LOSES_WORDS = "the model's chat template leaves out what the user says, whether it gets a text or a list of parts; send a plain prompt"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Filters and methods of text that can make a huge one of a small text and a number or another text.
 PADDING = ("center", "expandtabs", "indent", "ljust", "rjust", "wordwrap", "zfill")
@@ -45,15 +48,28 @@ MAX_SLOW = 1 << 18
 
 
 class ChatTemplate:
-    """A compiled template. `facts` has the special tokens' texts (tokenizer_config.json)."""
+    """A compiled template. `facts` has the special tokens' texts (tokenizer_config.json).
 
-    def __init__(self, source: str, facts: Mapping[str, Any]) -> None:
+    form: in which it reads messages; found by rendering if it is not given.
+    """
+
+    def __init__(self, source: str, facts: Mapping[str, Any], form: ChatForm | None = None) -> None:
         self._environment = _Environment()
         self._tokens = {name: facts[name] for name in SPECIAL_TOKENS if isinstance(facts.get(name), str)}
+        self._form = form
         try:
             self._template = self._environment.from_string(source)
         except (TemplateError, RecursionError) as error:
             raise RequestError(f"the model's chat template cannot be read: {error}; send a plain prompt") from error
+
+    @property
+    def form(self) -> ChatForm:
+        """Raises RequestError for a template that leaves out what the user says in every form."""
+        if self._form is None:
+            self._form = find_form(self._render)
+        if self._form is None:
+            raise RequestError(LOSES_WORDS)
+        return self._form
 
     def render(
         self,
@@ -65,18 +81,25 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation.
 
-        messages: dicts with a `role`, and `content` (text, or a list of text parts) as in the OpenAI API.
-        Raises RequestError for messages or a template that cannot be rendered.
+        messages: as `formed` takes them. Raises RequestError for messages or a template that cannot be rendered.
         """
+        return self._render(formed(messages, self.form), add_generation_prompt, tools, **variables)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        /,
+        **variables: Any,
+    ) -> str:
         values = {
             **self._tokens,
             **variables,
-            "messages": [_message(i, message) for i, message in enumerate(messages)],
+            "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
         }
-        if not messages:
-            raise RequestError("messages: expected at least one message")
         self._environment.begin()
         pieces, length = [], 0
         try:
@@ -91,22 +114,6 @@ class ChatTemplate:
                 f"the model's chat template failed on these messages: {str(error)[:MAX_MESSAGE]}"
             ) from error
         return "".join(pieces)
-
-
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text parts joined."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{index}]: expected an object with a role and a content, found {message!r:.80}")
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                found = part.get("type") if isinstance(part, Mapping) else part
-                raise RequestError(f"messages[{index}].content: this model takes text parts only, found {found!r:.80}")
-        content = "".join(part["text"] for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise RequestError(f"messages[{index}].content: expected text, found {content!r:.80}")
-    return {**message, "content": content}
 
 
 class _Generation(Extension):

@@ -7,7 +7,7 @@ clients send some that mean something to OpenAI's own platform only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -62,7 +62,7 @@ SERVED = frozenset(
 # Variables that a template gets from here alone.
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
-Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
+Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,8 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _message(index: int, message: Any) -> dict[str, str]:
-    """A message of text. What else one can hold (calls of tools, audio, a name) is refused unless it is empty."""
+def _message(index: int, message: Any) -> dict[str, Any]:
+    """A message of text, or of parts of text. What else one can hold (calls of tools, audio, a name) is refused unless it is empty."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where}: expected an object with a role and a content, found {message!r:.80}")
@@ -243,12 +243,22 @@ def _message(index: int, message: Any) -> dict[str, str]:
         if name not in ("role", "content") and value:
             raise RequestError(f"{where}.{name} is {value!r:.80}, which is not built yet; leave it out")
     content = message.get("content")
-    texts = []
+    parts = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             found = part.get("type") if isinstance(part, Mapping) else part
             raise RequestError(f"{where}.content: this model takes text parts only, found {found!r:.80}")
         if not isinstance(text := part.get("text"), str):
             raise RequestError(f"{where}.content: expected text, found {text!r:.80}")
-        texts.append(text)
-    return {"role": message["role"], "content": "".join(texts)}
+        parts.append({"type": "text", "text": text})
+    return {"role": message["role"], "content": parts if isinstance(content, list) else content}
+
+
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Messages of `parse_request` for an interface whose content is a text alone."""
+    return [
+        {"role": each["role"], "content": "".join(part["text"] for part in each["content"])}
+        if isinstance(each["content"], list)
+        else dict(each)
+        for each in messages
+    ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from inferc.chat_form import ChatForm, form_of
 from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.sampling_params import SamplingParams
 
@@ -49,6 +50,7 @@ class Text:
         self._kind, self.strips_first_space = _classify(decoder)
         self.facts: dict[str, Any] = _read_json(folder / "tokenizer_config.json") or {}
         self._golden_chat: Mapping[str, Any] = _read_json(folder / "golden_chat.json") or {}
+        self._form = _read_form(folder / "golden_chat.json", self._golden_chat)
         template = folder / "chat_template.jinja"
         self._template = template.read_text(encoding="utf-8") if template.exists() else None
 
@@ -108,7 +110,8 @@ class Text:
             raise RequestError("this model has no chat template; send a plain prompt instead of messages")
         from inferc.runtime.chat_template import ChatTemplate  # jinja2 is a tenth of a second that prompts need not pay
 
-        template = ChatTemplate(self._template, self.facts)
+        template = ChatTemplate(self._template, self.facts, self._form)
+        _ = template.form  # which a template that loses words has not
         if (problem := self.chat_problem(template)) is not None:
             raise RequestError(f"{problem}; send a plain prompt, or have the model compiled again")
         return template
@@ -320,6 +323,16 @@ class TextStream:
         if finish_reason is None:
             return Delta(shown)
         return Delta(shown + self._stops.finish(), finish_reason, token_ids[-1] if ended_by_token else None)
+
+
+def _read_form(path: Path, golden: Mapping[str, Any]) -> ChatForm | None:
+    """What was found when the model was compiled; None: nothing, so it is found again."""
+    if golden.get("form") is None:
+        return None
+    try:
+        return form_of(golden["form"])
+    except ValueError as error:
+        raise ArtifactError(f"{path}: form: {error}; compile the model again") from error
 
 
 def _read_json(path: Path) -> Any:

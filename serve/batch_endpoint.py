@@ -20,7 +20,7 @@ from inferc.errors import GenerationError, InfercError, ObjectiveError
 from inferc.runtime.batch_run import Result, Ticket, take_all
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, Token
-from inferc.runtime.openai_request import Prompt
+from inferc.runtime.openai_request import Prompt, joined
 from inferc.runtime.step import Logprobs
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
@@ -92,6 +92,8 @@ class EndpointBackend:
 
     def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
         values = {**sampling, "client": CLIENT, "priority": PRIORITY}
+        if ticket[0].request.kind == "chat":
+            prompt = joined(prompt)  # type: ignore[arg-type]
         if values.get("max_tokens", 0) is None:
             values["unlimited"] = True
         count = ticket[0].request.num_outputs

@@ -222,6 +222,7 @@ command(app, "explain")(explain)
 @command(app, "inspect")
 def inspect(out: Out, as_json: Json = False) -> None:
     """Show what an artifact holds: targets, sizes, KV groups, kernels and their resources, certificate."""
+    from inferc.chat_form import form_of
     from inferc.runtime.artifact import inspect_artifact
 
     facts = inspect_artifact(out)
@@ -235,6 +236,7 @@ def inspect(out: Out, as_json: Json = False) -> None:
         "weights": f"{facts['weights_bytes'] / 1e6:.1f} MB{_quantized(model, config['dtype'])}",
         "arena": f"{facts['arena_bytes'] / 1e6:.1f} MB",
         "KV cache": f"{facts['kv_bytes_per_token']} bytes a token",
+        **({"chat": str(form_of(facts["chat"]))} if facts["chat"] is not None else {}),
         "format": f"version {facts['format_version']}, by {facts['producer']}",
         **({"passes": ", ".join(config["passes"]) + " (besides inferc's own)"} if config.get("passes") else {}),
     }

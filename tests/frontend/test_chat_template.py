@@ -9,8 +9,9 @@ import pytest
 import transformers
 from random_models import make_random_model
 
+from inferc.chat_form import ChatForm
 from inferc.errors import ArtifactError, RequestError
-from inferc.frontend.chat_template import GOLDEN_CHATS
+from inferc.frontend.chat_template import golden_chats
 from inferc.frontend.load import load
 from inferc.frontend.tokenizer import tokenizer_files
 from inferc.runtime.text import Text
@@ -48,16 +49,83 @@ def test_the_runtime_makes_of_chats_what_transformers_does(folder: Path, tmp_pat
     use_template(folder, TEMPLATE)
     text = written(folder, tmp_path / "t")
     golden = json.loads((tmp_path / "t" / "golden_chat.json").read_text())
-    assert len(golden["vectors"]) == len(GOLDEN_CHATS) and not golden["depends_on_time"]
+    form = ChatForm(**golden["form"])
+    assert form == ChatForm(tool_calls=None)
+    assert len(golden["vectors"]) == len(golden_chats(form)) and not golden["depends_on_time"]
     assert golden["begins_with_bos"] == {"text": False, "chat": True}
     assert (golden["stop_token_ids"], golden["turn_end"]) == ([1], 1)
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     for row in golden["vectors"]:
         ids = reference.apply_chat_template(
-            row["messages"], add_generation_prompt=row["add_generation_prompt"], return_dict=False
+            [{**each, "content": joined(each["content"])} for each in row["messages"]],
+            add_generation_prompt=row["add_generation_prompt"],
+            return_dict=False,
         )
         assert row["token_ids"] == ids
         assert text.encode_chat(row["messages"], add_generation_prompt=row["add_generation_prompt"]) == ids
+
+
+def joined(content: Any) -> Any:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+CALLS = "{% for call in message.tool_calls %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+READS_PARTS = (
+    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}[{{ part.text }}]{% endfor %}"
+    + CALLS
+    + "</s>{% endfor %}"
+)
+LOOKS_FOR_NONE = (
+    "{% for message in messages %}{% if message.content is none %}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name + call.function.arguments }}{% endfor %}{% else %}{{ message.content + '\n' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (TEMPLATE.replace("</s>", CALLS + "</s>"), ChatForm()),
+        (READS_PARTS, ChatForm("parts")),
+        (LOOKS_FOR_NONE, ChatForm("text", "none", "json")),
+        (TEMPLATE.replace("message.content | trim", "message.content.strip()"), ChatForm("text", "empty", None)),
+    ],
+)
+def test_parts_and_calls_of_tools_are_written_as_transformers_does(
+    folder: Path, tmp_path: Path, template: str, form: ChatForm
+) -> None:
+    use_template(folder, template)
+    text = written(folder, tmp_path / "t")
+    golden = json.loads((tmp_path / "t" / "golden_chat.json").read_text())
+    assert ChatForm(**golden["form"]) == form
+    assert len(golden["vectors"]) == len(golden_chats(form))
+    for row in golden["vectors"]:
+        assert "None" not in row["text"]
+        if any("tool_calls" in each for each in row["messages"]):
+            assert "get_weather" in row["text"] and "Zürich" in row["text"]
+        assert text.encode_chat(row["messages"], add_generation_prompt=row["add_generation_prompt"]) == row["token_ids"]
+    parts = next(row for row in golden["vectors"] if isinstance(row["messages"][0]["content"], list))
+    assert ("[Hello, ][world!]" if form.content == "parts" else "Hello, world!") in parts["text"]
+
+
+def test_a_template_that_loses_the_users_words_is_named(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from inferc.compiler import compile
+    from inferc.config import CompileConfig
+
+    use_template(folder, "{% for message in messages %}{{ message.role }}{% endfor %}")
+    compile(folder, tmp_path / "out", CompileConfig(target="reference", certify="none"))
+    assert "m: chats will be refused: the model's chat template leaves out what the user says" in caplog.text
+    with pytest.raises(RequestError, match="leaves out what the user says, whether it gets a text or a list of parts"):
+        Text(tmp_path / "out" / "tokenizer").encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_form_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    written(folder, tmp_path / "t")
+    path = tmp_path / "t" / "golden_chat.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "form": {"content": "tensor"}}))
+    with pytest.raises(ArtifactError, match="golden_chat.json: form: expected an object with content"):
+        Text(tmp_path / "t")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +158,8 @@ def test_a_template_may_refuse_conversations_and_hold_the_day(folder: Path, tmp_
     use_template(folder, refuses + "{{ strftime_now('%d %m %Y') }}" + TEMPLATE)
     written(folder, tmp_path / "t").encode_chat([{"role": "user", "content": "hi"}])
     golden = json.loads((tmp_path / "t" / "golden_chat.json").read_text())
-    assert len(golden["vectors"]) == len(GOLDEN_CHATS) - 1 and golden["depends_on_time"]
+    form = ChatForm(**golden["form"])
+    assert len(golden["vectors"]) == len(golden_chats(form)) - 1 and golden["depends_on_time"]
 
 
 def test_a_turn_that_ends_no_text_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from inferc.chat_form import ChatForm
 from inferc.errors import RequestError
 from inferc.runtime import chat_template
 from inferc.runtime.chat_template import ChatTemplate
@@ -14,7 +15,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages or MESSAGES, **options)
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, ChatForm())
+    return template.render(messages or MESSAGES, **options)
 
 
 def test_what_templates_use() -> None:
@@ -33,7 +35,8 @@ def test_what_templates_use() -> None:
     )
     assert render("{{ 'aba' | replace('a', 'cc') | indent(1) }}{{ ['x', 'y'] | join('-') }}") == "ccbccx-y"
     assert render("{{ date }}", date="today") == "today"
-    assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES, self="me", messages="no") == "user"
+    template = ChatTemplate("{{ messages[0].role }}", {}, ChatForm())
+    assert template.render(MESSAGES, self="me", messages="no") == "user"
 
 
 def test_text_parts_become_text() -> None:
@@ -54,7 +57,7 @@ def test_messages_that_make_no_sense(messages: list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         render("{{ messages[0].content }}", messages)
     with pytest.raises(RequestError, match="at least one message"):
-        ChatTemplate("x", {}).render([])
+        ChatTemplate("x", {}, ChatForm()).render([])
 
 
 def test_a_template_can_refuse() -> None:

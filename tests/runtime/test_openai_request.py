@@ -8,7 +8,7 @@ from batches import CHAT, COMPLETIONS, EMBEDDINGS
 from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, Token, error_body, prompt_offsets, response_body
-from inferc.runtime.openai_request import OpenAIRequest, parse_request
+from inferc.runtime.openai_request import OpenAIRequest, joined, parse_request
 from inferc.runtime.step import Logprobs
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -81,11 +81,12 @@ def test_prompts(prompt: Any, prompts: tuple[Any, ...]) -> None:
     assert parse_request(COMPLETIONS, {"prompt": prompt}).prompts == prompts
 
 
-def test_messages_come_down_to_their_text() -> None:
+def test_messages_are_of_text_and_nothing_else() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     said: dict[str, Any] = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []}
     request = parse_request(CHAT, {"messages": [{"role": "user", "content": parts}, said]})
-    assert request.prompts == ([{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}],)
+    assert request.prompts == ([{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}],)
+    assert joined(request.prompts[0]) == [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Messages as clients send them, in the form that a chat template reads (inferc.chat_form)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inferc.chat_form import ChatForm, Message
+from inferc.errors import RequestError
+
+
+def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Message]:
+    """The messages for a template of this form, whatever form each came in. Raises RequestError for what is no message.
+
+    A message is a mapping with a `role` and, as in the OpenAI API, `content` (text, a list of text parts, or null) and
+    `tool_calls` (arguments as JSON or as a mapping). What is null is absent to the template, as transformers has it:
+    most templates would write None otherwise.
+    """
+    if not messages:
+        raise RequestError("messages: expected at least one message")
+    return [_formed(f"messages[{index}]", message, form) for index, message in enumerate(messages)]
+
+
+def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}: expected an object with a role and a content, found {message!r:.80}")
+    found = {name: value for name, value in message.items() if value is not None and name != "content"}
+    if found["role"] == "tool" and not form.tool_results:
+        raise RequestError(f"{where}: the model's chat template leaves out what tools answer; leave the message out")
+    found.update(_content(f"{where}.content", message.get("content"), form))
+    calls = found.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise RequestError(f"{where}.tool_calls: expected a list, found {calls!r:.80}")
+        found["tool_calls"] = [
+            _tool_call(f"{where}.tool_calls[{index}]", call, form) for index, call in enumerate(calls)
+        ]
+    return found
+
+
+def _content(where: str, content: Any, form: ChatForm) -> Message:
+    """The entry of a message, if it has one."""
+    if content is None:
+        if form.no_content == "absent":
+            return {}
+        empty = "" if form.content == "text" else []
+        return {"content": None if form.no_content == "none" else empty}
+    texts = [content] if isinstance(content, str) else _texts(where, content)
+    if form.content == "text":
+        return {"content": "".join(texts)}
+    return {"content": [{"type": "text", "text": text} for text in texts]}
+
+
+def _texts(where: str, content: Any) -> list[str]:
+    if not isinstance(content, Sequence):
+        raise RequestError(f"{where}: expected text, found {content!r:.80}")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            found = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"{where}: this model takes text parts only, found {found!r:.80}")
+    return [part["text"] for part in content]
+
+
+def _tool_call(where: str, call: Any, form: ChatForm) -> Message:
+    """A call of a function. Its arguments are JSON where clients have it, and most templates go through them by name."""
+    if form.tool_calls is None:
+        raise RequestError(f"{where}: the model's chat template leaves out calls of tools; leave it out")
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}: expected an object with a function that has a name, found {call!r:.80}")
+    given = function.get("arguments")
+    if not isinstance(given, (str, Mapping)) and given is not None:
+        raise RequestError(f"{where}.function.arguments: expected an object or JSON, found {given!r:.80}")
+    arguments = given or {}
+    if form.tool_calls == "object" and isinstance(arguments, str):
+        arguments = _parsed(f"{where}.function.arguments", arguments)
+    elif form.tool_calls == "json" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    whole = {name: value for name, value in call.items() if value is not None}
+    return {**whole, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(where: str, text: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RequestError(f"{where}: expected a JSON object, found {text!r:.80}")
+    return found

@@ -1,0 +1,184 @@
+"""The form in which a chat template reads messages, found by what arrives in the text that it writes.
+
+A template's source does not tell: content may be a text or a list of parts; content that is not there a missing key, none
+or an empty text; the arguments of a tool call an object or JSON. A template that gets another form than it reads leaves
+words out, or writes how Python spells a list. So conversations with words that no template has of its own are rendered
+in each form, and the form is the one in which all words arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+Content = Literal["text", "parts"]
+NoContent = Literal["absent", "none", "empty"]
+Arguments = Literal["object", "json"]
+# Writes messages, with or without the beginning of an answer, for tools if any; raises where the template does.
+Render: TypeAlias = Callable[[Sequence[Message], bool, Sequence[Message] | None], str]
+
+CONTENTS: tuple[Content, ...] = ("text", "parts")
+# The first is what transformers makes of null; a template that then loses a call or fails may look for none instead, or
+# take methods of texts for granted.
+NO_CONTENTS: tuple[NoContent, ...] = ("absent", "none", "empty")
+ARGUMENTS: tuple[Arguments, ...] = ("object", "json")
+
+CONVERSATIONS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
+# Words of lowercase letters, which trimming and capitals leave alone.
+WORD, LEAK, KEY, VALUE, RESULT = "zqword", "zqleak", "zqkey", "zqvalue", "zqresult"
+TOOL = "zqtool"
+CALL_ID = "zqcall001"  # nine letters and digits, as some templates insist
+TOOLS: tuple[Message, ...] = (
+    {
+        "type": "function",
+        "function": {"name": TOOL, "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """What a template takes. tool_calls: how the arguments of a call are given, None where the template leaves calls out;
+    tool_results: whether it writes what a tool answered."""
+
+    content: Content = "text"
+    no_content: NoContent = "absent"
+    tool_calls: Arguments | None = "object"
+    tool_results: bool = True
+
+    def __str__(self) -> str:
+        """As `inferc inspect` says it."""
+        content = "content as text" if self.content == "text" else "content as a list of parts"
+        if self.no_content != "absent":
+            content += f", null content as {'none' if self.no_content == 'none' else 'an empty one'}"
+        if self.tool_calls is None:
+            return f"{content}, no tool calls"
+        arguments = "an object" if self.tool_calls == "object" else "JSON"
+        results = "" if self.tool_results else ", no tool results"
+        return f"{content}, arguments of tool calls as {arguments}{results}"
+
+
+def form_of(value: Any) -> ChatForm:
+    """The form that an artifact holds. Raises ValueError for what is none."""
+    known = {
+        "content": CONTENTS,
+        "no_content": NO_CONTENTS,
+        "tool_calls": (None, *ARGUMENTS),
+        "tool_results": (False, True),
+    }
+    if not isinstance(value, Mapping) or value.keys() != known.keys():
+        raise ValueError(f"expected an object with {', '.join(known)}, found {value!r:.100}")
+    for name, choices in known.items():
+        if not any(type(value[name]) is type(choice) and value[name] == choice for choice in choices):
+            raise ValueError(f"{name} is {value[name]!r:.40}, expected one of {', '.join(map(repr, choices))}")
+    return ChatForm(**value)
+
+
+def find_form(render: Render) -> ChatForm | None:
+    """The form that a template reads; None for one that leaves out what the user says in every form.
+
+    A template that raises on all conversations tells nothing, and gets the form that most templates read.
+    """
+    best, most = None, (0, 0)
+    any_rendered = False
+    for content in CONTENTS:
+        has_rendered, arrived = _arrived(render, content)
+        any_rendered |= has_rendered
+        if arrived > most and arrived[0]:
+            best, most = content, arrived
+    if best is None:
+        return None if any_rendered else ChatForm()
+    no_content, tool_calls = _find_calls(render, best)
+    return ChatForm(best, no_content, tool_calls, _writes_results(render, best, no_content, tool_calls))
+
+
+def _arrived(render: Render, content: Content) -> tuple[bool, tuple[int, int]]:
+    """Whether any conversation was rendered; how many did with the last words of their users, and how many words in all."""
+    has_rendered, num_last, num_words = False, 0, 0
+    for roles in CONVERSATIONS:
+        words = [WORD + "abc"[index] for index in range(len(roles))]
+        messages = [{"role": role, "content": _said(content, word)} for role, word in zip(roles, words, strict=True)]
+        text = _rendered(render, messages, roles[-1] == "user", None)
+        if text is None:
+            continue
+        has_rendered = True
+        if LEAK in text:
+            continue  # it wrote the list itself
+        there = [word in text for word in words]
+        num_last += there[len(roles) - 1 - roles[::-1].index("user")]
+        num_words += sum(there)
+    return has_rendered, (num_last, num_words)
+
+
+def _find_calls(render: Render, content: Content) -> tuple[NoContent, Arguments | None]:
+    """How an assistant's message without content is given, and the arguments of its calls."""
+    user = {"role": "user", "content": _said(content, WORD)}
+    has_rendered = False
+    for arguments, no_content in product(ARGUMENTS, NO_CONTENTS):
+        message = {"role": "assistant", "tool_calls": [_call(arguments)]}
+        for tools in (TOOLS, None):  # some templates want a list of tools
+            text = _rendered(render, [user, {**message, **_nothing(content, no_content)}], False, tools)
+            if text is None:
+                continue
+            has_rendered = True
+            with_content = _rendered(render, [user, {**message, "content": _said(content, WORD)}], False, tools)
+            if _has_call(text) and _num_none(text) <= _num_none(with_content):
+                return no_content, arguments
+    with_content = _rendered(render, [user, {"role": "assistant", "content": _said(content, WORD)}], False, None)
+    for no_content in NO_CONTENTS:
+        text = _rendered(render, [user, {"role": "assistant", **_nothing(content, no_content)}], False, None)
+        if text is not None and _num_none(text) <= _num_none(with_content):
+            return no_content, None if has_rendered else "object"
+    return "absent", None if has_rendered else "object"
+
+
+def _has_call(text: str) -> bool:
+    """Whether key and value of its arguments are there, and neither as Python spells them nor as JSON in JSON."""
+    return KEY in text and VALUE in text and f"'{KEY}'" not in text and f'\\"{KEY}' not in text
+
+
+def _num_none(text: str | None) -> int:
+    """How often the word stands there; templates may hold it themselves."""
+    return 0 if text is None else text.count("None")
+
+
+def _writes_results(render: Render, content: Content, no_content: NoContent, arguments: Arguments | None) -> bool:
+    """Whether the answer of a tool arrives, as far as the template takes one at all."""
+    messages: list[Message] = [
+        {"role": "user", "content": _said(content, WORD)},
+        {"role": "assistant", **_nothing(content, no_content), "tool_calls": [_call(arguments or "object")]},
+        {"role": "tool", "tool_call_id": CALL_ID, "name": TOOL, "content": _said(content, RESULT)},
+    ]
+    found = [_rendered(render, messages, True, tools) for tools in (TOOLS, None)]
+    texts = [text for text in found if text is not None]
+    return not texts or any(RESULT in text and LEAK not in text for text in texts)
+
+
+def _rendered(
+    render: Render, messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None
+) -> str | None:
+    """The text in lowercase but for its None; None where the template refuses."""
+    try:
+        text = render(messages, goes_on, tools)
+    except Exception:  # noqa: BLE001 (a template raises whatever its operators do)
+        return None
+    return "None".join(part.lower() for part in text.split("None"))
+
+
+def _said(content: Content, word: str) -> Any:
+    """A word as content. A part has an entry that is seen only where the list itself is written."""
+    return word if content == "text" else [{"type": "text", "text": word, "extra": LEAK}]
+
+
+def _nothing(content: Content, no_content: NoContent) -> Message:
+    if no_content == "absent":
+        return {}
+    return {"content": None if no_content == "none" else "" if content == "text" else []}
+
+
+def _call(arguments: Arguments) -> Message:
+    given = {KEY: VALUE} if arguments == "object" else f'{{"{KEY}": "{VALUE}"}}'
+    return {"id": CALL_ID, "type": "function", "function": {"name": TOOL, "arguments": given}}

@@ -1,0 +1,129 @@
+"""The form in which a template reads messages, found by rendering; templates are in the styles of those that people ship."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from inferc.chat_form import ChatForm, Message, find_form, form_of
+
+EACH = "{% for m in messages %}"
+END = "{% endfor %}"
+PARTS = "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+CALLS = "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}"
+
+STYLES = {
+    "plus": (
+        EACH + "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}" + END,
+        ChatForm("text", "empty", None),
+    ),
+    "trim": (EACH + "<{{ m.role }}>{{ m.content | trim }}" + END, ChatForm("text", "absent", None)),
+    "capitals": (EACH + "{{ m.role | upper }}: {{ m.content | upper }}" + END, ChatForm("text", "absent", None)),
+    "parts": (EACH + "{{ m.role }}: " + PARTS + END, ChatForm("parts", "absent", None)),
+    "first part": (EACH + "{{ m.role }}: {{ m.content[0].text }}" + END, ChatForm("parts")),
+    "either": (
+        EACH
+        + "{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+        + PARTS
+        + "{% endif %}"
+        + CALLS
+        + END,
+        ChatForm(),
+    ),
+    "parts and calls": (EACH + "{{ m.role }}: " + PARTS + CALLS + END, ChatForm("parts")),
+    "if content": (
+        EACH + "<{{ m.role }}>{% if m.content %}{{ '\n' + m.content }}{% endif %}" + CALLS + END,
+        ChatForm(),
+    ),
+    "is none": (
+        EACH + "{% if m['role'] == 'assistant' and m['content'] is none %}"
+        "{% for call in m['tool_calls'] %}{{ 'CALL ' + call['function']['name'] + ' ' + call['function']['arguments'] }}{% endfor %}"
+        "{% else %}{{ m['role'] + ': ' + m['content'] }}{% endif %}" + END,
+        ChatForm("text", "none", "json"),
+    ),
+    "method": (
+        EACH + "{{ m.role }}: {{ m.content.split('</think>')[-1] }}" + CALLS + END,
+        ChatForm("text", "empty"),
+    ),
+    "items": (
+        EACH + "{{ m.role }}: {{ m.content }}{% for call in m.tool_calls %}"
+        "{% for name, value in call.function.arguments.items() %}<{{ name }}>{{ value }}</{{ name }}>{% endfor %}{% endfor %}"
+        + END,
+        ChatForm(),
+    ),
+    "no results": (
+        EACH + "{% if m.role != 'tool' %}{{ m.role }}: {{ m.content }}{% endif %}" + CALLS + END,
+        ChatForm(tool_results=False),
+    ),
+    "only with tools": (
+        "{% if tools %}"
+        + EACH
+        + "{{ m.role }}: {{ m.content }}"
+        + CALLS
+        + END
+        + "{% else %}"
+        + EACH
+        + "{{ m.content }}"
+        + END
+        + "{% endif %}",
+        ChatForm(),
+    ),
+    "holds the word": (
+        "Choose one of yes, no and None. " + EACH + "{{ m.content }}" + CALLS + END,
+        ChatForm(),
+    ),
+    "last alone": ("Judge: {{ messages[-1].content }}", ChatForm("text", "absent", None)),
+    "no system": (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + EACH + PARTS + END,
+        ChatForm("parts", "absent", None),
+    ),
+    "refuses all": ("{{ raise_exception('not today') }}", ChatForm()),
+    "no words": (EACH + "{{ m.role }}" + END, None),
+    "lists as they are": ("{{ messages[0].content if messages[0].content is not string else '' }}", None),
+}
+
+
+def rendered(template: str) -> Any:
+    def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
+        found: Any = render_jinja_template(
+            [list(messages)],
+            None if tools is None else list(tools),
+            chat_template=template,
+            add_generation_prompt=goes_on,
+        )
+        return str(found[0][0])
+
+    return render
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_the_form_is_found_by_what_arrives(name: str) -> None:
+    template, form = STYLES[name]
+    assert find_form(rendered(template)) == form
+
+
+def test_a_form_is_stored_and_said() -> None:
+    form = ChatForm("parts", "none", "json", tool_results=False)
+    assert form_of(asdict(form)) == form
+    assert str(form) == (
+        "content as a list of parts, null content as none, arguments of tool calls as JSON, no tool results"
+    )
+    assert str(ChatForm(tool_calls=None)) == "content as text, no tool calls"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"content": "tensor"}, "content is 'tensor', expected one of 'text', 'parts'"),
+        ({"tool_results": 1}, "tool_results is 1, expected one of False, True"),
+        ({"tool_calls": []}, "tool_calls is .*, expected one of None, 'object', 'json'"),
+        ({"more": 1}, "expected an object with content, no_content, tool_calls, tool_results"),
+    ],
+)
+def test_what_is_no_form(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        form_of({**asdict(ChatForm()), **change})
