@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from inferc.errors import RequestError
+from inferc.errors import RequestError, shown
 
 log = logging.getLogger(__name__)
 
 MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024  # of one stop string, which so much text is held back for
+MAX_ALL_STOP_CHARACTERS = 4096  # of all of a request
 MAX_LOGIT_BIAS = 1024
+MAX_ITEMS = 1 << 18  # of a list of token ids, as many as there are in the largest vocabularies
 MAX_N = 128
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
+FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "tap")
 MAX_NAME = 256
+MAX_UNKNOWN = 8  # that a message names
 MAX_PRIORITY = 1000
 MAX_CACHE_PRIORITY = 10
 
@@ -73,7 +80,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in LISTS:
             object.__setattr__(self, name, tuple(_items(name, getattr(self, name))))
         if self.top_k == -1:  # vLLM's and TGI's word for "off"
             object.__setattr__(self, "top_k", 0)
@@ -86,51 +93,62 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 100.0, "use 0 for greedy decoding")
-        _number("top_p", self.top_p, 0.0, 1.0, "use 1 to turn it off", low_open=True)
-        _integer("top_k", self.top_k, 0, 2**31 - 1, "use 0 to turn it off")
-        _number("min_p", self.min_p, 0.0, 1.0, "use 0 to turn it off")
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "use 0 to turn it off")
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "use 0 to turn it off")
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "use 1 to turn it off")
+        check_integer("n", self.n, 1, MAX_N)
+        check_number("temperature", self.temperature, 0.0, 100.0, "use 0 for greedy decoding")
+        check_number("top_p", self.top_p, 0.0, 1.0, "use 1 to turn it off", low_open=True)
+        check_integer("top_k", self.top_k, 0, 2**31 - 1, "use 0 to turn it off")
+        check_number("min_p", self.min_p, 0.0, 1.0, "use 0 to turn it off")
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "use 0 to turn it off")
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "use 0 to turn it off")
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "use 1 to turn it off")
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias: expected a map from token id to bias with at most {MAX_LOGIT_BIAS} entries"
             )
+        for name in FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name}: expected true or false, found {shown(value)}")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias: token id", token, 0, 2**31 - 1)
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            check_integer("logit_bias: token id", token, 0, 2**31 - 1)
+            check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
     def _check_for_scheduler(self) -> None:
         for name in ("cache_salt", "client"):
             if not isinstance(value := getattr(self, name), str) or len(value) > MAX_NAME:
                 raise RequestError(f"{name}: expected a string of at most {MAX_NAME} characters")
             check_text(name, value)
-        _integer("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
-        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_integer("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
+        check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name in ("ttft_ms", "tbt_ms"):
             if (limit := getattr(self, name)) is not None:
-                _number(name, limit, 0.0, 1e9, "leave it out for no objective", low_open=True)
+                check_number(name, limit, 0.0, 1e9, "leave it out for no objective", low_open=True)
 
     def _check_ends(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}; lower it")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop: found {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop: expected strings that are not empty, found {text!r}")
+                raise RequestError(f"stop: expected strings that are not empty, found {shown(text)}")
+            if len(text) > MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    f"stop: found a string of {len(text)} characters, at most {MAX_STOP_CHARACTERS} are allowed; shorten it"
+                )
+        if (count := sum(map(len, self.stop))) > MAX_ALL_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop: the strings have {count} characters together, at most {MAX_ALL_STOP_CHARACTERS} are allowed; shorten them"
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name):
-                _integer(name, token, 0, 2**31 - 1)
+                check_integer(name, token, 0, 2**31 - 1)
 
 
 def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -141,7 +159,8 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
     names = {item.name for item in fields(SamplingParams)}
     unknown = sorted(set(values) - names)
     if unknown:
-        raise RequestError(f"unknown sampling parameter {', '.join(unknown)}; known: {', '.join(sorted(names))}")
+        listed = ", ".join(f"{name:.40}" for name in unknown[:MAX_UNKNOWN])
+        raise RequestError(f"unknown sampling parameter {listed}; known: {', '.join(sorted(names))}")
     said = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
     merged = {**(defaults or {}), **said}
     least, most = merged.get("min_tokens"), merged.get("max_tokens")
@@ -150,9 +169,19 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
     return SamplingParams(**merged)
 
 
+def changed(params: SamplingParams, **values: Any) -> SamplingParams:
+    """The same with other values, which whoever gives them has checked: nothing is checked a second time."""
+    other = copy.copy(params)
+    for name, value in values.items():
+        object.__setattr__(other, name, value)
+    return other
+
+
 def from_json(values: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from what `dataclasses.asdict` made of some and JSON brought back."""
-    return from_request({**values, "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()}})
+    """SamplingParams from what `dataclasses.asdict` made of some and JSON brought back. They were checked when they were made."""
+    lists = {name: tuple(values[name]) for name in LISTS}
+    bias = {int(token): bias for token, bias in values["logit_bias"].items()}
+    return changed(SamplingParams(), **{**values, **lists, "logit_bias": bias})
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,25 +213,31 @@ def _items(name: str, value: Any) -> Iterable[Any]:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise RequestError(f"{name}: expected a list, found {value!r}")
+        raise RequestError(f"{name}: expected a list, found {shown(value)}")
+    if len(value) > MAX_ITEMS:
+        raise RequestError(f"{name}: found {len(value)} entries, at most {MAX_ITEMS} are allowed")
     return value
 
 
-def _integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
+def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
+    """Raise RequestError for what is no integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}: expected an integer, found {value!r}")
+        raise RequestError(f"{name}: expected an integer, found {shown(value)}")
     if not low <= value <= high:
         bounds = f"at least {low}" if value < low else f"at most {high}"
-        raise RequestError(f"{name} is {value}; expected {bounds}" + (f" ({hint})" if hint else ""))
+        raise RequestError(f"{name} is {shown(value)}; expected {bounds}" + (f" ({hint})" if hint else ""))
 
 
-def _number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name}: expected a finite number, found {value!r}")
+def check_number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
+    """Raise RequestError for what is no number in [low, high], or (low, high]. The bounds come before any arithmetic: an integer of
+    hundreds of digits compares with a float, and becomes none."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+        raise RequestError(f"{name}: expected a finite number, found {shown(value)}")
     if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
         raise RequestError(
-            f"{name} is {value}; expected a value in {bracket}{low}, {high}]" + (f" ({hint})" if hint else "")
+            f"{name} is {shown(value)}; expected a value in {bracket}{low}, {high}]" + (f" ({hint})" if hint else "")
         )
 
 

@@ -1,4 +1,4 @@
-"""Text to ids and back: the tokenizer, incremental detokenising, stop strings.
+"""Text to ids and back: the tokenizer, incremental detokenising, a stream's text with its stop strings.
 
 The engine knows ids only; what is here runs beside it. Detokenising is by bytes: every id stands for fixed bytes
 (byte-level BPE, or sentencepiece with byte fallback), and an incremental UTF-8 decoder lets no half character out.
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from inferc.chat_form import ChatForm, form_of
 from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from inferc.runtime.chat_template import ChatTemplate
@@ -251,45 +252,6 @@ class Detokenizer:
         del self._window[: self._shown]
         self._shown = len(self._window)
         return whole[len(shown) :]
-
-
-class StopStrings:
-    """Finds the first stop string in a text that comes in pieces, and holds back only what may be a part of one.
-
-    First means: complete first, so where pieces are cut does not matter.
-    """
-
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = stops
-        self._include = include
-        self._held = ""
-        self._first = frozenset(stop[0] for stop in stops)
-
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """The text that may be shown, and the stop string if it was found."""
-        if not self._held and self._first.isdisjoint(piece):
-            return piece, None
-        text = self._held + piece
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            end, start, stop = min(found)
-            self._held = ""
-            return text[: end if self._include else start], stop
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
-
-    def finish(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for count in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:count]):
-            return count
-    return 0
 
 
 class Delta(NamedTuple):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from inferc.errors import ConfigError, InfercError, RequestError
-from inferc.runtime.sampling_params import MAX_NAME, SamplingParams
+from inferc.runtime.sampling_params import MAX_NAME, SamplingParams, changed
 from inferc.whole_file import whole_file
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Limits:
             return params
         if params.max_tokens is not None:
             raise RequestError(f"max_tokens is {params.max_tokens}; at most {limit} is allowed here")
-        return dataclasses.replace(params, max_tokens=limit)
+        return changed(params, max_tokens=limit)
 
 
 class Bucket:
@@ -243,7 +243,7 @@ class Caller:
         self.num_open += 1
         # Keys share the engine evenly, whatever names their requests give.
         salt = f"{key.sha256[:16]}:{params.cache_salt}"[:MAX_NAME] if key.salted else params.cache_salt
-        return dataclasses.replace(params, client=key.name, cache_salt=salt)
+        return changed(params, client=key.name, cache_salt=salt)
 
     def end(self, output_tokens: int) -> None:
         self.num_open -= 1

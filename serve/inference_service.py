@@ -6,10 +6,10 @@ import importlib.metadata
 import time
 from collections.abc import AsyncGenerator
 from contextlib import closing
-from dataclasses import replace
 
 from inferc.errors import RequestError
 from inferc.runtime.engine import EngineStats
+from inferc.runtime.sampling_params import changed
 from inferc.runtime.step import Logprobs
 from inferc.serve import protocol, text_calls
 from inferc.serve.access import CALLER
@@ -33,7 +33,7 @@ class InferenceService:
         model = self.models.get(request.model)
         engine = model.engine
         defaults = CALLER.get().limits.defaults(engine.facts.defaults)
-        params = replace(protocol.sampling_params(request.sampling, defaults), tap=request.tap)
+        params = changed(protocol.sampling_params(request.sampling, defaults), tap=request.tap)
         model.check_open(params.n)  # before the work that a prompt is
         prompt = await self._prompt(model, request)
         prompt_logprobs: list[Logprobs] = []

@@ -1,5 +1,11 @@
 """The exception tree. A message has what was found, what was expected and what to do."""
 
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+LONG_NUMBER = 10**40
+SHOWN = 80  # characters of what was found
+
 
 class InfercError(Exception):
     """Anything that inferc reports to its user in one line; the command line exits with `exit_code`."""
@@ -47,3 +53,40 @@ class ObjectiveError(InfercError):
 
 class GenerationError(InfercError):
     """One request cannot go on: the model's numbers for it are broken, or the engine fails or dies of it."""
+
+
+def shown(value: object, limit: int = SHOWN) -> str:
+    """What was found, for a message: the beginning of its repr, made without the whole of it, which may be large or refused.
+
+    Python refuses to write integers of more than 4300 digits, and lists within more than a thousand others.
+    """
+    text = ""
+    for piece in _pieces(value, limit):
+        text += piece
+        if len(text) >= limit:
+            break
+    return text[:limit]
+
+
+def _pieces(value: object, limit: int) -> Iterator[str]:
+    if isinstance(value, str | bytes):
+        yield repr(value[:limit])
+    elif isinstance(value, int) and not -LONG_NUMBER < value < LONG_NUMBER:
+        digits = int(value.bit_length() * 0.30103) + 1
+        yield f"{'an' if value > 0 else 'a negative'} integer of about {digits} digits"
+    elif isinstance(value, list | tuple):
+        yield "[" if isinstance(value, list) else "("
+        for index, each in enumerate(islice(value, limit)):
+            yield ", " if index else ""
+            yield from _pieces(each, limit)
+        yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+    elif isinstance(value, Mapping):
+        yield "{"
+        for index, (key, each) in enumerate(islice(value.items(), limit)):
+            yield ", " if index else ""
+            yield from _pieces(key, limit)
+            yield ": "
+            yield from _pieces(each, limit)
+        yield "}"
+    else:
+        yield repr(value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from typing import Any
 
 import pytest
 
 from inferc.errors import RequestError
-from inferc.runtime.sampling_params import SamplingParams, from_request, generation_defaults
+from inferc.runtime.sampling_params import SamplingParams, changed, from_json, from_request, generation_defaults
 
 
 @pytest.mark.parametrize(
@@ -36,11 +39,62 @@ from inferc.runtime.sampling_params import SamplingParams, from_request, generat
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens 20 is more than max_tokens 10"),
         ({"logit_bias": {5: 101}}, r"logit_bias\[5\] is 101"),
         ({"logit_bias": [1]}, "logit_bias: expected a map"),
+        ({"ignore_eos": "yes"}, "ignore_eos: expected true or false, found 'yes'"),
+        ({"stop_token_ids": [5] * 2**19}, "stop_token_ids: found 524288 entries, at most 262144 are allowed"),
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**values)
+
+
+HUGE = (10**399, -(10**399), 10**5000, -(10**5000))
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("ttft_ms", "tbt_ms"),
+)
+INTEGERS = (
+    *("n", "top_k", "seed", "logprobs", "max_tokens", "min_tokens", "cache_priority", "priority"),
+    *("stop_token_ids", "allowed_token_ids"),
+)
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *INTEGERS, "logit_bias"])
+@pytest.mark.parametrize("value", HUGE, ids=["400", "-400", "5000", "-5000"])
+def test_a_number_of_hundreds_of_digits_is_out_of_range(name: str, value: int) -> None:
+    """No float is as large, and Python writes no integer of more than 4300 digits."""
+    given = [value] if name.endswith("_ids") else {5: value} if name == "logit_bias" else value
+    with pytest.raises(RequestError, match=name) as raised:
+        from_request({name: given})
+    message = str(raised.value)
+    assert "integer of about" in message and "; expected" in message and len(message) < 200
+    if name == "logit_bias" and value > 0:
+        with pytest.raises(RequestError, match="logit_bias: token id"):
+            from_request({name: {value: 1.0}})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, True, "1", None, [1]])
+def test_what_is_no_finite_number_is_refused(name: str, value: Any) -> None:
+    if value is None:
+        assert from_request({name: value}) == SamplingParams()
+    else:
+        with pytest.raises(RequestError, match=f"{name}: expected a finite number"):
+            from_request({name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in INTEGERS if not name.endswith("_ids")])
+@pytest.mark.parametrize("value", [16.0, True, "1", math.inf])
+def test_what_is_no_integer_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name}: expected an integer"):
+        from_request({name: value})
+
+
+def test_what_the_engines_process_gets_is_what_was_sent() -> None:
+    params = SamplingParams(stop=("a", "é"), logit_bias={7: -0.5}, stop_token_ids=(3,), seed=2**64 - 1, ttft_ms=1.5)
+    assert from_json(json.loads(json.dumps(dataclasses.asdict(params)))) == params
+    assert changed(params, max_tokens=5) == dataclasses.replace(params, max_tokens=5)
+    assert params.max_tokens == 16
 
 
 def test_forms_that_clients_send() -> None:
