@@ -1,7 +1,7 @@
 """A model's text side for the artifact: tokenizer.json, chat template, generation defaults, golden vectors.
 
-The runtime has the `tokenizers` library and Jinja only, so what transformers' tokenizer classes add (BOS, a
-sentencepiece conversion) must be in tokenizer.json; golden vectors prove that it is.
+The runtime has the `tokenizers` library and Jinja only, so all that makes token ids (BOS, a sentencepiece conversion) must
+be in the artifact's tokenizer.json; golden vectors, made by what reads the checkpoint's own file, prove that it is.
 """
 
 from __future__ import annotations
@@ -9,29 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from inferc.errors import ConfigError, UnsupportedError
-from inferc.frontend import trace
+from inferc.errors import ConfigError
+from inferc.frontend import sentencepiece_file
 from inferc.frontend.chat_template import chat_template, golden_chat
+from inferc.frontend.golden_texts import golden_vectors, warn_of_differences
 from inferc.frontend.load import Checkpoint
+from inferc.frontend.tokenizer_source import NAMED, TOKENIZER_JSON, WithIds, from_folder, from_object
 
 log = logging.getLogger(__name__)
 
-# Texts that tokenizers treat differently: spaces, digits, other scripts, joined emoji, line ends, half a special token.
-GOLDEN_TEXTS = (
-    "Hello, world!",
-    "  two spaces,\ttab and\n\nnew lines \n",
-    "1234567890 3.14 0x1F",
-    "Café naïve 東京 привет مرحبا 👩‍👩‍👧 🙂",
-    "def f(x):\n    return x[0] if x else None  # <|im_ <s",
-    "",
-)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+TOKENIZER_FILES = (TOKENIZER_JSON, *sentencepiece_file.FILES, "vocab.json", "tokenizer_config.json")
 # Of a generation config: what sampling or stopping depends on.
 GENERATION_FIELDS = {
     "bos_token_id": "token id",
@@ -63,28 +54,25 @@ def tokenizer_files(
 
     tokenizer.json          all the runtime needs to encode and decode
     tokenizer_config.json   the special tokens' texts and BOS behaviour      chat_template.jinja   if there is one
-    generation_config.json  see `generation_defaults`                        golden.json           [{text, token_ids}]
+    generation_config.json  see `generation_defaults`                        golden.json           see `golden_vectors`
     golden_chat.json        see `golden_chat`, where there is a template
 
-    tokenizer: transformers' tokenizer object, by default the one in the checkpoint's folder; generation: the
-    checkpoint's `generation_defaults`, where they are known.
+    tokenizer: transformers' tokenizer object, by default what the checkpoint's folder holds (see `tokenizer_source`);
+    generation: the checkpoint's `generation_defaults`, where they are known.
     Raises UnsupportedError for a tokenizer that tokenizer.json cannot express, ConfigError for one that is damaged,
     knows no text or makes token ids that the model does not have.
     """
     if tokenizer is None:
         if checkpoint.folder is None or not any((checkpoint.folder / name).is_file() for name in TOKENIZER_FILES):
             return {}
-        tokenizer = _load(checkpoint.folder)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise UnsupportedError(
-            f"{checkpoint.name}: tokenizer {type(tokenizer).__name__} has no tokenizer.json form;"
-            " expected one of transformers' fast tokenizers"
-        )
-    text = _portable(backend)
-    golden = golden_vectors(tokenizer)
-    _check_golden(text, golden, checkpoint.name)
+        source = from_folder(checkpoint.folder)
+    else:
+        source = from_object(tokenizer, checkpoint.name)
+    text = source.tokenizer.to_str(pretty=False)
+    golden = golden_vectors(source, checkpoint.name)
+    warn_of_differences(source, checkpoint.name)
     _check_ids(text, golden, int(checkpoint.config.vocab_size), checkpoint.name)
+    tokenizer = WithIds(source)
     files = {
         "tokenizer.json": text.encode(),
         "tokenizer_config.json": _json(special_tokens(tokenizer)),
@@ -99,16 +87,9 @@ def tokenizer_files(
     return files
 
 
-def golden_vectors(tokenizer: Any) -> list[dict[str, Any]]:
-    """What transformers' tokenizer gives for GOLDEN_TEXTS, BOS and EOS included where it adds them."""
-    return [
-        {"text": text, "token_ids": [int(token) for token in tokenizer(text)["input_ids"]]} for text in GOLDEN_TEXTS
-    ]
-
-
 def special_tokens(tokenizer: Any) -> dict[str, Any]:
     """Texts of the named special tokens, every special token, and whether BOS and EOS are added to a text."""
-    named = {name: str(token) for name in SPECIAL_TOKENS if (token := getattr(tokenizer, name, None)) is not None}
+    named = {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
     ids = [int(token) for token in tokenizer("a")["input_ids"]]
     return {
         **named,
@@ -184,40 +165,6 @@ def _drop_unknown_eos(defaults: dict[str, Any], vocab_size: int, where: str) -> 
     if unknown:
         log.warning("%s: eos_token_id %s left out: the model has %d ids", where, unknown, vocab_size)
         defaults["eos_token_id"] = known
-
-
-def _load(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        with trace.quiet():
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a tokenizer class raises whatever its parsers raise
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}); expected tokenizer.json, or"
-            " tokenizer.model with the sentencepiece package installed"
-        ) from error
-
-
-def _portable(backend: Tokenizer) -> str:
-    """The tokenizer as JSON, free of the truncation and padding that somebody's last training run left in it."""
-    twin = Tokenizer.from_str(backend.to_str())
-    twin.no_truncation()
-    twin.no_padding()
-    text: str = twin.to_str(pretty=False)
-    return text
-
-
-def _check_golden(text: str, golden: list[dict[str, Any]], where: str) -> None:
-    twin = Tokenizer.from_str(text)
-    for row in golden:
-        found = twin.encode(row["text"]).ids
-        if found != row["token_ids"]:
-            raise UnsupportedError(
-                f"{where}: tokenizer.json gives {found[:8]} for {row['text'][:20]!r}, transformers' tokenizer"
-                f" {row['token_ids'][:8]}: it does something tokenizer.json cannot express"
-            )
 
 
 def _check_ids(text: str, golden: list[dict[str, Any]], vocab_size: int, where: str) -> None:

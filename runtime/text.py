@@ -49,6 +49,8 @@ class Text:
         self._pieces: dict[int, bytes] = {}
         decoder = json.loads(self.tokenizer.to_str()).get("decoder")
         self._kind, self.strips_first_space = _classify(decoder)
+        if self._kind != "window" and not self._bytes_agree(folder / "golden.json"):
+            self._kind, self.strips_first_space = "window", False
         self.facts: dict[str, Any] = _read_json(folder / "tokenizer_config.json") or {}
         self._golden_chat: Mapping[str, Any] = _read_json(folder / "golden_chat.json") or {}
         self._form = _read_form(folder / "golden_chat.json", self._golden_chat)
@@ -63,6 +65,19 @@ class Text:
                     f"the tokenizer gives {found} for {row['text']!r}, and gave {row['token_ids']} when the model was"
                     " compiled; install the tokenizers version it was compiled with, or compile it again"
                 )
+            if row.get("decoded") is not None and (text := self.decode(row["token_ids"])) != row["decoded"]:
+                raise ArtifactError(
+                    f"the tokenizer decodes {row['token_ids']} as {text!r}, and did as {row['decoded']!r} when the model was"
+                    " compiled; install the tokenizers version it was compiled with, or compile it again"
+                )
+
+    def _bytes_agree(self, path: Path) -> bool:
+        """Whether the bytes of ids, put together, are what the decoder makes of them."""
+        for row in _read_json(path) or ():
+            pieces = Detokenizer(self, at_start=True)
+            if pieces.push(row["token_ids"]) + pieces.finish() != self.decode(row["token_ids"]):
+                return False
+        return True
 
     def check_stop_ids(self, token_ids: Sequence[int]) -> None:
         """Raises ArtifactError if these are not the ids that ended a text when the model was compiled."""

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.frontend.golden_texts import GOLDEN_TEXTS
 from inferc.frontend.load import Checkpoint, load, load_module
-from inferc.frontend.tokenizer import GOLDEN_TEXTS, eos_token_ids, generation_defaults, tokenizer_files
+from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
 
 
 @pytest.fixture

@@ -207,6 +207,19 @@ def test_the_tokenizer_must_give_what_it_gave_at_compile(tmp_path: Path) -> None
     make_text(tmp_path, byte_level(), golden=golden)
     with pytest.raises(ArtifactError, match="when the model was compiled"):
         make_text(tmp_path, byte_level(), golden=[{"text": "hello", "token_ids": [1]}])
+    make_text(tmp_path, byte_level(), golden=[{**golden[0], "decoded": "hello"}])
+    with pytest.raises(ArtifactError, match="decodes .* as 'hello', and did as ' hello' when the model was compiled"):
+        make_text(tmp_path, byte_level(), golden=[{**golden[0], "decoded": " hello"}])
+
+
+def test_a_decoder_that_bytes_do_not_explain_is_asked_itself(tmp_path: Path) -> None:
+    """Without ByteFallback a byte's token is spelled out; golden texts show that it is."""
+    tokenizer = sentencepiece(strip=False)
+    tokenizer.decoder = decoders.Metaspace()
+    assert make_text(tmp_path, tokenizer).is_by_bytes
+    tokenizer.post_processor = processors.TemplateProcessing(single="<0xC3> $A", special_tokens=[("<0xC3>", 2 + 0xC3)])
+    text = make_text(tmp_path, tokenizer, golden=[{"text": "", "token_ids": [2 + 0xC3], "decoded": "<0xC3>"}])
+    assert not text.is_by_bytes and Detokenizer(text).push([2 + 0xC3]) == "<0xC3>"
 
 
 def test_a_missing_or_broken_tokenizer_is_refused(tmp_path: Path) -> None:
