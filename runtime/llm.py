@@ -205,6 +205,8 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and free its memory."""
         self._client.close()
+        if self._text is not None:
+            self._text.close()
 
     def __enter__(self) -> LLM:
         return self

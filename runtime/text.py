@@ -124,7 +124,7 @@ class Text:
         """Raises RequestError if the model has none."""
         if self._template is None:
             raise RequestError("this model has no chat template; send a plain prompt instead of messages")
-        from inferc.runtime.chat_template import ChatTemplate  # jinja2 is a tenth of a second that prompts need not pay
+        from inferc.runtime.chat_template import ChatTemplate
 
         template = ChatTemplate(self._template, self.facts, self._form)
         _ = template.form  # which a template that loses words has not
@@ -159,8 +159,16 @@ class Text:
 
         options: as ChatTemplate.render has them; a template's variables may have any names.
         """
-        text = self.chat_template.render(messages, **options)
-        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False, max_tokens=max_tokens)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
+        """The text of a conversation; it may take seconds."""
+        return self.chat_template.render(messages, **options)
+
+    def close(self) -> None:
+        """End the process of the chat template, if there is one."""
+        if (template := self.__dict__.get("chat_template")) is not None:
+            template.close()
 
     @cached_property
     def _longest_token(self) -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,7 @@ from inferc.serve.async_engine import MAX_SEQUENCES, UNLOAD, AsyncEngine, State
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
+from inferc.serve.rendering import Rendering
 from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
 from inferc.serve.waiting import deadline, gather_some
@@ -137,6 +139,7 @@ class ServedModel:
             on_over=self._over,
             max_queue_seconds=options.max_queue_seconds,
         )
+        self._rendering = Rendering()
         self.kv_events = kv_events
         arguments = {"path": str(source.path), **dataclasses.asdict(config)}
         on_kv_events = None if self.kv_events is None else self.kv_events.add
@@ -198,9 +201,9 @@ class ServedModel:
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. In a thread: a template may take seconds."""
-        limit = self.engine.facts.max_model_len if is_prompt else None
-        return await asyncio.to_thread(self.engine.text.encode_chat, messages, limit, **(variables or {}))
+        """Token ids of a conversation, by the model's chat template. Raises QueueFull where others take its time."""
+        render = partial(self.engine.text.render_chat, messages, **(variables or {}))
+        return await self.encode(await self._rendering.run(render), add_special_tokens=False, is_prompt=is_prompt)
 
     def check_open(self, num_sequences: int) -> None:
         """AsyncEngine.check_open within the time that the caller has."""
@@ -296,6 +299,9 @@ class ServedModel:
 
     async def close(self) -> None:
         await self.supervisor.close()
+        self._rendering.close()
+        if hasattr(self.engine, "text"):
+            await asyncio.to_thread(self.engine.text.close)
         if self.kv_events is not None:
             self.kv_events.close("the model was unloaded")
 

@@ -8,15 +8,17 @@ import pytest
 
 from inferc.chat_form import ChatForm
 from inferc.errors import RequestError
-from inferc.runtime import chat_template
 from inferc.runtime.chat_template import ChatTemplate
+from inferc.runtime.template_process import TemplateLimits
+from inferc.runtime.template_sandbox import Sandbox
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, ChatForm())
-    return template.render(messages or MESSAGES, **options)
+    """What the sandbox makes of messages, without a process."""
+    values = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, "tools": None}
+    return Sandbox(source).render({**values, **options, "messages": messages or MESSAGES})
 
 
 def test_what_templates_use() -> None:
@@ -41,7 +43,10 @@ def test_what_templates_use() -> None:
 
 def test_text_parts_become_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "ab"
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render([{"role": "user", "content": parts}]) == "ab"
+    template = ChatTemplate("{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}", {})
+    assert template.render([{"role": "user", "content": parts}]) == "[a][b]"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,7 @@ def test_text_parts_become_text() -> None:
 )
 def test_messages_that_make_no_sense(messages: list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        render("{{ messages[0].content }}", messages)
+        ChatTemplate("{{ messages[0].content }}", {}, ChatForm()).render(messages)
     with pytest.raises(RequestError, match="at least one message"):
         ChatTemplate("x", {}, ChatForm()).render([])
 
@@ -89,60 +94,59 @@ def test_attacks_are_request_errors(source: str) -> None:
         render(source)
 
 
+GROW = (
+    "{% set n = namespace(x=[1], y=[1]) %}"
+    "{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}"
+)
+LIMITS = TemplateLimits(max_seconds=0.3, max_bytes=256 << 20)
+
+
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ 'a' * 10 ** 10 }}",
-        "{{ ['a'] * (10 ** 9) }}",
-        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-        "{{ 'x' | center(10 ** 10) }}",
-        "{{ 'x'.ljust(10 ** 10) }}",
-        "{{ '%99999999999d' % 1 }}",
-        "{{ '{:>99999999999}'.format(1) }}",
-        "{{ '{:>{}}'.format(1, 10 ** 10) }}",
-        "{{ ('a' * 100000) | replace('a', 'a' * 100000) }}",
-        "{{ ('a' * 100000).replace('a', 'a' * 100000) }}",
-        "{{ (('a' * 10000) | list) | join('b' * 10000) }}",
-        "{% set a = ['x'] %}" + "{% set a = [a, a, a, a, a, a, a, a] %}" * 12 + "{{ a }}",
-        "{% set a = ['x'] %}" + "{% set a = [a, a, a, a, a, a, a, a] %}" * 12 + "{{ a | tojson }}",
-        "{% for a in range(99999) %}{% for b in range(999) %}{{ 'some text' }}{% endfor %}{% endfor %}",
-        "{% set a = 'xxxxxxxx' %}" + "{% set a %}{{ a }}{{ a }}{% endset %}" * 40,
-        "{% set a = 'xxxxxxxx' %}{% macro f(a) %}{{ a }}{{ a }}{% endmacro %}" + "{% set a = f(a) %}" * 40,
-        "{% set a = 'xxxxxxxx' %}" + "{% set a %}{% filter upper %}{{ a }}{{ a }}{% endfilter %}{% endset %}" * 40,
+        GROW + "{{ n.x == n.y }}",
+        GROW + "{{ [n.x, n.y] | max }}",
+        GROW + "{{ [n.x].index(n.y) }}",
+        "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ {n.x: 1} }}",
+        "{% set x = (1).from_bytes(('a' * 4000000).encode(), 'big') %}{{ (x // (1).from_bytes(('b' * 2000000).encode(), 'big')) % 7 }}",
+        "{{ (['a' * 8000000] * 99999) | select('eq', 'a' * 8000000 ~ '') | list | length }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 1 }}" * 300000,
         "{% set x = 3 %}" + "{% set x = x * x %}" * 40,
-        "{% set x = [1] | batch(10 ** 9, 'x') | list %}",
-        "{% set x = [1] | slice(10 ** 9) | list %}",
-        "{% set x = 5 | round(-(10 ** 9)) %}",
-        "{% set a = [1] %}" + "{% set a = [a, a] | sum(start=[]) %}" * 40,
-        "{% set a = 'x' * 1000000 %}" + "{% set b = [a | upper, a[1:], a ~ 'x', b] %}" * 20,
-        "{{ ('%s' * 1000) % (('x' * 100000,) * 1000) }}",
-        "{{ ('{0}' * 1000).format('x' * 100000) }}",
-        "{{ ('{0}' * 1000) | format('x' * 100000) }}{{ ('%s' * 1000) | format(*(('x' * 100000,) * 1000)) }}",
-        "{{ range(9999) | map('string') | join('b' * 10000) }}",
-        "{{ ('b' * 10000).join(range(9999) | map('string')) }}",
-        "{{ ('\n' * 10000) | indent('b' * 10000) }}",
-        "{{ range(9999) | list | tojson(separators=('b' * 10000, ':')) }}",
-        "{{ ('a' * 10000).translate({97: 'b' * 10000}) }}",
-        "{{ ('a ' * 500000) | title | wordcount }}",
-        "{{ ('a ' * 500000).split() | length }}",
-        "{% set a = '&' * 500000 %}{{ a | forceescape | length }}",
-        "{{ ('www.a.b ' * 1000) | urlize(target='b' * 100000) }}",
+        "{{ ('a ' * 5000000) | title | wordcount }}",
     ],
 )
-def test_bombs_do_not_go_off(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CHARS", 1 << 20)
-    monkeypatch.setattr(chat_template, "MAX_BYTES", 1 << 24)
-    with pytest.raises(RequestError, match="more than"):
-        render(source)
+def test_a_template_ends(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template takes more than (0.3 s|256 MiB of memory)"):
+        ChatTemplate(source, {}, ChatForm(), LIMITS).render(MESSAGES)
 
 
-def test_a_template_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
-    with pytest.raises(RequestError, match=r"more than 0.2 s"):
-        render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
-    with pytest.raises(RequestError, match=r"more than 0.2 s"):
-        render("{% set all = range(99999) %}{% for a in all %}{% for b in all %}{% endfor %}{% endfor %}")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a'.encode().ljust(4000000000) | length }}",
+        "{{ ('a'.encode() * 2000000000) | length }}",
+        "{{ (1).to_bytes(4000000000, 'big') | length }}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ ['a'] * (10 ** 9) }}",
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{{ '{:>{}}'.format(1, 10 ** 10) }}",
+        "{{ ('a' * 100000) | replace('a', 'a' * 100000) }}",
+        "{% set a = ['x'] %}" + "{% set a = [a, a, a, a, a, a, a, a] %}" * 12 + "{{ a }}",
+        "{% set a = 'xxxxxxxx' %}" + "{% set a %}{{ a }}{{ a }}{% endset %}" * 40,
+        "{% set x = [1] | batch(10 ** 9, 'x') | list %}",
+        "{{ ('%s' * 1000) % (('x' * 100000,) * 1000) }}{{ 'x' * 10 ** 9 }}",
+    ],
+)
+def test_a_template_stays_small(source: str) -> None:
+    """However much memory it asks for at once: the process has no more, and this one does not grow."""
+    with pytest.raises(RequestError, match="chat template takes more than 256 MiB of memory"):
+        ChatTemplate(source, {}, ChatForm(), TemplateLimits(30.0, LIMITS.max_bytes)).render(MESSAGES)
+
+
+def test_a_long_text_is_refused() -> None:
+    with pytest.raises(RequestError, match="writes more than 16777216 characters"):
+        render("{% for i in range(20) %}{{ 'x' * 1000000 }}{% endfor %}")
 
 
 def test_a_long_conversation_is_no_bomb() -> None:

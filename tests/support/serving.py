@@ -64,8 +64,19 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        (engine,) = psutil.Process(self.process.pid).children()
+        (engine,) = (each for each in self.children if "inferc.runtime.engine_process" in each.cmdline())
         return engine
+
+    @property
+    def template(self) -> psutil.Process:
+        """The process of the chat template, which the first chat starts."""
+        (template,) = (each for each in self.children if "inferc.runtime.template_worker" in each.cmdline())
+        return template
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        return found
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
