@@ -66,6 +66,11 @@ class ChatTemplate:
         }
         return str(self._process.ask({"values": values})["text"])
 
+    def check(self) -> None:
+        """Raises RequestError for a template that cannot be read, or loses words in every form."""
+        self._process.ask({})
+        _ = self.form
+
     def close(self) -> None:
         """End its process. Another text starts it again."""
         self._process.close()

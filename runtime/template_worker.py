@@ -64,11 +64,15 @@ class _Worker:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked: the text of a conversation, or the form in which the template reads messages."""
+        """What is asked: the text of a conversation, the form in which the template reads messages, or nothing but that it
+        can be read."""
         try:
             if question.get("find_form"):
                 form = find_form(self._find)
                 return {"form": None if form is None else asdict(form)}
+            if "values" not in question:
+                self._template()
+                return {}
             return {"text": self._render(question["values"])}
         except RequestError as error:
             return {"error": str(error)}
@@ -77,9 +81,12 @@ class _Worker:
         return self._render({"messages": messages, "add_generation_prompt": goes_on, "tools": tools})
 
     def _render(self, values: Mapping[str, Any]) -> str:
+        return self._template().render({**self._tokens, **values})
+
+    def _template(self) -> Sandbox:
         if self._sandbox is None:
             self._sandbox = Sandbox(self._source)
-        return self._sandbox.render({**self._tokens, **values})
+        return self._sandbox
 
 
 def main(fd: int) -> int:

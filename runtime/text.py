@@ -127,7 +127,7 @@ class Text:
         from inferc.runtime.chat_template import ChatTemplate
 
         template = ChatTemplate(self._template, self.facts, self._form)
-        _ = template.form  # which a template that loses words has not
+        template.check()
         if (problem := self.chat_problem(template)) is not None:
             raise RequestError(f"{problem}; send a plain prompt, or have the model compiled again")
         return template

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from inferc.errors import ConfigError
 from inferc.serve import http_address
@@ -24,6 +24,7 @@ from inferc.serve.kv_events import KvPublisherConfig
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import ModelOptions, Models, ModelSource
 from inferc.serve.open_files import allow_open_files
+from inferc.serve.signals import Signals
 
 if TYPE_CHECKING:
     from inferc.serve.http_server import HttpServer
@@ -37,8 +38,6 @@ LAG_SECONDS, LAG_EVERY_SECONDS = 1.0, 0.05
 YOUNG_OBJECTS = 10_000  # that are made before the young ones are looked at
 COLLECT_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 120.0
 CUT_SECONDS = 1.0  # for streams that were ended to hand their last message over
-
-Signals: TypeAlias = asyncio.Queue[signal.Signals]
 
 
 @dataclass(frozen=True)
@@ -125,16 +124,16 @@ def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
 
 
 async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
-    loop = asyncio.get_running_loop()
     allow_open_files(config.options.max_sequences * max(1, len(config.models)))
-    signals: Signals = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
-    server = _Server(config)
+    signals = Signals()
     try:
-        return await server.run(signals, on_ready)
+        server = _Server(config)
+        try:
+            return await server.run(signals, on_ready)
+        finally:
+            await server.close()
     finally:
-        await server.close()
+        signals.close()
 
 
 class _Server:

@@ -120,6 +120,12 @@ def test_a_template_that_loses_the_users_words_is_named(
         Text(tmp_path / "out" / "tokenizer").encode_chat([{"role": "user", "content": "hi"}])
 
 
+def test_a_template_that_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
+    use_template(folder, "{% for message in messages")
+    with pytest.raises(RequestError, match="the model's chat template cannot be read: unexpected end of template"):
+        written(folder, tmp_path / "t").encode_chat([{"role": "user", "content": "hi"}])
+
+
 def test_a_form_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     written(folder, tmp_path / "t")
     path = tmp_path / "t" / "golden_chat.json"
