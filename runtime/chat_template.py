@@ -58,12 +58,26 @@ class ChatTemplate:
         messages: as `formed` takes them. Raises RequestError for messages or a template that cannot be rendered, and for
         a template that takes more time or memory than its limits.
         """
-        values = {
+        return self.write(self.values(messages, add_generation_prompt, tools, **variables))
+
+    def values(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> dict[str, Any]:
+        """The variables of a conversation. Raises RequestError for messages that are none."""
+        return {
             **variables,
             "messages": formed(messages, self.form),
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
         }
+
+    def write(self, values: Mapping[str, Any]) -> str:
+        """The text that the template writes of its variables."""
         return str(self._process.ask({"values": values})["text"])
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from inferc.chat_form import ChatForm, form_of
 from inferc.errors import ArtifactError, RequestError
+from inferc.runtime.control_tokens import ControlTokens, parse_in_text
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.stop_strings import StopStrings
 
@@ -30,10 +31,12 @@ WINDOW = 16  # ids a decoder that is not by bytes may hold back while its text e
 class Text:
     """A model's tokenizer, from the artifact's tokenizer folder.
 
-    Raises ArtifactError if it is missing or does not give the ids it gave when the model was compiled.
+    special_tokens_in_text: what becomes of control tokens that users write (control_tokens.py). Raises ArtifactError if it is
+    missing or does not give the ids it gave when the model was compiled, ConfigError where it cannot tell control tokens apart.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, special_tokens_in_text: str = "allow") -> None:
+        in_text = parse_in_text(special_tokens_in_text)
         path = folder / "tokenizer.json"
         try:
             self.tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -56,6 +59,9 @@ class Text:
         self._form = _read_form(folder / "golden_chat.json", self._golden_chat)
         template = folder / "chat_template.jinja"
         self._template = template.read_text(encoding="utf-8") if template.exists() else None
+        self._controls: ControlTokens | None = None
+        if in_text != "allow":
+            self._controls = ControlTokens(self.tokenizer, self._template or "", in_text)
 
     def _check_golden(self, path: Path) -> None:
         for row in _read_json(path) or ():
@@ -89,16 +95,29 @@ class Text:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Token ids of `text`, with the tokens the model expects at its start (BOS) and end if any.
+        """Token ids of a user's text, with the tokens the model expects at its start (BOS) and end if any.
 
         max_tokens refuses a text that cannot be so few tokens before time is spent on it; others may still be more.
         """
+        if self._controls is not None:
+            self._controls.check_prompt(text)
+        return self._encode(text, add_special_tokens, max_tokens, is_prompt=True)
+
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of what `render_chat` gave."""
+        return self._encode(text, False, max_tokens, is_prompt=False)
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None, is_prompt: bool) -> list[int]:
         if max_tokens is not None and len(text) > max_tokens * self._longest_token:
             raise RequestError(
                 f"the prompt has {len(text)} characters, and the model takes {max_tokens} tokens, of at most"
                 f" {self._longest_token} characters; shorten it"
             )
         try:
+            if self._controls is not None:
+                ids = self._controls.encode(text, is_prompt, add_special_tokens)
+                if ids is not None:
+                    return ids
             if len(text) < LONG_TEXT:
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             # Without offsets, and without the interpreter lock: three times as fast, and other threads go on.
@@ -148,7 +167,7 @@ class Text:
                     f"the model's chat template writes {text[where]!r} where it wrote {row['text'][where]!r} when the model was"
                     " compiled"
                 )
-            if self.encode(text, add_special_tokens=False) != row["token_ids"]:
+            if self.encode_rendered(text) != row["token_ids"]:
                 return f"the tokens of the conversation {text[:40]!r} are not those of when the model was compiled"
         return None
 
@@ -159,11 +178,13 @@ class Text:
 
         options: as ChatTemplate.render has them; a template's variables may have any names.
         """
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False, max_tokens=max_tokens)
+        return self.encode_rendered(self.render_chat(messages, **options), max_tokens)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
         """The text of a conversation; it may take seconds."""
-        return self.chat_template.render(messages, **options)
+        template = self.chat_template
+        values = template.values(messages, **options)
+        return template.write(values if self._controls is None else self._controls.guarded(values))
 
     def close(self) -> None:
         """End the process of the chat template, if there is one."""

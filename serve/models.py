@@ -19,6 +19,7 @@ from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.log_format import REQUEST_ID, LogFormat
 from inferc.runtime.artifact import Artifact, load_artifact
+from inferc.runtime.control_tokens import InText
 from inferc.runtime.engine_process import EngineProcess
 from inferc.runtime.load import model_defaults, model_limits
 from inferc.runtime.sampling_params import SamplingParams
@@ -88,6 +89,7 @@ class ModelOptions:
     drain_seconds: float = 30.0  # for running requests to end when a model is unloaded, or makes room for another
     max_awake: int | None = None  # models that are awake at once; others sleep until they are asked for
     objectives: Objectives = dataclasses.field(default_factory=Objectives)  # of goodput
+    special_tokens_in_text: InText = "allow"
     log_format: LogFormat = "text"
     log_requests: bool = False  # each that is over, at INFO
 
@@ -122,6 +124,7 @@ class ServedModel:
         facts = ModelFacts(limits.vocab_size, limits.max_model_len, limits.eos_token_ids, model_defaults(artifact))
         self.source, self.artifact, self.config = source, artifact, config
         self._tracing = tracing
+        self._special_tokens_in_text = options.special_tokens_in_text
         self.pooling = limits.pooling
         self._log_level = logging.INFO if options.log_requests else logging.DEBUG
         self.info = ModelInfo(
@@ -194,16 +197,16 @@ class ServedModel:
         is_prompt: refuse a text that the model could not take.
         """
         limit = self.engine.facts.max_model_len if is_prompt else None
-        if len(text) <= SHORT_TEXT:
-            return self.engine.text.encode(text, add_special_tokens, limit)
-        return await asyncio.to_thread(self.engine.text.encode, text, add_special_tokens, limit)
+        return await _beside(text, partial(self.engine.text.encode, text, add_special_tokens, limit))
 
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template. Raises QueueFull where others take its time."""
         render = partial(self.engine.text.render_chat, messages, **(variables or {}))
-        return await self.encode(await self._rendering.run(render), add_special_tokens=False, is_prompt=is_prompt)
+        text = await self._rendering.run(render)
+        limit = self.engine.facts.max_model_len if is_prompt else None
+        return await _beside(text, partial(self.engine.text.encode_rendered, text, limit))
 
     def check_open(self, num_sequences: int) -> None:
         """AsyncEngine.check_open within the time that the caller has."""
@@ -287,7 +290,8 @@ class ServedModel:
         """The longest parts at once: the tokenizer here, the weights in the engine's process. Raises what fails."""
         starting = asyncio.create_task(self.supervisor.start())
         try:
-            self.engine.text = await asyncio.to_thread(Text, self.artifact.tokenizer_folder)
+            folder, in_text = self.artifact.tokenizer_folder, self._special_tokens_in_text
+            self.engine.text = await asyncio.to_thread(Text, folder, in_text)
             self.engine.text.check_stop_ids(self.artifact.model["eos_token_ids"])
             await starting
         except BaseException:
@@ -304,6 +308,11 @@ class ServedModel:
             await asyncio.to_thread(self.engine.text.close)
         if self.kv_events is not None:
             self.kv_events.close("the model was unloaded")
+
+
+async def _beside(text: str, encode: Callable[[], list[int]]) -> list[int]:
+    """The ids of a text; those of a long one are made in a thread."""
+    return encode() if len(text) <= SHORT_TEXT else await asyncio.to_thread(encode)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from inferc.cli_common import (
     Pin,
     Policy,
     PrefixCache,
+    SpecialTokensInText,
     Threads,
     engine_options,
     fail,
@@ -40,7 +41,7 @@ MAX_CONCURRENCY = 1024
 # Options of an engine in this process.
 OF_AN_ENGINE = (
     *("threads", "isa", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "pin", "deterministic"),
-    *("prefix_cache", "policy"),
+    *("prefix_cache", "policy", "special_tokens_in_text"),
 )
 OF_A_SERVER = ("api_key", "ca")
 
@@ -100,6 +101,7 @@ def batch(
     deterministic: Deterministic = False,
     prefix_cache: PrefixCache = True,
     policy: Policy = "fcfs",
+    special_tokens_in_text: SpecialTokensInText = "allow",
     as_json: Json = False,
 ) -> int:
     """Answer a file of requests in OpenAI's batch form.
@@ -120,6 +122,7 @@ def batch(
     options = engine_options(
         *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache, policy)
     )
+    options["special_tokens_in_text"] = special_tokens_in_text
     _check_options(ctx, engine, endpoint)
     with progress("check") as report, BatchInput(source, report) as requests:
         if out.exists() and out.samefile(source):

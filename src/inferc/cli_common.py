@@ -86,6 +86,15 @@ KVEvict = Annotated[
         " model's own any more; answers tell how much was forgotten.",
     ),
 ]
+SpecialTokensInText = Annotated[
+    str,
+    typer.Option(
+        "--special-tokens-in-text",
+        metavar="allow|refuse|escape",
+        help="Control tokens (<|im_end|>) that a prompt or a message spells: taken for what they are, refused, or read as"
+        " the text that they are.",
+    ),
+]
 Policy = Annotated[
     str,
     typer.Option(

@@ -24,6 +24,7 @@ from inferc.cli_common import (
     Policy,
     PrefixCache,
     Record,
+    SpecialTokensInText,
     Tap,
     TbtMs,
     Threads,
@@ -77,6 +78,7 @@ def generate(
         Path | None,
         typer.Option("--tap-out", metavar="FILE.npz", help="Where --tap's values go (numpy.load reads it)."),
     ] = None,
+    special_tokens_in_text: SpecialTokensInText = "allow",
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -94,6 +96,7 @@ def generate(
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(
         out,
+        special_tokens_in_text=special_tokens_in_text,
         **engine_options(
             *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory),
             deterministic=deterministic,
@@ -161,6 +164,7 @@ def chat(
     isa: Isa = "auto",
     kv_memory: KVMemory = "auto",
     deterministic: Deterministic = False,
+    special_tokens_in_text: SpecialTokensInText = "allow",
     as_json: Json = False,
 ) -> None:
     """Talk with the model. /clear forgets the conversation, /exit or end of input ends it.
@@ -174,7 +178,8 @@ def chat(
 
     asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "max_tokens": max_tokens}
     start = [{"role": "system", "content": system}] if system else []
-    with LLM(out, **engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic)) as llm:
+    options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic)
+    with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:
             raise ConfigError(f"{out} has no chat template: its model does not chat; use `inferc generate`")
         params = llm.sampling_params(**asked)

@@ -25,6 +25,7 @@ from inferc.cli_common import (
     Policy,
     PrefixCache,
     Record,
+    SpecialTokensInText,
     Tap,
     TbtMs,
     Threads,
@@ -145,6 +146,7 @@ def serve(
     kv_disk: KVDisk = None,
     kv_disk_size: KVDiskSize = "auto",
     kv_evict: KVEvict = None,
+    special_tokens_in_text: SpecialTokensInText = "allow",
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -233,6 +235,7 @@ def serve(
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
+    from inferc.runtime.control_tokens import parse_in_text
     from inferc.serve.access import Limits
     from inferc.serve.kv_events import KvPublisherConfig
     from inferc.serve.metrics import Objectives
@@ -274,6 +277,7 @@ def serve(
             max_awake=max_awake,
             log_format="json" if log_format == "json" else "text",
             log_requests=log_requests,
+            special_tokens_in_text=parse_in_text(special_tokens_in_text),
             objectives=Objectives(goodput_ttft_ms or None, goodput_tbt_ms or None),
         ),
         metrics_compat="vllm" if metrics_compat == "vllm" else "none",

@@ -248,7 +248,7 @@ def test_two_runs_do_not_write_one_file(tiny_artifact: Path, tmp_path: Path) -> 
 
 def test_a_server_takes_no_options_of_an_engine(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [row("a", {"prompt": "a"})])
-    for option in ("--threads", "--max-num-seqs"):
+    for option in ("--threads", "--max-num-seqs", "--special-tokens-in-text"):
         message = refused(source, tmp_path / "out.jsonl", "127.0.0.1:1", option, "2")
         assert (
             message == f"inferc: {option} is of an engine in this process, and 127.0.0.1:1 has its own; leave it out\n"

@@ -321,6 +321,10 @@ def test_a_server_of_fixed_models_loads_no_others(served: str, tiny_artifact: Pa
         (("a=x", "b=y", "--record", "f"), "--record is for a server of one model"),
         (("--model-folder", "nowhere"), "--model-folder nowhere is not a folder"),
         (("x", "--max-awake", "0"), "--max-awake 0: expected 1 or more; leave it out for no limit"),
+        (
+            ("x", "--special-tokens-in-text", "drop"),
+            "special_tokens_in_text is 'drop'; expected one of allow, refuse, esc",
+        ),
         (("x", "--hang-seconds", "-1"), "--hang-seconds -1: expected a number of seconds, 0 or more"),
     ],
 )
