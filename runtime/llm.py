@@ -64,15 +64,16 @@ class RequestOutput:
 class LLM:
     """A loaded artifact.
 
-    `options` are the fields of EngineConfig (max_num_seqs, kv_memory_bytes, num_threads, …) and `target`.
-    special_tokens_in_text: "allow", "refuse" or "escape" control tokens in prompts and messages. Use it as a
+    `options` are the fields of EngineConfig (max_num_seqs, kv_memory_bytes, num_threads, …), `target`, and
+    `special_tokens_in_text`: "allow", "refuse" or "escape" control tokens in prompts and messages. Use it as a
     context manager, or call `close`. Raises ConfigError or ArtifactError.
     """
 
-    def __init__(self, path: str | Path, *, special_tokens_in_text: str = "allow", **options: Any) -> None:
+    def __init__(self, path: str | Path, **options: Any) -> None:
+        in_text = str(options.pop("special_tokens_in_text", "allow"))
         artifact = load_artifact(path, target=options.get("target"))
         has_tokenizer = (artifact.tokenizer_folder / "tokenizer.json").exists()
-        self._text = Text(artifact.tokenizer_folder, special_tokens_in_text) if has_tokenizer else None
+        self._text = Text(artifact.tokenizer_folder, in_text) if has_tokenizer else None
         self._defaults = model_defaults(artifact)
         self._client = EngineThread(lambda: load_engine(artifact, **options))
 
