@@ -73,6 +73,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.expert_dispatch", "expert_dispatch", "x", (), ("placement",), conditions.ranks_fit),
     ("inferc.expert_combine", "expert_combine", "y", (), ("placement",), conditions.ranks_fit),
     ("inferc.head_linear", "head_linear", "x", ("weight",), (), None),
+    ("inferc.resize_heads", "resize_heads", "x", (), (), None),
     ("inferc.linear_wide", "linear_wide", "x", ("weight",), (), None),
     ("inferc.linear_add", "linear_add", "x", ("weight",), ("bias",), None),
     ("inferc.linear_silu_mul", "linear_silu_mul", "x", ("weight",), ("bias",), conditions.without_scale),
@@ -286,6 +287,7 @@ _TRITON_MORE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node
     ("inferc.rms_norm", "more_calls:rms_norm_heads", "x", ("weight",), conditions.heads_of_rows, False),
     ("inferc.rms_norm_add", "more_calls:rms_norm_of_sum", "x", ("weight",), conditions.sum_is_unread, False),
     ("inferc.rope", "more_calls:rope", "x", (), conditions.rope_fits, False),
+    ("inferc.resize_heads", "more_calls:resize_heads", "x", (), None, False),
     ("inferc.embedding_int8", "more_calls:embedding_int8_", "scale", ("weight", "scale"), None, True),
     ("inferc.moe_routing", "expert_calls:moe_routing", "router_logits", ("bias",), conditions.routing_fits, True),
     (

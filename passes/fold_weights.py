@@ -1,19 +1,26 @@
-"""Fold what is done to a weight alone into the weight: casts and views are computed once, when the artifact is written."""
+"""Fold what is done to weights alone into a weight: it is computed once, when the artifact is written, and not in every step.
+
+Casts, views, other orders and parts of axes, joints of several weights, and elementwise arithmetic (norms that scale by
+1 + w, parameters that are scaled). Each operation is rounded as the graph rounds it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from inferc import weights as weight_lib
+from inferc.passes.fuse_pointwise import EXPONENTS, OPS, weight_behind
 from inferc.passes.rewrite import no_rewrite
-from inferc.program import Program, target_name
+from inferc.program import Program, arguments, dtype_name, target_name
 from inferc.weights import Weight
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default)
+Folded = tuple[str, Weight]  # the name's last part, and the expression
 
 
 @dataclass(frozen=True)
@@ -23,15 +30,19 @@ class FoldWeights:
     def __call__(self, program: Program) -> int:
         count = 0
         for node in list(program.graph.nodes):
-            source = node.args[0] if node.op == "call_function" and node.args else None
-            if not isinstance(source, fx.Node) or source.op != "get_attr" or not node.meta["val"].dim():
+            sources = [weight_behind(each) for each in node.all_input_nodes] if node.op == "call_function" else []
+            if not sources or any(each.op != "get_attr" for each in sources):
                 continue
-            folded = _folded(node, program.weight(source))
+            value = node.meta["val"]
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            folded = _folded(node, [program.weight(each) for each in sources])
             if folded is None:
-                if len(node.all_input_nodes) == 1:
-                    no_rewrite(self.name, node, f"{target_name(node.target)} of a weight is no cast and no view")
+                no_rewrite(self.name, node, f"{target_name(node.target)} of weights is no arithmetic on their elements")
                 continue
-            name, weight = f"{source.target}.{folded[0]}", folded[1]
+            name, weight = f"{sources[0].target}.{folded[0]}", folded[1]
+            if program.weights.get(name, weight) != weight:
+                name = f"{name}.{node.name}"
             node.replace_all_uses_with(program.add_weight(name, weight, before=node))
             count += 1
         if count:
@@ -39,13 +50,75 @@ class FoldWeights:
         return count
 
 
-def _folded(node: fx.Node, weight: Weight) -> tuple[str, Weight] | None:
-    """The name's last part and the expression of an op on a weight, if it is one of those."""
-    value = node.meta["val"]
-    if node.target == aten._to_copy.default:
-        kind = str(value.dtype).removeprefix("torch.")
-        return kind, weight_lib.cast(weight, value.dtype)
-    if node.target in VIEWS:
-        shape = tuple(int(size) for size in value.shape)
-        return "x".join(map(str, shape)), weight_lib.reshape(weight, shape)
-    return None
+def _folded(node: fx.Node, weights: list[Weight]) -> Folded | None:
+    """What a call on weights alone is as a weight, if it can be one."""
+    rule = RULES.get(node.target)
+    if rule is not None:
+        return rule(node, weights)
+    return _arithmetic(node, weights) if node.target in OPS else None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def _cast(node: fx.Node, weights: list[Weight]) -> Folded:
+    dtype = node.meta["val"].dtype
+    return dtype_name(dtype), weight_lib.cast(weights[0], dtype)
+
+
+def _view(node: fx.Node, weights: list[Weight]) -> Folded:
+    return "x".join(map(str, _shape(node))), weight_lib.reshape(weights[0], _shape(node))
+
+
+def _order(node: fx.Node, weights: list[Weight]) -> Folded:
+    perm = list(range(len(weights[0].shape)))
+    if node.target == aten.permute.default:
+        perm = [int(axis) % len(perm) for axis in node.args[1]]  # type: ignore[union-attr, arg-type]
+    else:
+        first, second = (0, 1) if node.target == aten.t.default else node.args[1:3]  # type: ignore[misc]
+        perm[first], perm[second] = perm[second], perm[first]
+    return "_".join(map(str, perm)), weight_lib.permute(weights[0], tuple(perm))
+
+
+def _part(node: fx.Node, weights: list[Weight]) -> Folded | None:
+    _, dim, start, _, step = arguments(node)
+    if step != 1:
+        return None
+    dim, size = dim % len(weights[0].shape), _shape(node)[dim]
+    first = int(start or 0)
+    first += weights[0].shape[dim] if first < 0 else 0
+    return f"{first}:{first + size}", weight_lib.slice_(weights[0], dim, first, first + size)
+
+
+def _joint(node: fx.Node, weights: list[Weight]) -> Folded | None:
+    parts: Any = node.args[0]
+    if len(parts) != len(weights) or len({weight.dtype for weight in weights}) > 1:  # one of them is there twice
+        return None
+    if node.target == aten.cat.default:
+        return "joined", weight_lib.concat(tuple(weights), int(arguments(node)[1]) % len(_shape(node)))
+    if int(arguments(node)[1]) % len(_shape(node)) or len({weight.shape for weight in weights}) > 1:
+        return None
+    return "stacked", weight_lib.stack(tuple(weights))
+
+
+def _arithmetic(node: fx.Node, weights: list[Weight]) -> Folded | None:
+    """Elementwise, in float32, which holds every step of 16 bits exactly enough to round as torch does."""
+    dtypes = {node.meta["val"].dtype, *(weight.dtype for weight in weights)}
+    if not all(dtype.is_floating_point and dtype.itemsize <= 4 for dtype in dtypes):
+        return None
+    if node.target == aten.pow.Tensor_Scalar and float(node.args[1]) not in EXPONENTS:  # type: ignore[arg-type]
+        return None
+    names = {each: f"x{index}" for index, each in enumerate(node.all_input_nodes)}
+    text = OPS[node.target](*(names[arg] if isinstance(arg, fx.Node) else repr(arg) for arg in arguments(node)))
+    weight = weight_lib.elementwise(tuple(weights), text, node.meta["val"].dtype)
+    return (target_name(node.target).split(".")[1], weight) if weight.shape == _shape(node) else None
+
+
+RULES: dict[Any, Callable[[fx.Node, list[Weight]], Folded | None]] = {
+    aten._to_copy.default: _cast,
+    **dict.fromkeys((aten.view.default, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default), _view),
+    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _order),
+    aten.slice.Tensor: _part,
+    **dict.fromkeys((aten.cat.default, aten.stack.default), _joint),
+}

@@ -177,7 +177,7 @@ def _rewrite(program: Program, group: _Group) -> None:
             names[node] = repr(number)
             continue
         names[node] = f"x{len(inputs)}"
-        inputs.append(_weight_behind(node))
+        inputs.append(weight_behind(node))
     expression = _expression(group, names)
     root = group.root
     with program.graph.inserting_before(root):
@@ -240,7 +240,7 @@ def _without_brackets(text: str) -> str:
     return text[1:-1] if text.startswith("(") else text
 
 
-def _weight_behind(node: fx.Node) -> fx.Node:
+def weight_behind(node: fx.Node) -> fx.Node:
     """The weight that views and casts make a single number of; another node is itself."""
     source = node
     while source.target in (aten.view.default, aten._to_copy.default) and source.meta["val"].numel() == 1:
@@ -250,7 +250,7 @@ def _weight_behind(node: fx.Node) -> fx.Node:
 
 def _number(program: Program, node: fx.Node) -> float | None:
     """The value of a constant with one element, which then stands in the expression."""
-    source = _weight_behind(node)
+    source = weight_behind(node)
     if source.op != "get_attr" or source.meta["val"].dim() != 1 or source.meta["val"].numel() != 1:
         return None
     weight = program.weight(source)

@@ -39,8 +39,10 @@ from inferc.passes.fuse_rope import FuseRope
 from inferc.passes.fuse_rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
 from inferc.passes.fuse_silu_mul import fuse_silu_mul
 from inferc.passes.fuse_silu_mul_quantize import fuse_silu_mul_quantize
+from inferc.passes.join_head_norms import JoinHeadNorms
 from inferc.passes.kv_cache import PageKVCache
 from inferc.passes.pack_projections import PackProjections
+from inferc.passes.pad_heads import PadHeads
 from inferc.passes.partition_segments import PartitionSegments
 from inferc.passes.plan_memory import PlanMemory
 from inferc.passes.quantize.kv_cache import QuantizeKVCache
@@ -114,7 +116,7 @@ def _our_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     if config.target.has_segments:
         return _segments_pipeline(config)
     return (
-        *_model_passes(),
+        *_model_passes(PadHeads()),
         PageKVCache(config.block_size),
         *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),  # before its writes are fused into other ops
         fuse_parallel_residual,  # before fuse_linear_add, which would take one of the two
@@ -151,7 +153,7 @@ def _dense_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
 def _segments_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     """The plain model, as TensorRT fuses ops by itself, but for what the kernels between its segments do at once."""
     return (
-        *_model_passes(),
+        *_model_passes(PadHeads()),
         PageKVCache(config.block_size),
         *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),
         fuse_rope_kv_write,
@@ -166,8 +168,8 @@ def _segments_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
     )
 
 
-def _model_passes() -> tuple[Pass, ...]:
-    """From what was captured to the ops that models are made of, whatever runs them."""
+def _model_passes(*of_heads: Pass) -> tuple[Pass, ...]:
+    """From what was captured to the ops that models are made of, whatever runs them; `of_heads` is for our own attention."""
     return (
         Canonicalise(),
         FlattenBatch(),  # before every pattern: they are written over rows of tokens
@@ -175,9 +177,11 @@ def _model_passes() -> tuple[Pass, ...]:
         fuse_rms_norm,
         fuse_rms_norm_unscaled,  # after the norms that multiply by a weight, whose first part it matches
         fuse_layer_norm,
+        JoinHeadNorms(),  # after fuse_layer_norm, whose ops it joins, and before the rotation of their heads
         FuseRope(),
         UngroupHeads(),  # after the rotations, which read the parts of a head together
         AbsorbLatent(),  # after ungroup_heads, which parts the heads of q, K and V
+        *of_heads,  # after both, and before the projections are packed
         fuse_gelu,
         fuse_gelu_mul,
         fuse_silu_mul,
@@ -248,9 +252,11 @@ OPTIONAL = frozenset(
         "fuse_rms_norm",
         "fuse_rms_norm_unscaled",
         "fuse_layer_norm",
+        "join_head_norms",
         "fuse_rope",
         "ungroup_heads",
         "absorb_latent",
+        "pad_heads",
         "fuse_gelu",
         "fuse_gelu_mul",
         "fuse_silu_mul",

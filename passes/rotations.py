@@ -82,6 +82,7 @@ class Interpreter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.known: dict[fx.Node, Terms] = {}
+        self.views: dict[Any, fx.Node] = {}  # the first of equal views, which stands for all of them
         for node in graph.nodes:
             if node.op == "call_function":
                 terms = self._call(node)
@@ -122,6 +123,8 @@ class Interpreter:
             if terms is not None:
                 self.known[arg] = terms
                 return terms
+        if arg.target == aten.view.default:  # what is written in place (a clamp) is viewed anew by each reader
+            arg = self.views.setdefault((arg.args[0], str(arg.args[1])), arg)
         shape = (1, *rest)
         elements = np.arange(int(np.prod(rest)), dtype=np.int32).reshape(shape)
         return Terms(arg, None, np.ones(shape), np.full(shape, ONE, np.int8), np.full(shape, -1, np.int32), elements)

@@ -29,6 +29,7 @@ ROW_WISE = frozenset(
         aten.cat.default,
         aten.linear.default,
         inferc.layer_norm.default,
+        inferc.resize_heads.default,
         inferc.head_linear.default,
         inferc.linear_add.default,
         inferc.linear_wide.default,

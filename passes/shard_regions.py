@@ -128,6 +128,7 @@ class Regions:
             and all(is_weight(each) for each in arguments(node)[1:3:2])
             or node.target == inferc.head_linear.default
             and is_weight(arguments(node)[1])
+            or node.target == inferc.resize_heads.default
         ):
             self._tie(node, arguments(node)[0])
         elif node.target == aten.cat.default and self._heads(node) and arguments(node)[1] in (-1, 2):

@@ -25,6 +25,7 @@ LOWERED = frozenset(
         aten.add.Tensor,
         aten.mul.Tensor,
         aten.index_select.default,
+        inferc.resize_heads.default,
         inferc.layer_norm.default,
         inferc.rms_norm.default,
         inferc.rms_norm_add.default,

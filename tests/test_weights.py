@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inferc import weights as lib
 from inferc.errors import UnsupportedError
-from inferc.ops.quantize import quantize_int4
+from inferc.ops.quantize import quantize_int4, quantize_rows
 from inferc.weights import LAYOUTS, Layout, Weight, materialize, physical_shape, read_rows, read_whole
 
 A, B, C = random(20, 6), random(13, 6, seed=1), random(4, 5, 6, seed=2)
@@ -30,6 +30,12 @@ EXPRESSIONS: list[tuple[Weight, Tensor]] = [
     (lib.permute(a, (1, 0)), A.T),
     (lib.permute(c, (0, 2, 1)), C.transpose(1, 2)),
     (lib.reshape(c, (20, 6)), C.reshape(20, 6)),
+    (lib.elementwise((a,), "x0 + 1", torch.bfloat16), (A + 1).bfloat16()),
+    (lib.elementwise((c, lib.slice_(a, 0, 2, 7)), "x0 * x1", torch.float32), C * A[2:7]),
+    (lib.elementwise((lib.slice_(a, 0, 3, 4), b), "x0 - x1", torch.float32), A[3:4] - B),
+    (lib.padded(a, 0, 25), torch.nn.functional.pad(A, (0, 0, 0, 5))),
+    (lib.padded(c, 1, 8), torch.nn.functional.pad(C, (0, 0, 0, 3))),
+    (lib.int8_values(lib.padded(b, 0, 16)), quantize_rows(torch.nn.functional.pad(B, (0, 0, 0, 3)))[0]),
     (lib.int8_scales(a), A.abs().amax(1) / 127),
     (lib.int8_values(a), (A / (A.abs().amax(1, keepdim=True) / 127)).round().to(torch.int8)),
     (lib.fp8_scales(lib.concat((a, b))), torch.cat((A, B)).abs().amax(1) / 448),
@@ -53,7 +59,7 @@ def test_expressions_read_whole_in_rows_and_in_chunks(weight: Weight, expected: 
     for chunk_bytes in (1, 100, 1 << 20):
         assert torch.equal(torch.cat(list(materialize(weight, READER, chunk_bytes))), expected)
     assert lib.from_json(json.loads(json.dumps(lib.to_json(weight)))) == weight
-    assert all(leaf.op in ("source", "constant") for leaf in weight.sources())
+    assert all(leaf.op in ("source", "constant", "zeros") for leaf in weight.sources())
 
 
 PANELS = sorted(name for name, layout in LAYOUTS.items() if isinstance(layout, Layout))

@@ -305,6 +305,15 @@ def cat(node: fx.Node, values: Values) -> Call:
     return b.done(f"cat<{cpp_type(result)}>(t, {row_count(result)}, {heads}, {{{{{', '.join(parts)}}}}}, {out});")
 
 
+def resize_heads(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, _ = b.read("x")
+    out, result = b.write()
+    heads, had = b.arg("x").meta["val"].shape[1:]
+    sizes = f"{row_count(result)}, {heads}, {had}, {node.meta['val'].shape[2]}"
+    return b.done(f"resize_heads<{cpp_type(result)}>(t, {x}, {sizes}, {out});")
+
+
 def head_linear(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     x, operand = b.read("x")

@@ -9,7 +9,18 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.triton import embedding_int8, gather_rows, kv_write, layer_norm, pointwise, rms_norm, rope_apply
+from inferc.codegen.triton import (
+    embedding_int8,
+    gather_rows,
+    kv_write,
+    layer_norm,
+    pointwise,
+    rms_norm,
+    rope_apply,
+)
+from inferc.codegen.triton import (
+    resize_heads as resizing,
+)
 from inferc.codegen.triton.calls import ROWS, Builder, Call
 from inferc.codegen.triton.source import POINTERS
 from inferc.codegen.values import Operand, Values
@@ -144,6 +155,15 @@ def rope(node: fx.Node, values: Values) -> Call:
         *((x.stride, table.stride, out.stride), b.unaligned()),
     )
     return b.done("rope", out, source)
+
+
+def resize_heads(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, out = b.read("x_ptr", "x"), b.write("out_ptr")
+    heads, had = (int(size) for size in b.arg("x").meta["val"].shape[1:])
+    sizes, strides = (had, int(node.meta["val"].shape[2])), (x.stride, out.stride)
+    source = resizing.resize_heads(dtype_name(out.dtype), ROWS[out.pool], heads, sizes, strides, b.unaligned())
+    return b.done("resize_heads", out, source)
 
 
 def kv_write_(node: fx.Node, values: Values) -> Call:

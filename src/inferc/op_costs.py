@@ -43,6 +43,7 @@ COPIES = frozenset(
         *("arange.start_step", "full", "zeros", "ones", "empty.memory_format", "scalar_tensor"),
     )
 )
+COPIES |= {"inferc.resize_heads"}
 # Operations for each element of the result, of ops that do what several plain ones do.
 PER_ELEMENT = {
     "inferc.rms_norm": 4,  # square, sum, scale, weight

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inferc.errors import UnsupportedError
+from inferc.ops.pointwise import pointwise
 from inferc.ops.quantize import quantize_int4, quantize_rows, quantize_rows_fp8
 
 INT8_OPS = ("int8_values", "int8_scales")
@@ -44,13 +45,14 @@ class Weight:
     data: bytes = b""  # constant: the elements, little endian
     layout: str = ""  # pack: the physical layout's name
     perm: tuple[int, ...] = ()  # permute: as in torch.permute
+    expression: str = ""  # pointwise: of the args, as in ops/pointwise.py
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def sources(self) -> Iterator[Weight]:
-        """The source and constant leaves, left to right."""
+        """The leaves, which are of the checkpoint, constant or zeros, left to right."""
         if not self.args:
             yield self
         for arg in self.args:
@@ -65,7 +67,7 @@ class Weight:
         if self.op == "slice":
             return f"{inner}[{self.start}:{self.start + self.shape[self.dim]}@{self.dim}]"
         detail = {"concat": f", dim={self.dim}", "permute": f", {list(self.perm)}", "pack": f", {self.layout}"}
-        detail |= dict.fromkeys(INT4_OPS, f", {self.dim}")
+        detail |= dict.fromkeys(INT4_OPS, f", {self.dim}") | {"pointwise": f", {self.expression!r}"}
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.op}({inner}{detail.get(self.op, '')}{f', {kind}' if self.op == 'cast' else ''})"
 
@@ -107,6 +109,24 @@ def permute(weight: Weight, perm: tuple[int, ...]) -> Weight:
 
 def reshape(weight: Weight, shape: tuple[int, ...]) -> Weight:
     return Weight("reshape", (weight,), tuple(shape), weight.dtype)
+
+
+def elementwise(weights: tuple[Weight, ...], expression: str, dtype: torch.dtype) -> Weight:
+    """`expression` of x0, x1, … (the weights, broadcast), in float32, rounded once to `dtype`."""
+    shape = torch.broadcast_shapes(*(weight.shape for weight in weights))
+    return Weight("pointwise", weights, tuple(shape), dtype, expression=expression)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+    """What stands where a checkpoint has nothing: the rows of elements that a padded head has more."""
+    return Weight("zeros", (), tuple(shape), dtype)
+
+
+def padded(weight: Weight, dim: int, size: int) -> Weight:
+    """`weight` with zeros behind its elements along `dim`, `size` in all."""
+    missing = list(weight.shape)
+    missing[dim] = size - weight.shape[dim]
+    return concat((weight, zeros(tuple(missing), weight.dtype)), dim) if missing[dim] else weight
 
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -296,8 +316,13 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
     if weight.op == "constant":
         whole = torch.frombuffer(bytearray(weight.data), dtype=weight.dtype).view(weight.shape)
         return whole[start:stop]
+    if weight.op == "zeros":
+        return torch.zeros(stop - start, *weight.shape[1:], dtype=weight.dtype)
     if weight.op == "cast":
         return read_rows(weight.args[0], reader, start, stop).to(weight.dtype)
+    if weight.op == "pointwise":
+        inputs = [_broadcast_rows(arg, weight.shape, reader, start, stop) for arg in weight.args]
+        return pointwise(inputs, weight.expression, weight.dtype)
     if weight.op == "slice":
         if weight.dim == 0:
             return read_rows(weight.args[0], reader, weight.start + start, weight.start + stop)
@@ -332,6 +357,12 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
     if weight.op == "pack":
         return read_rows(weight.args[0], reader, start, stop)
     raise AssertionError(f"unknown weight op {weight.op}")
+
+
+def _broadcast_rows(weight: Weight, shape: tuple[int, ...], reader: TensorReader, start: int, stop: int) -> Tensor:
+    """Rows of an argument that is broadcast to `shape`: all of it where it has no row for each."""
+    has_rows = len(weight.shape) == len(shape) and weight.shape[0] == shape[0]
+    return read_rows(weight, reader, start, stop) if has_rows else read_whole(weight, reader)
 
 
 def _read_reshaped(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
@@ -399,7 +430,7 @@ def to_json(weight: Weight) -> dict[str, Any]:
         out["args"] = [to_json(arg) for arg in weight.args]
     if weight.data:
         out["data"] = base64.b64encode(weight.data).decode()
-    for field, empty in (("name", ""), ("dim", 0), ("start", 0), ("layout", ""), ("perm", ())):
+    for field, empty in (("name", ""), ("dim", 0), ("start", 0), ("layout", ""), ("perm", ()), ("expression", "")):
         value = getattr(weight, field)
         if value != empty:
             out[field] = list(value) if isinstance(value, tuple) else value
@@ -407,7 +438,7 @@ def to_json(weight: Weight) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Weight:
-    fields: dict[str, Any] = {key: data[key] for key in ("name", "dim", "start", "layout") if key in data}
+    fields: dict[str, Any] = {key: data[key] for key in ("name", "dim", "start", "layout", "expression") if key in data}
     if "data" in data:
         fields["data"] = base64.b64decode(data["data"])
     if "perm" in data:

@@ -14,7 +14,7 @@ from inferc.errors import UnsupportedError
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        ("llama", {"head_dim": 24}, r"^head_dim 24: expected a multiple of 16, at most 512 \(node layers.0"),
+        ("llama", {"head_dim": 520}, r"^head_dim 520: expected a multiple of 16, at most 512 \(node layers.0"),
         (
             "phimoe",
             {"num_local_experts": 4, "num_experts_per_tok": 2},

@@ -25,11 +25,60 @@ def test_casts_and_views_of_weights_are_weights() -> None:
     example(graph, {"x": rows(8)}, weights).check(FoldWeights(), 2, golden)
 
 
-def test_keeps_arithmetic_and_single_numbers() -> None:
-    def graph(x: Any, weight: Any, scale: Any) -> Any:
-        return aten.mul.Tensor(x, aten.neg.default(weight)), aten.mul.Tensor(x, aten.view.default(scale, []))
+def test_a_norm_that_scales_by_one_plus_its_weight_reads_the_sum_as_the_graph_rounds_it() -> None:
+    def graph(x: Any, weight: Any, bias: Any) -> Any:
+        return aten.layer_norm.default(x, [8], aten.add.Tensor(weight, 1), bias, 1e-5)
 
-    example(graph, {"x": rows(8)}, {"weight": random(8), "scale": random(1)}).check_untouched(FoldWeights())
+    golden = """
+        %x: bfloat16[s0, 8] = input
+        %0: bfloat16[s0, 8] = aten.layer_norm(%x, [8], @weight.add, @bias, 1e-05)
+        return (%0)
+    """
+    weights = {name: random(8, dtype=torch.bfloat16, seed=seed) for seed, name in enumerate(("weight", "bias"))}
+    example(graph, {"x": rows(8, dtype=torch.bfloat16)}, weights).check(FoldWeights(), 1, golden, tolerance=0)
+
+
+def test_arithmetic_orders_parts_and_joints_of_weights_are_weights() -> None:
+    def graph(x: Any, first: Any, second: Any, scale: Any) -> Any:
+        both = aten.cat.default([aten.neg.default(first), aten.mul.Tensor(second, scale)], -2)
+        turned = aten.permute.default(aten.permute.default(both, [1, 0]), [1, 0])
+        row = aten.sub.Tensor(aten.slice.Tensor(both, -2, 1, 2), aten.slice.Tensor(both, -2, -1, 4))
+        return aten.mul.Tensor(aten.linear.default(x, turned), aten.mul.Tensor(row, 0.5))
+
+    golden = """
+        %x: float32[s0, 4] = input
+        %0: float32[s0, 4] = aten.linear(%x, @first.neg.joined.1_0.1_0)
+        %1: float32[s0, 4] = aten.mul.Tensor(%0, @first.neg.joined.1:2.sub.mul)
+        return (%1)
+    """
+    weights = {"first": random(2, 4), "second": random(2, 4, seed=1), "scale": random(4, seed=2)}
+    example(graph, {"x": rows(4)}, weights).check(FoldWeights(), 9, golden, tolerance=0)
+
+
+def test_equal_names_of_other_arithmetic_are_told_apart() -> None:
+    def graph(x: Any, weight: Any) -> Any:
+        return aten.mul.Tensor(x, aten.add.Tensor(weight, 1)), aten.mul.Tensor(x, aten.add.Tensor(weight, 2))
+
+    golden = """
+        %x: float32[s0, 8] = input
+        %0: float32[s0, 8] = aten.mul.Tensor(%x, @weight.add)
+        %1: float32[s0, 8] = aten.mul.Tensor(%x, @weight.add.add_tensor_1)
+        return (%0, %1)
+    """
+    example(graph, {"x": rows(8)}, {"weight": random(8)}).check(FoldWeights(), 2, golden, tolerance=0)
+
+
+def test_keeps_what_is_no_arithmetic_on_elements_and_single_numbers() -> None:
+    def graph(x: Any, weight: Any, scale: Any) -> Any:
+        summed = aten.mul.Tensor(x, aten.sum.dim_IntList(weight, [-1]))
+        return (
+            summed,
+            aten.mul.Tensor(x, aten.view.default(scale, [])),
+            aten.mul.Tensor(x, aten.pow.Tensor_Scalar(scale, 7)),
+        )
+
+    weights = {"weight": random(8, 3), "scale": random(1)}
+    example(graph, {"x": rows(8)}, weights).check_untouched(FoldWeights())
 
 
 def router(x: Any, weight: Any) -> Any:

@@ -70,6 +70,29 @@ def test_bfloat16_keeps_its_table_in_float32() -> None:
     model(graph, dtype=torch.bfloat16).check(FuseRope(), 1, golden, tolerance=0.03)
 
 
+def test_heads_that_are_viewed_anew_by_each_reader() -> None:
+    """As a clamp in place leaves them (OLMo): equal views are one value."""
+
+    def graph(x: Any, positions: Any, inv_freq: Any) -> Any:
+        cos, sin = (aten.unsqueeze.default(each, -2) for each in table(positions, inv_freq))
+        clamped = aten.clamp.default(x, -0.5, 0.5)
+        whole, low, high = (aten.view.default(clamped, [-1, 4, 8]) for _ in range(3))
+        halves = [aten.neg.default(aten.slice.Tensor(low, -1, 4, 8)), aten.slice.Tensor(high, -1, 0, 4)]
+        return aten.add.Tensor(aten.mul.Tensor(whole, cos), aten.mul.Tensor(aten.cat.default(halves, -1), sin))
+
+    golden = """
+        %x: float32[s0, 32] = input
+        %positions: int64[s0] = input
+        %0: float32[s0, 32] = aten.clamp(%x, -0.5, 0.5)
+        %1: float32[s0, 4, 8] = aten.view(%0, [-1, 4, 8])
+        %2: float32[s0, 8] = inferc.rope_table(%positions, @inv_freq, 1.0)
+        %3: float32[s0, 4, 8] = inferc.rope(%1, %2)
+        return (%3)
+    """
+    inputs = {"x": rows(32), "positions": POSITIONS}
+    example(graph, inputs, {"inv_freq": random(4).abs()}).check(FuseRope(), 1, golden)
+
+
 def test_the_first_part_of_a_head() -> None:
     def graph(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
         cos, sin = table(positions, inv_freq)

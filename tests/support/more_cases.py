@@ -12,6 +12,7 @@ from inferc.codegen.triton.embedding_int8 import embedding_int8
 from inferc.codegen.triton.kv_write import kv_write
 from inferc.codegen.triton.layer_norm import norm_parts
 from inferc.codegen.triton.pointwise import pointwise
+from inferc.codegen.triton.resize_heads import resize_heads
 from inferc.codegen.triton.rms_norm import how_scaled
 from inferc.codegen.triton.rope_apply import rope_apply
 from inferc.ops.pointwise import FUNCTIONS
@@ -154,6 +155,17 @@ def rope_cases() -> Iterator[Case]:
         yield Case(f"{rows}x{heads}x{dim} {dtype} {pairs} {half}", source, tensors, expected, {"num_tokens": rows})
 
 
+def resize_heads_cases() -> Iterator[Case]:
+    for dtype, rows, heads, had, size in ((F32, 1, 1, 1, 16), (BF16, 5, 3, 100, 112), (F16, 3, 2, 33, 7)):
+        packed = numbers(rows, (heads + 1) * had, dtype=dtype)
+        x = packed[:, had:]
+        strides, unaligned = (packed.stride(0), heads * size), ("x_ptr",) if misaligned(x) else ()
+        source = resize_heads(dtype_name(dtype), "tokens", heads, (had, size), strides, unaligned)
+        expected = {"out_ptr": behind(ops.resize_heads(x.reshape(rows, heads, had), size).flatten(1))}
+        tensors = {"x_ptr": x, "out_ptr": empty(rows, heads * size, dtype=dtype)}
+        yield Case(f"{rows}x{heads}x{had} to {size} {dtype}", source, tensors, expected, {"num_tokens": rows})
+
+
 def kv_write_cases() -> Iterator[Case]:
     for dtype, tokens, kv_heads, dim in ((F32, 1, 1, 2), (BF16, 5, 2, 64), (F16, 3, 3, 24)):
         packed = numbers(tokens, 3 * kv_heads * dim, dtype=dtype)
@@ -184,6 +196,7 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "norm_parts": norm_parts_cases,
     "pointwise": pointwise_cases,
     "rope": rope_cases,
+    "resize_heads": resize_heads_cases,
     "kv_write": kv_write_cases,
     "embedding_int8": embedding_int8_cases,
     **expert_cases.KERNELS,

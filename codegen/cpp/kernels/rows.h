@@ -88,6 +88,19 @@ KERNEL void cat(Team& team, i64 rows, i64 heads, std::initializer_list<Part<T>> 
   });
 }
 
+// Heads of `had` elements as heads of `dim`: cut, or zeros behind their last.
+template <class T>
+KERNEL void resize_heads(Team& team, Rows<const T> x, i64 rows, i64 heads, i64 had, i64 dim, Rows<T> out) {
+  const i64 kept = had < dim ? had : dim;
+  team.each(rows, row_grain(heads * dim), [&](i64 begin, i64 end) {
+    for (i64 row = begin; row < end; ++row)
+      for (i64 head = 0; head < heads; ++head) {
+        memcpy(out[row] + head * dim, x[row] + head * had, kept * sizeof(T));
+        memset(static_cast<void*>(out[row] + head * dim + kept), 0, (dim - kept) * sizeof(T));
+      }
+  });
+}
+
 // f(a, b) in float32, rounded once.
 template <class T, class F>
 INLINE void zip(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out, F f) {

@@ -38,6 +38,7 @@ from inferc.ops.dense import (
 )
 from inferc.ops.elementwise import gelu_mul, silu_mul
 from inferc.ops.experts import moe_experts, moe_routing
+from inferc.ops.heads import resize_heads
 from inferc.ops.linear import head_linear, linear_add, linear_silu_mul, linear_wide, lm_head
 from inferc.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ops.pointwise import pointwise
@@ -103,6 +104,7 @@ __all__ = [
     "qkv_rope_kv_write_in_place",
     "quantize_rows",
     "quantize_rows_fp8",
+    "resize_heads",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_quantize",

@@ -269,6 +269,14 @@ def test_cat(kernels: Kernels, dtype: torch.dtype) -> None:
             assert torch.equal(out, torch.cat((a, part.expand_as(b)), -1))
 
 
+def test_resize_heads(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, heads, had, size in ((1, 1, 1, 16), (5, 3, 100, 112), (70, 2, 33, 7), (3, 4, 16, 16)):
+        x, out = torch.randn(rows, heads, had).to(dtype), nan(rows, heads, size, dtype=dtype)
+        kernels.run("test_resize_heads", dtype, x, rows, heads, had, size, out)
+        assert torch.equal(out, ops.resize_heads(x, size))
+        assert torch.equal(out[..., : min(had, size)], x[..., :size]) and not out[..., had:].any()
+
+
 def test_exp_is_within_an_ulp_and_exact_at_zero(kernels: Kernels) -> None:
     x = torch.cat((torch.linspace(-87.0, 88.5, 200_001), torch.tensor([0.0, -0.0])))
     out = torch.empty_like(x)

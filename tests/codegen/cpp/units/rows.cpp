@@ -98,6 +98,14 @@ EXPORT void test_cat(void* pool, i64 dtype, const void* a, i64 wa, const void* b
   })
 }
 
+EXPORT void test_resize_heads(void* pool, i64 dtype, const void* x, i64 rows, i64 heads, i64 had, i64 dim, void* out) {
+  FOR_DTYPE(dtype, {
+    on(pool, [&](Team& t) {
+      resize_heads<T>(t, rows_of<const T>(x, heads * had), rows, heads, had, dim, rows_of<T>(out, heads * dim));
+    });
+  })
+}
+
 EXPORT void test_exp(const float* x, i64 n, float* out) {
   for (i64 i = 0; i < n; i += LANES) store(out + i, exp(load(x + i, n - i)), n - i);
 }

@@ -1,0 +1,57 @@
+"""Logits of a checkpoint by transformers, by a lowered program and by an artifact's kernels: what says that two are equal.
+
+Greedy tokens do not: an activation that is slightly another gives the same ones.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from inferc.certify import run_kernels, run_reference
+from inferc.codegen.target import Target
+from inferc.frontend.export import capture
+from inferc.frontend.load import load
+from inferc.passes.pipeline import LowerConfig, lower
+from inferc.reference import weight_reader
+
+TOLERANCE = 1e-5  # of the largest logit, in float32
+LENGTHS = (40, 13)  # the first beyond the windows of the table of families
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(7)
+    return [[source.randrange(5, 300) for _ in range(length)] for length in LENGTHS]
+
+
+def by_transformers(folder: Path) -> list[Tensor]:
+    """Float32 logits [T, vocab_size] of each prompt, as whoever calls `from_pretrained` gets them."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return [model.eval()(input_ids=torch.tensor([each]), use_cache=False).logits[0] for each in prompts()]
+
+
+def by_program(folder: Path, target: str = "cpu", dtype: str = "float32") -> list[Tensor]:
+    """The same of the program that is lowered for `target`, run by the ops' references: every node has a kernel there."""
+    checkpoint = load(folder)
+    program = capture(checkpoint, dtype, 128)
+    lower(program, LowerConfig(Target.parse(target)))
+    return [run_reference(program, each, weight_reader(program, checkpoint.reader)) for each in prompts()]
+
+
+def by_kernels(artifact: Path) -> list[Tensor]:
+    """The same of an artifact's kernels, in chunks of 64 tokens at most."""
+    return run_kernels(artifact, prompts(), 0)[1]
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of two logits, relative to the largest logit."""
+    largest = max(float(each.abs().max()) for each in expected)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
