@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import logging
 import os
 import secrets
@@ -15,7 +14,8 @@ from types import TracebackType
 from typing_extensions import Self
 
 from inferc.errors import ConfigError
-from inferc.manifest import MANIFEST
+from inferc.json_text import parse_json
+from inferc.manifest import MANIFEST, SIGNATURE
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ def _check_replaceable(out: Path) -> None:
     if not present and not any(out.iterdir()):
         return
     try:
-        manifest = json.loads((out / MANIFEST).read_bytes())
-        own = {MANIFEST, *manifest["files"]} if manifest["producer"].startswith("inferc") else set()
+        manifest = parse_json((out / MANIFEST).read_bytes())
+        own = {MANIFEST, SIGNATURE, *manifest["files"]} if manifest["producer"].startswith("inferc") else set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         own = set()
     if not own:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.errors import ArtifactError, ConfigError
+from inferc.runtime.libraries import Library, open_library
 
 log = logging.getLogger(__name__)
 
@@ -117,33 +118,19 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def load_library(path: Path) -> ctypes.CDLL:
+def load_library(library: Library) -> ctypes.CDLL:
     """Open a compiled step and type its functions. Raises ArtifactError if it is not one, or of another ABI."""
     try:
-        library = ctypes.CDLL(_name_to_load(path))
+        opened = open_library(library)
         for name, (result, arguments) in FUNCTIONS.items():
-            function = getattr(library, name)
+            function = getattr(opened, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise ArtifactError(f"cannot load {path}: {error}; compile the model again") from None
-    found = library.inferc_abi()
+        raise ArtifactError(f"cannot load {library.path}: {error}; compile the model again") from None
+    found = opened.inferc_abi()
     if found != ABI:
-        raise ArtifactError(f"{path} has step ABI {found}, this runtime has {ABI}; compile the model again")
-    return library
-
-
-# The file that each name was first loaded from, as (device, inode).
-_LOADED: dict[str, tuple[int, int]] = {}
-
-
-def _name_to_load(path: Path) -> str:
-    """A name under which the dynamic loader finds this file: by the path alone it would take the one it has loaded,
-    even when an artifact compiled since then lies there."""
-    status = path.stat()
-    identity = (status.st_dev, status.st_ino)
-    if _LOADED.setdefault(str(path), identity) == identity:
-        return str(path)
-    return f"/proc/self/fd/{os.open(path, os.O_RDONLY)}"  # stays open, so that the number is not given out again
+        raise ArtifactError(f"{library.path} has step ABI {found}, this runtime has {ABI}; compile the model again")
+    return opened
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

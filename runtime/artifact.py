@@ -1,36 +1,33 @@
-"""Load and check an artifact: numpy, xxhash and the standard library only.
+"""Load and check an artifact: numpy, xxhash, msgspec and the standard library only.
 
-Everything small or executable is read whole and checked before use (SHA-256). The weights are mapped, not read, and
-checked by threads in the background (XXH3-128 per chunk) while the engine starts: `verify_weights().wait()` must have
-returned before the first answer leaves.
+Everything small or executable is read whole and checked before use (SHA-256), and what is used are the bytes that were checked.
+The weights are mapped, not read, and checked by threads in the background (XXH3-128 per chunk) while the engine starts:
+`verify_weights().wait()` must have returned before the first answer leaves.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import logging
 import math
 import mmap
 import os
 import platform
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from inferc.config import EngineConfig, available_cores
+from inferc.cost import CostLog
 from inferc.errors import ArtifactError
+from inferc.json_text import parse_json
 from inferc.manifest import (
-    ALIGNMENT,
     CERTIFICATE,
-    CHUNK_BYTES,
+    COSTS,
     FORMAT_VERSION,
     MANIFEST,
     TENSORRT_LAYERS,
@@ -41,10 +38,18 @@ from inferc.manifest import (
     is_sealed,
     segment_plan,
 )
+from inferc.manifest_types import Manifest, Program, ProgramEntry, read_typed
+from inferc.runtime.artifact_checks import manifest_fault, program_fault
+from inferc.runtime.artifact_files import AGAIN, ChunkSums, WeightsCheck, map_file, read_checked
+from inferc.runtime.libraries import Library
+from inferc.runtime.text_files import TextFiles
+from inferc.signature import check_signature, read_trusted_keys, signature_facts
+
+log = logging.getLogger(__name__)
 
 # numpy has neither: their bits are seen.
 NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
-AGAIN = "copy the artifact again, or compile it again"
+KEPT = ("kernels/", "tokenizer/")  # files whose checked bytes are used later
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ class MemoryFormula:
 class Artifact:
     """A loaded artifact, or one rank of it: `ranks` has them all, of which this is the first if nobody chose another.
 
-    manifest is engine.json, `entry` what it says of this rank's program, `program` that program's file, as parsed.
+    manifest is engine.json, `entry` what it says of this rank's program, `program` that program's file, as parsed; all three
+    have the types of manifest_types.py.
     """
 
     path: Path
@@ -80,9 +86,9 @@ class Artifact:
     program: dict[str, Any]
     weights: tuple[StoredWeight, ...]  # in the order of the step's weight table
     maps: dict[str, mmap.mmap]  # of the weight files, by name
-    contents: dict[str, bytes] = field(
-        repr=False, compare=False
-    )  # of the kernels' files, as they were checked, by name
+    sums: dict[str, ChunkSums] = field(repr=False)  # of the mapped files, by name
+    contents: dict[str, bytes] = field(repr=False, compare=False)  # of kernels and tokenizer, as checked, by name
+    manifest_bytes: bytes = field(repr=False, compare=False)  # engine.json as it was read
     ranks: list[Artifact] = field(
         repr=False, compare=False
     )  # by ep rank, stage, tp rank; only this one where the model is whole
@@ -150,21 +156,40 @@ class Artifact:
         return tuple(self.entry["libraries"])
 
     @property
-    def tokenizer_folder(self) -> Path:
-        """The folder of tokenizer.json, and of chat_template.jinja and generation_config.json where the model has them."""
-        return self.path / "tokenizer"
+    def tokenizer(self) -> TextFiles:
+        """What text needs: tokenizer.json, and chat_template.jinja and others where the model has them."""
+        files = {name: data for name, data in self.contents.items() if name.startswith("tokenizer/")}
+        return TextFiles(self.path / "tokenizer", {name.removeprefix("tokenizer/"): files[name] for name in files})
 
-    def library(self, isa: str) -> Path:
-        """The compiled step for `isa`; its bytes were checked when the artifact was loaded."""
+    def library(self, isa: str) -> Library:
+        """The compiled step for `isa`, as its bytes were checked when the artifact was loaded."""
         libraries = self.entry["libraries"]
         if isa not in libraries:
             have = ", ".join(libraries) or "none"
             raise ArtifactError(f"{self.path} has no library for isa {isa}; it has: {have}")
-        return self.path / str(libraries[isa])
+        return Library(self.path / libraries[isa], self.contents[libraries[isa]])
 
     def read(self, name: str) -> bytes:
         """A file of it, small enough to be checked by its SHA-256. Raises ArtifactError."""
-        return _read_checked(self.path, name, self.manifest["files"][name])
+        if name not in self.manifest["files"]:
+            raise ArtifactError(f"{self.path / MANIFEST} names no {name}; {AGAIN}")
+        return self.contents.get(name) or read_checked(self.path, name, self.manifest["files"][name])
+
+    def read_json(self, name: str) -> Any:
+        """A JSON file of it. Raises ArtifactError."""
+        try:
+            return parse_json(self.read(name))
+        except ValueError as error:
+            raise ArtifactError(f"{self.path / name} is not JSON: {error}; {AGAIN}") from None
+
+    def costs(self) -> CostLog:
+        """What the program costs after each pass. Raises ArtifactError, for an artifact without that too."""
+        data = self.read_json(COSTS)
+        try:
+            return CostLog.from_json(data)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ArtifactError(f"{self.path / COSTS} is not of the format: {why}; {AGAIN}") from None
 
     def weight(self, name: str) -> NDArray[Any]:
         """The stored tensor `name`, in its physical shape: a read-only view of the mapped file, bfloat16 and fp8 as bits."""
@@ -182,78 +207,49 @@ class Artifact:
 
     def verify_weights(self, num_threads: int | None = None) -> WeightsCheck:
         """Start checking every chunk of the weights in the background; wait for it before the first answer."""
-        return WeightsCheck(self, num_threads or min(4, available_cores()))
+        return WeightsCheck(self.path, self.maps, self.sums, num_threads or min(4, available_cores()))
 
 
-class WeightsCheck:
-    """A running check of the weights: threads that hash chunks, faulting their pages in on the way."""
-
-    def __init__(self, artifact: Artifact, num_threads: int) -> None:
-        self._artifact = artifact
-        self._chunks = _chunks(artifact)
-        self._lock = threading.Lock()
-        self._error: Exception | None = None  # the first; a chunk that was not hashed is not checked
-        self._threads = [
-            threading.Thread(target=self._run, name=f"verify-{i}", daemon=True) for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self) -> None:
-        """Block until every chunk is checked; raise ArtifactError naming the file if one is damaged or unreadable."""
-        for thread in self._threads:
-            thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            while self._error is None:
-                with self._lock:
-                    chunk = next(self._chunks, None)
-                if chunk is None:
-                    return
-                self._check(*chunk)
-        except Exception as error:  # noqa: BLE001  (lost on a thread: `wait` would pass what nobody checked)
-            self._error = self._error or error
-
-    def _check(self, name: str, start: int, digest: str) -> None:
-        path = self._artifact.path / name
-        try:
-            with memoryview(self._artifact.maps[name]) as whole, whole[start : start + CHUNK_BYTES] as data:
-                found = xxhash.xxh3_128_hexdigest(data)
-        except OSError as error:
-            raise ArtifactError(f"cannot read {path}: {error.strerror}") from error
-        if found != digest:
-            raise ArtifactError(f"{path} is damaged within bytes {start} to {start + CHUNK_BYTES}; {AGAIN}")
-
-
-def load_artifact(path: str | os.PathLike[str], *, target: str | None = None, to_run: bool = True) -> Artifact:
+def load_artifact(
+    path: str | os.PathLike[str],
+    *,
+    target: str | None = None,
+    to_run: bool = True,
+    manifest_sha256: str | None = None,
+    trusted_keys: str | os.PathLike[str] | None = None,
+) -> Artifact:
     """Open the artifact at `path`, checking all of it but the contents of the weights (see `verify_weights`).
 
     target: what it is to run on, if the caller has a choice in mind. to_run: whether it must be for this kind of machine.
+    manifest_sha256: of the one that it has to be, if the caller has loaded it before. trusted_keys: a file of keys, one of
+    which must have signed it; its weights are then checked by SHA-256.
     Raises ArtifactError, in one line: no artifact, another format version, a damaged, truncated or missing file, or
     an artifact for another target or kind of machine.
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
+    data, manifest, typed = _read_manifest(folder)
+    if manifest_sha256 not in (None, manifest["sha256"]):
+        raise ArtifactError(
+            f"{folder} is another artifact than before: found sha256 {manifest['sha256'][:16]}…, expected"
+            f" {str(manifest_sha256)[:16]}…; put that one back, or load the model again"
+        )
     _check_target(folder, manifest, target)
     if to_run:
         _check_host(folder, manifest)
-    contents = {
-        name: _read_checked(folder, name, entry) for name, entry in manifest["files"].items() if "sha256" in entry
-    }
-    maps = {name: _map(folder, name, entry) for name, entry in manifest["files"].items() if "xxh3_128" in entry}
-    kernels = {name: data for name, data in contents.items() if name.startswith("kernels/")}
+    sums = {name: ChunkSums("xxh3_128", tuple(each.xxh3_128)) for name, each in typed.files.items() if each.xxh3_128}
+    if trusted_keys is not None:
+        keys = read_trusted_keys(Path(trusted_keys))
+        of_chunks = {name: each.of_chunks for name, each in sums.items()}
+        signer, statement = check_signature(folder, data, of_chunks, keys, Path(trusted_keys))
+        sums = {name: ChunkSums("sha256", tuple(each)) for name, each in statement.chunks.items()}
+        log.info("%s is signed by %s", folder, signer.name)
+    contents = {name: read_checked(folder, name, each) for name, each in manifest["files"].items() if "sha256" in each}
+    maps = {name: map_file(folder, name, each) for name, each in manifest["files"].items() if "xxh3_128" in each}
+    kept = {name: data for name, data in contents.items() if name.startswith(KEPT)}
     ranks: list[Artifact] = []
-    for entry in manifest["programs"]:
-        program = json.loads(contents[entry["file"]])
-        ranks.append(
-            Artifact(
-                *(folder, manifest, entry, program, _weight_table(folder, entry, program, maps)),
-                *(maps, kernels, ranks),
-            )
-        )
+    for entry, types in zip(manifest["programs"], typed.programs, strict=True):
+        program = _read_program(folder, types, contents[entry["file"]], maps)
+        ranks.append(Artifact(folder, manifest, entry, program, _weight_table(program), maps, sums, kept, data, ranks))
     return ranks[0]
 
 
@@ -262,31 +258,43 @@ def group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group[name] for name in ("kind", "window", "num_kv_heads", "head_dim", "dtype"))
 
 
-def _weight_table(
-    folder: Path, entry: Mapping[str, Any], program: Mapping[str, Any], maps: Mapping[str, mmap.mmap]
-) -> tuple[StoredWeight, ...]:
-    rows = [
+def _read_program(folder: Path, entry: ProgramEntry, data: bytes, maps: Mapping[str, mmap.mmap]) -> dict[str, Any]:
+    """A program.json, of the types of manifest_types.Program. Raises ArtifactError."""
+    try:
+        program, typed = read_typed(data, Program)
+        fault = program_fault(typed, entry, {name: len(data) for name, data in maps.items()})
+    except ValueError as error:
+        fault = str(error)
+    if fault is not None:
+        raise ArtifactError(f"{folder / entry.file} is not of the format: {fault}; {AGAIN}")
+    return program
+
+
+def _weight_table(program: Mapping[str, Any]) -> tuple[StoredWeight, ...]:
+    return tuple(
         StoredWeight(**{**row, "shape": tuple(row["shape"]), "physical_shape": tuple(row["physical_shape"])})
         for row in program["weights"]
-    ]
-    for row in rows:
-        if row.file not in maps or row.offset % ALIGNMENT or row.offset + row.num_bytes > len(maps[row.file]):
-            raise ArtifactError(f"{folder / entry['file']} places weight {row.name} outside of {row.file}; {AGAIN}")
-    return tuple(rows)
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """engine.json of the artifact at `folder`, its version and its own digest checked."""
+    """engine.json of the artifact at `folder`, its version, its own digest and its types checked."""
+    return _read_manifest(folder)[1]
+
+
+def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any], Manifest]:
+    """The file's bytes, what they say, and the same by its types."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
-        manifest = json.loads(data)
     except FileNotFoundError:
         raise ArtifactError(_why_no_manifest(folder)) from None
     except NotADirectoryError:
         raise ArtifactError(f"{folder} is a file, expected the folder that `inferc compile -o` wrote") from None
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        manifest = parse_json(data)
     except ValueError:
         raise ArtifactError(f"{path} is damaged: it is not JSON; {AGAIN}") from None
     if not isinstance(manifest, dict) or "format_version" not in manifest:
@@ -294,15 +302,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     version = manifest["format_version"]
     if version != FORMAT_VERSION:
         raise ArtifactError(
-            f"{path} is of format version {version}, this inferc reads {FORMAT_VERSION};"
+            f"{path} is of format version {version!r:.40}, this inferc reads {FORMAT_VERSION};"
             " compile the model again, or run it with the inferc that wrote it"
         )
     if not is_sealed(data):
         raise ArtifactError(f"{path} is damaged or was edited: its sha256 does not match; {AGAIN}")
-    for name in manifest["files"]:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ArtifactError(f"{path} names {name!r}, which is outside of the artifact")
-    return dict(manifest)
+    try:
+        manifest, typed = read_typed(data, Manifest)
+        fault = manifest_fault(typed)
+    except ValueError as error:
+        fault = str(error)
+    if fault is not None:
+        raise ArtifactError(f"{path} is not of the format: {fault}; {AGAIN}")
+    return data, manifest, typed
 
 
 def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -312,13 +324,13 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
     defaults = EngineConfig()
     num_threads = available_cores()
     seqs, tokens = defaults.max_num_seqs, defaults.token_budget(manifest["targets"][0].partition(":")[0])
-    certificate = artifact.path / CERTIFICATE
 
     def arena_bytes(rank: Artifact) -> int:
         return rank.memory.reserved_bytes(tokens, seqs, num_threads)
 
     return {
         "format_version": manifest["format_version"],
+        "signature": signature_facts(artifact.path, artifact.manifest_bytes),
         "producer": manifest["producer"],
         "targets": manifest["targets"],
         "weights_bytes": sum(entry["bytes"] for name, entry in manifest["files"].items() if holds_weights(name, entry)),
@@ -344,7 +356,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
         "passes": manifest["passes"],
         "kernels": manifest["kernels"],
         **({"tensorrt": _plan_facts(artifact)} if "tensorrt" in manifest else {}),
-        "certificate": json.loads(certificate.read_bytes()) if certificate.exists() else None,
+        "certificate": artifact.read_json(CERTIFICATE) if CERTIFICATE in manifest["files"] else None,
     }
 
 
@@ -357,7 +369,7 @@ def _chat_facts(artifact: Artifact) -> dict[str, Any] | None:
 
 def _plan_facts(artifact: Artifact) -> dict[str, Any]:
     """Of TensorRT plans: what built them, for what, their size, and how many layers of which kind each was built from."""
-    facts, layers = artifact.manifest["tensorrt"], json.loads((artifact.path / TENSORRT_LAYERS).read_bytes())
+    facts, layers = artifact.manifest["tensorrt"], artifact.read_json(TENSORRT_LAYERS)
     if "plans" not in facts:
         return {**facts, **_of_plan(artifact, TENSORRT_PLAN, layers)}
     rows = [{**row, **_of_plan(artifact, segment_plan(row["name"]), layers[row["name"]])} for row in facts["plans"]]
@@ -389,46 +401,3 @@ def _check_host(folder: Path, manifest: dict[str, Any]) -> None:
     host, here = manifest["host"], f"{platform.system()}-{platform.machine()}".lower()
     if host is not None and host != here:
         raise ArtifactError(f"{folder} has libraries for {host}, this machine is {here}; compile the model on {here}")
-
-
-def _checked_size(folder: Path, name: str, entry: dict[str, Any]) -> Path:
-    path = folder / name
-    try:
-        size = path.stat().st_size
-    except OSError:
-        raise ArtifactError(f"{path} is missing, though {MANIFEST} names it; {AGAIN}") from None
-    if size != entry["bytes"]:
-        kind = "truncated" if size < entry["bytes"] else "too long"
-        raise ArtifactError(f"{path} is {kind}: it has {size} bytes, expected {entry['bytes']}; {AGAIN}")
-    return path
-
-
-def _read_checked(folder: Path, name: str, entry: dict[str, Any]) -> bytes:
-    path = _checked_size(folder, name, entry)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {error.strerror}") from None
-    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-        raise ArtifactError(f"{path} is damaged: its sha256 does not match {MANIFEST}; {AGAIN}")
-    return data
-
-
-def _map(folder: Path, name: str, entry: dict[str, Any]) -> mmap.mmap:
-    path = _checked_size(folder, name, entry)
-    try:
-        with path.open("rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ArtifactError(f"cannot map {path}: {error.strerror}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _chunks(artifact: Artifact) -> Iterator[tuple[str, int, str]]:
-    """(file, first byte, digest) of every chunk, in file order: the order in which a step reads them."""
-    for name, entry in artifact.manifest["files"].items():
-        for index, digest in enumerate(entry.get("xxh3_128", ())):
-            yield name, index * CHUNK_BYTES, digest

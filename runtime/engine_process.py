@@ -61,6 +61,10 @@ COMMANDS = {kind.__name__: kind for kind in (Add, Abort, ScoreText, EmbedText, G
 KILL_AFTER_SECONDS = 10.0
 # What clients are told, who may be anybody: why it has names of files in it.
 STOPPED = "the engine has stopped on an error; its log says which"
+HINTS: dict[int, str] = {
+    signal.SIGKILL: "; the system may have run out of memory",
+    signal.SIGBUS: "; a file that it maps was cut short, or cannot be read",
+}
 SMALL_BYTES = 1 << 14  # of a message: a socket that is ready for writing takes so much at once
 
 
@@ -211,7 +215,7 @@ class EngineProcess(EngineClient):
         if code >= 0:
             return f"the engine process exited with code {code}; its log says why"
         name = signal.Signals(-code).name
-        hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+        hint = HINTS.get(-code, "")
         return f"the engine process was killed by {name}{hint}"
 
 

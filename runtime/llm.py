@@ -71,9 +71,9 @@ class LLM:
 
     def __init__(self, path: str | Path, **options: Any) -> None:
         in_text = str(options.pop("special_tokens_in_text", "allow"))
-        artifact = load_artifact(path, target=options.get("target"))
-        has_tokenizer = (artifact.tokenizer_folder / "tokenizer.json").exists()
-        self._text = Text(artifact.tokenizer_folder, in_text) if has_tokenizer else None
+        artifact = load_artifact(path, target=options.get("target"), trusted_keys=options.get("trusted_keys"))
+        files = artifact.tokenizer
+        self._text = Text(files, in_text) if files.has_tokenizer else None
         self._defaults = model_defaults(artifact)
         self._client = EngineThread(lambda: load_engine(artifact, **options))
 

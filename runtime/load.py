@@ -44,16 +44,22 @@ def load_engine(
     path: str | Path | Artifact,
     *,
     target: str | None = None,
+    manifest_sha256: str | None = None,
     chunked_prefill: bool = True,
     pipeline: bool = True,
     **options: Any,
 ) -> Engine:
     """An engine for the artifact at `path`; `options` are the fields of EngineConfig.
 
-    Without `target` it runs on the artifact's first. The weights are checked in the background, and the check is over
+    Without `target` it runs on the artifact's first; manifest_sha256: as load_artifact takes it. The weights are checked in the background, and the check is over
     before the first token leaves. Raises ConfigError or ArtifactError.
     """
-    artifact = path if isinstance(path, Artifact) else load_artifact(path, target=target)
+    if isinstance(path, Artifact):
+        artifact = path
+    else:
+        artifact = load_artifact(
+            path, target=target, manifest_sha256=manifest_sha256, trusted_keys=options.get("trusted_keys")
+        )
     target = target or str(artifact.manifest["targets"][0])
     config = from_dict(EngineConfig, options)
     if has_dense_cache(target):
@@ -202,7 +208,8 @@ def _make_recorder(artifact: Artifact, target: str, runner: Runner, config: Engi
         artifact=str(artifact.path.resolve()),
         producer=f"inferc {version('inferc')}",
         started=time.time(),
-        engine=dataclasses.asdict(config),
+        # Who replays it trusts whom they trust.
+        engine=dataclasses.asdict(dataclasses.replace(config, trusted_keys=None)),
     )
     return Recorder(Path(config.record), header)
 

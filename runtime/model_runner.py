@@ -12,7 +12,6 @@ import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +24,7 @@ from inferc.runtime import abi
 from inferc.runtime.collectives import GROUPS, Collectives
 from inferc.runtime.file_map import back, map_file
 from inferc.runtime.hidden_rows import hidden_rows
+from inferc.runtime.libraries import Library
 from inferc.runtime.step import F32, I32, I64, Copies, Rows, StepPlan, StepResult
 from inferc.runtime.step_args import SampleInputs, StepInputs
 from inferc.runtime.step_limits import StepLimits, outside
@@ -65,7 +65,7 @@ class Compiled(Protocol):
     def isas(self) -> tuple[str, ...]: ...
     @property
     def memory(self) -> Any: ...
-    def library(self, isa: str) -> Path: ...
+    def library(self, isa: str) -> Library: ...
     def view(self, weight: Any) -> NDArray[Any]: ...
 
 

@@ -60,11 +60,13 @@ class OnnxModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
-        for name, value in (SESSION | session_for(cpu_features())).items():
+        # The model comes as the bytes that were checked; the weights that it names lie in the artifact's folder.
+        weights = {"session.model_external_initializers_file_folder_path": str(artifact.path)}
+        for name, value in (SESSION | session_for(cpu_features()) | weights).items():
             options.add_session_config_entry(name, value)
         providers = list(dict.fromkeys((provider, CPU[0])))  # the latter for what has no kernel, of shapes first of all
         try:
-            self._session: Any = ort.InferenceSession(str(artifact.path / ONNX_MODEL), options, providers=providers)
+            self._session: Any = ort.InferenceSession(artifact.read(ONNX_MODEL), options, providers=providers)
         except Exception as error:  # noqa: BLE001  (onnxruntime's own kinds, which it does not export by name)
             raise InfercError(f"onnxruntime does not take {artifact.path / ONNX_MODEL}: {_first_line(error)}") from None
         if (found := self._session.get_providers()[0]) != provider:

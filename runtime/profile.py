@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inferc.cost import CostLog, Step
+from inferc.cost import Step
 from inferc.errors import RequestError
 from inferc.machine import measure_read
-from inferc.manifest import COSTS
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.step import SampleRows, StepPlan
@@ -180,7 +178,7 @@ class _Work:
 def _work(artifact: Artifact, step: Step, limits: Limits | None) -> dict[str, _Work]:
     """By kernel. Activations are taken to stay in the caches."""
     found: dict[str, _Work] = defaultdict(_Work)
-    for op, count in CostLog.from_json(json.loads((artifact.path / COSTS).read_bytes())).last.ops.items():
+    for op, count in artifact.costs().last.ops.items():
         work = found[op.kernel]
         num_bytes, flops = step.evaluate(op.weights) + step.evaluate(op.cache), step.evaluate(op.flops)
         work.num_bytes += count * num_bytes

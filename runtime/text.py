@@ -20,6 +20,7 @@ from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.control_tokens import ControlTokens, parse_in_text
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.stop_strings import StopStrings
+from inferc.runtime.text_files import GoldenChats, GoldenText, TextFiles
 
 if TYPE_CHECKING:
     from inferc.runtime.chat_template import ChatTemplate
@@ -29,61 +30,59 @@ WINDOW = 16  # ids a decoder that is not by bytes may hold back while its text e
 
 
 class Text:
-    """A model's tokenizer, from the artifact's tokenizer folder.
+    """A model's tokenizer, from the artifact's files for it, or from a folder of them.
 
     special_tokens_in_text: what becomes of control tokens that users write (control_tokens.py). Raises ArtifactError if it is
     missing or does not give the ids it gave when the model was compiled, ConfigError where it cannot tell control tokens apart.
     """
 
-    def __init__(self, folder: Path, special_tokens_in_text: str = "allow") -> None:
+    def __init__(self, files: TextFiles | Path, special_tokens_in_text: str = "allow") -> None:
         in_text = parse_in_text(special_tokens_in_text)
-        path = folder / "tokenizer.json"
+        files = TextFiles.read(files) if isinstance(files, Path) else files
+        path, source = files.folder / "tokenizer.json", files.text("tokenizer.json")
+        if source is None:
+            raise ArtifactError(f"there is no {path}: the artifact has no tokenizer; give prompts as token ids")
         try:
-            self.tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ArtifactError(
-                f"cannot read {path} ({error.strerror}): the artifact has no tokenizer; give prompts as token ids"
-            ) from error
+            self.tokenizer = Tokenizer.from_str(source)
         except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
             raise ArtifactError(f"{path} is not a tokenizer: {error}; compile the model again") from error
-        self._check_golden(folder / "golden.json")
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self._pieces: dict[int, bytes] = {}
         decoder = json.loads(self.tokenizer.to_str()).get("decoder")
         self._kind, self.strips_first_space = _classify(decoder)
-        if self._kind != "window" and not self._bytes_agree(folder / "golden.json"):
-            self._kind, self.strips_first_space = "window", False
-        self.facts: dict[str, Any] = _read_json(folder / "tokenizer_config.json") or {}
-        self._golden_chat: Mapping[str, Any] = _read_json(folder / "golden_chat.json") or {}
-        self._form = _read_form(folder / "golden_chat.json", self._golden_chat)
-        template = folder / "chat_template.jinja"
-        self._template = template.read_text(encoding="utf-8") if template.exists() else None
+        golden = files.json("golden.json", list[GoldenText])
+        self._check_golden([] if golden is None else golden[1])
+        facts, chats = files.json("tokenizer_config.json", dict), files.json("golden_chat.json", GoldenChats)
+        self.facts: dict[str, Any] = {} if facts is None else facts[0]
+        self._golden_chat: Mapping[str, Any] = {} if chats is None else chats[0]
+        self._form = _form_of(files.folder / "golden_chat.json", self._golden_chat)
+        self._template = files.text("chat_template.jinja")
         self._controls: ControlTokens | None = None
         if in_text != "allow":
             self._controls = ControlTokens(self.tokenizer, self._template or "", in_text)
 
-    def _check_golden(self, path: Path) -> None:
-        for row in _read_json(path) or ():
-            found = self.tokenizer.encode(row["text"]).ids
-            if found != row["token_ids"]:
+    def _check_golden(self, golden: Sequence[GoldenText]) -> None:
+        """Raise ArtifactError for other ids than before; tell by a window where the bytes of ids are not what is decoded."""
+        for row in golden:
+            found = self.tokenizer.encode(row.text).ids
+            if found != row.token_ids:
                 raise ArtifactError(
-                    f"the tokenizer gives {found} for {row['text']!r}, and gave {row['token_ids']} when the model was"
+                    f"the tokenizer gives {found} for {row.text!r}, and gave {row.token_ids} when the model was"
                     " compiled; install the tokenizers version it was compiled with, or compile it again"
                 )
-            if row.get("decoded") is not None and (text := self.decode(row["token_ids"])) != row["decoded"]:
+            if row.decoded is not None and (text := self.decode(row.token_ids)) != row.decoded:
                 raise ArtifactError(
-                    f"the tokenizer decodes {row['token_ids']} as {text!r}, and did as {row['decoded']!r} when the model was"
+                    f"the tokenizer decodes {row.token_ids} as {text!r}, and did as {row.decoded!r} when the model was"
                     " compiled; install the tokenizers version it was compiled with, or compile it again"
                 )
+        if self._kind != "window" and not all(self._bytes_agree(row.token_ids) for row in golden):
+            self._kind, self.strips_first_space = "window", False
 
-    def _bytes_agree(self, path: Path) -> bool:
+    def _bytes_agree(self, token_ids: Sequence[int]) -> bool:
         """Whether the bytes of ids, put together, are what the decoder makes of them."""
-        for row in _read_json(path) or ():
-            pieces = Detokenizer(self, at_start=True)
-            if pieces.push(row["token_ids"]) + pieces.finish() != self.decode(row["token_ids"]):
-                return False
-        return True
+        pieces = Detokenizer(self, at_start=True)
+        return pieces.push(token_ids) + pieces.finish() == self.decode(token_ids)
 
     def check_stop_ids(self, token_ids: Sequence[int]) -> None:
         """Raises ArtifactError if these are not the ids that ended a text when the model was compiled."""
@@ -331,7 +330,7 @@ class TextStream:
         return Delta(shown + self._stops.finish(), finish_reason, token_ids[-1] if ended_by_token else None)
 
 
-def _read_form(path: Path, golden: Mapping[str, Any]) -> ChatForm | None:
+def _form_of(path: Path, golden: Mapping[str, Any]) -> ChatForm | None:
     """What was found when the model was compiled; None: nothing, so it is found again."""
     if golden.get("form") is None:
         return None
@@ -339,12 +338,3 @@ def _read_form(path: Path, golden: Mapping[str, Any]) -> ChatForm | None:
         return form_of(golden["form"])
     except ValueError as error:
         raise ArtifactError(f"{path}: form: {error}; compile the model again") from error
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:  # a model without a chat template or special tokens has no such file
-        return None
-    except ValueError as error:
-        raise ArtifactError(f"{path} is not JSON: {error}; compile the model again") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Callable
@@ -87,7 +86,7 @@ def _told_by(
     if name not in artifact.manifest["files"]:
         return None
     try:
-        return made(json.loads(artifact.read(name)))
+        return made(artifact.read_json(name))
     except (ArtifactError, ValueError, LookupError, TypeError, AttributeError) as error:
         log.error("%s of %s cannot be read: %s: %s", name, artifact.path, type(error).__name__, error)
         unreadable.append(name)

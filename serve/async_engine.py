@@ -61,7 +61,8 @@ SHUTDOWN = Leaving(
 UNLOAD = Leaving(
     "the model is being unloaded and takes no new requests", "the model was unloaded before the request was done"
 )
-State = Literal["starting", "serving", "asleep", "draining", "dead"]
+State = Literal["starting", "serving", "asleep", "draining", "damaged", "dead"]
+CLOSED: tuple[State, ...] = ("damaged", "dead")  # nothing is taken, and nothing waits
 
 
 class AsyncEngine:
@@ -92,7 +93,7 @@ class AsyncEngine:
             self.text = text
         self.facts = facts
         self.state: State = "starting"
-        self.reason = ""  # of being dead
+        self.reason = ""  # of being dead or damaged
         self._leaving = SHUTDOWN  # why it drains
         self.metrics = metrics or ModelMetrics()
         self.queue = QueueForecast()
@@ -123,7 +124,7 @@ class AsyncEngine:
         """Why no requests are taken, in words for clients; None: they are, or wait."""
         if self.state == "draining":
             return self._leaving.now
-        return self.reason if self.state == "dead" else None
+        return self.reason if self.state in CLOSED else None
 
     @property
     def is_at_rest(self) -> bool:
@@ -356,6 +357,7 @@ class AsyncEngine:
         """There is an engine: start what waits for one."""
         self.client = client
         self.used_at = time.monotonic()
+        self.reason = ""
         if self.state != "draining":
             self.state = "serving"
         self._start_parked()
@@ -383,11 +385,12 @@ class AsyncEngine:
                 self._start(work)
 
     def detach(self, state: State, reason: str = "") -> None:
-        """The engine is gone, and what it sent has been taken or is on its way here. `dead`: there is no other."""
+        """The engine is gone, and what it sent has been taken or is on its way here. `dead`: there is no other; `damaged`:
+        there is none until the artifact's files are as they were."""
         self.client = None
         if self.state != "draining" or state == "dead":
             self.state = state
-        if state == "dead":
+        if state in CLOSED:
             self.reason = reason
             self._fail_all(self._parked.values())
         elif self._parked and state == "asleep":
@@ -422,7 +425,7 @@ class AsyncEngine:
         error = event.error
         if event.is_request_error or isinstance(error, RequestError | GenerationError | ObjectiveError):
             work.fail(error)
-        elif self.state == "dead" or not work.can_start:
+        elif self.state in CLOSED or not work.can_start:
             work.fail(EngineUnavailable(event.reason, retry_after=1.0))
         elif work.num_starts >= MAX_STARTS:  # to try it again would cost all others the next engines
             died = f"the engine died {work.num_starts} times while it worked on this request; it is not started again"

@@ -21,7 +21,7 @@ from inferc.serve.metrics import OUTCOMES, Histogram, Outcome
 from inferc.serve.models import Models, ServedModel
 
 SCRAPE_SECONDS = 0.5  # for engines to tell their counters; what did not answer is told as of last time
-STATES = ("serving", "starting", "asleep", "draining", "dead")
+STATES = ("serving", "starting", "asleep", "draining", "damaged", "dead")
 
 Labels: TypeAlias = tuple[str, ...]
 Numbers: TypeAlias = Iterable[tuple[Labels, float]]

@@ -27,7 +27,8 @@ from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
 from inferc.serve.access import CALLER, Caller, RateLimited
 from inferc.serve.admission import WITHIN
-from inferc.serve.async_engine import MAX_SEQUENCES, UNLOAD, AsyncEngine, State
+from inferc.serve.artifact_watch import ArtifactWatch
+from inferc.serve.async_engine import CLOSED, MAX_SEQUENCES, UNLOAD, AsyncEngine, State
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 SHORT_TEXT = 500
 TEXTS_AT_ONCE = 128  # of one call for vectors: enough to fill steps, and room for others
 NAME = re.compile(r"[\w.:@+-]{1,128}")
-ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "dead", "unloading"]
+ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "damaged", "dead", "unloading"]
 
 
 class NotServed(RequestError):
@@ -144,7 +145,9 @@ class ServedModel:
         )
         self._rendering = Rendering()
         self.kv_events = kv_events
-        arguments = {"path": str(source.path), **dataclasses.asdict(config)}
+        # Whatever lies there when an engine starts again: it is the artifact whose text side is here, or it does not start.
+        expected = {"path": str(source.path), "manifest_sha256": artifact.manifest["sha256"]}
+        arguments = {**expected, **dataclasses.asdict(config)}
         on_kv_events = None if self.kv_events is None else self.kv_events.add
 
         def start(on_stop: Callable[[str], None]) -> EngineProcess:
@@ -155,7 +158,8 @@ class ServedModel:
 
             return launch(arguments, on_stop=stopped, on_kv_events=on_kv_events, log_format=options.log_format)
 
-        self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state(), places)
+        watch = ArtifactWatch(artifact)
+        self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state(), places, watch)
 
     @property
     def name(self) -> str:
@@ -290,8 +294,8 @@ class ServedModel:
         """The longest parts at once: the tokenizer here, the weights in the engine's process. Raises what fails."""
         starting = asyncio.create_task(self.supervisor.start())
         try:
-            folder, in_text = self.artifact.tokenizer_folder, self._special_tokens_in_text
-            self.engine.text = await asyncio.to_thread(Text, folder, in_text)
+            files, in_text = self.artifact.tokenizer, self._special_tokens_in_text
+            self.engine.text = await asyncio.to_thread(Text, files, in_text)
             self.engine.text.check_stop_ids(self.artifact.model["eos_token_ids"])
             await starting
         except BaseException:
@@ -446,7 +450,7 @@ class Models:
 
     async def load(self, name: str) -> None:
         """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded, but if it was
-        given up: it is unloaded first. One that is being unloaded is loaded when that is over.
+        given up, or its files are damaged: it is unloaded first. One that is being unloaded is loaded when that is over.
 
         Raises NotServed for an unknown one, EngineUnavailable while the server shuts down, and what its artifact cannot be
         loaded for.
@@ -456,7 +460,7 @@ class Models:
                 await asyncio.wait((unloading,))
             self._check_stays()
             old = self._served.get(name)
-            if old is not None and old.state != "dead":
+            if old is not None and old.state not in CLOSED:
                 return
             source = self._source(name)
             if old is not None:
@@ -480,7 +484,7 @@ class Models:
             raise EngineUnavailable("the server is shutting down and loads no models", retry_after=1.0)
 
     async def _load(self, source: ModelSource) -> ServedModel:
-        artifact = await asyncio.to_thread(load_artifact, source.path)
+        artifact = await asyncio.to_thread(load_artifact, source.path, trusted_keys=self.options.engine.trusted_keys)
         events = self._open_log(source.name) if self.options.engine.kv_events else None
         options = self._options_of(source.name)
         model = ServedModel(source, artifact, options, events, self.on_change, self._tracing, self._places)

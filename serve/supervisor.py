@@ -13,8 +13,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Protocol
 
-from inferc.errors import InfercError
+from inferc.errors import ArtifactError, InfercError
 from inferc.runtime.engine_loop import Event, Stats
+from inferc.serve.artifact_watch import FileFault
 from inferc.serve.async_engine import AsyncEngine, State
 from inferc.serve.awake import NotWanted, Places
 from inferc.serve.streams import EngineLike, EngineUnavailable, NoPlace, RequestAborted
@@ -27,9 +28,15 @@ START_SECONDS = 1800.0  # a start after a death or a sleep that takes longer han
 MAX_DEATHS = 5  # within DEATHS_WINDOW_SECONDS: then it is given up
 DEATHS_WINDOW_SECONDS = 300.0
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # before it is started again; doubled from the second death on
+FILES_SECONDS = 2.0  # how often the artifact's files are looked at
+FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 1.0, 30.0  # at damaged ones, doubled from look to look
 
 # What clients are told, who may be anybody: what it cannot start for has names of files in it.
 NO_START = "the engine does not start; the server's log says why"
+HARMED = "the engine was killed: a file that it reads was changed"
+DAMAGED = (
+    "the model's files are damaged or missing, the server's log says which: it serves again when they are as they were"
+)
 GIVEN_UP = "the engine was given up, the server's log says why: restart the server, or load the model again"
 
 
@@ -43,13 +50,32 @@ class EngineProcessLike(EngineLike, Protocol):
     def kill(self, reason: str) -> None: ...
 
 
+class Files(Protocol):
+    """What the supervisor asks of the artifact's files (ArtifactWatch). `fault` may wait for the disk."""
+
+    def fault(self, thorough: bool = False) -> FileFault | None: ...
+
+    def mapped_anew(self) -> None: ...
+
+
+class NoFiles:
+    """An engine without files, of which nothing can be wrong."""
+
+    def fault(self, thorough: bool = False) -> FileFault | None:
+        return None
+
+    def mapped_anew(self) -> None:
+        pass
+
+
 Launch = Callable[[Callable[[str], None]], EngineProcessLike]
 
 
 class Supervisor:
     """Runs the engine of one AsyncEngine. launch starts a process, and gets whom to tell, on any thread, that it stopped.
 
-    on_state hears of every change of the engine's state. places: of which it takes one while there is an engine.
+    on_state hears of every change of the engine's state. places: of which it takes one while there is an engine. files: those
+    that the engine maps; while one of them is damaged there is no engine, and none that serves what it should not.
     """
 
     def __init__(
@@ -59,8 +85,12 @@ class Supervisor:
         hang_seconds: float = HANG_SECONDS,
         on_state: Callable[[State], None] = lambda state: None,
         places: Places | None = None,
+        files: Files | None = None,
     ) -> None:
         self.engine = engine
+        self._files = files or NoFiles()
+        self._told = ""  # of a file
+        self._num_looks = 0  # at damaged ones
         self.num_restarts = 0
         self.num_swaps = 0  # sleeps that made room for another
         self.is_waking = False  # started because it was asked for: it was well when it went to sleep
@@ -200,11 +230,18 @@ class Supervisor:
                 self._detach("dead", reason)
                 self._places.leave(self)
                 return False
+            thorough = len(self._deaths) > 1  # it may die of what nobody has written to since it was loaded
+            fault = await asyncio.to_thread(self._files.fault, thorough)
+            if fault is not None:
+                await self._outlast(fault.reason)
             pause = FIRST_PAUSE_SECONDS if len(self._deaths) == 1 else 0.5 * 2 ** (len(self._deaths) - 2)
-            await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
+            await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS) if fault is None else 0.0)
             started = time.monotonic()
             try:
                 await self._start_process(START_SECONDS)
+            except ArtifactError as error:  # of a file that is read and not mapped
+                await self._outlast(str(error), looks_again=False)
+                continue
             except (InfercError, OSError) as error:  # OSError: no memory for a process, say
                 log.error("the engine does not start again: %s", error)
                 why = NO_START
@@ -213,6 +250,31 @@ class Supervisor:
             self.num_restarts += 1
             log.warning("the engine was started again, in %.2f s", time.monotonic() - started)
             return True
+
+    async def _outlast(self, reason: str, looks_again: bool = True) -> None:
+        """Refuse requests until the artifact's files are as they were; what ended of them is no death of the engine's.
+
+        looks_again False: another start shows whether they are; wait for as long as for a look.
+        """
+        if self.engine.reason != DAMAGED:
+            self._num_looks = 0
+            self._detach("damaged", DAMAGED)
+        if self._told != reason:
+            log.error("%s; requests are refused until it is as it was", reason)
+            self._told = reason
+        while True:
+            await asyncio.sleep(min(FIRST_LOOK_SECONDS * 2**self._num_looks, MAX_LOOK_SECONDS))
+            self._num_looks = min(self._num_looks + 1, 16)
+            if not looks_again:
+                return
+            fault = await asyncio.to_thread(self._files.fault)
+            if fault is None:
+                break
+            if self._told != fault.reason:
+                log.error("%s", fault.reason)
+                self._told = fault.reason
+        log.warning("the artifact's files are as they were")
+        self._deaths.clear()
 
     async def _start_process(self, limit_seconds: float | None = None) -> None:
         """Raises what it cannot start for, and InfercError if it takes longer than that; it is killed then."""
@@ -235,16 +297,44 @@ class Supervisor:
             await asyncio.to_thread(process.close)
             raise InfercError(f"it was not ready within {limit_seconds:g} s and was killed")
         starting.result()
+        self._files.mapped_anew()
         self.engine.attach(process)
         self._state_changed()
 
     async def _watch(self) -> str | None:
         """Why the engine has ended, or has to; None: it shall sleep.
 
-        It is asked for its counters again and again; when it does not answer within hang_seconds, it is killed.
+        It is asked for its counters again and again; when it does not answer within hang_seconds, it is killed. So it is when a
+        file that it maps was harmed.
         """
-        process, answered, asked = self._process, asyncio.Event(), time.monotonic()
+        process = self._process
         assert process is not None
+        files = asyncio.create_task(self._watch_files(process))
+        try:
+            return await self._watch_process(process)
+        finally:
+            files.cancel()
+
+    async def _watch_files(self, process: EngineProcessLike) -> None:
+        """Kill an engine that reads what it should not."""
+        while process.stopped is None:
+            await asyncio.sleep(FILES_SECONDS)
+            try:
+                fault = await asyncio.to_thread(self._files.fault)
+            except Exception:  # the engine is well as far as anybody knows
+                log.exception("the artifact's files cannot be watched")
+                return
+            if fault is not None and fault.in_place:
+                log.error("%s; the engine, which reads it, is killed", fault.reason)
+                await asyncio.to_thread(process.kill, HARMED)
+            elif fault is not None and self._told != fault.reason:
+                log.warning(
+                    "%s; the engine that runs keeps what lay there before, and another could not start", fault.reason
+                )
+                self._told = fault.reason
+
+    async def _watch_process(self, process: EngineProcessLike) -> str | None:
+        answered, asked = asyncio.Event(), time.monotonic()
         self._ping(process, answered)
         while process.stopped is None:
             if self._shall_sleep and self.engine.is_at_rest:

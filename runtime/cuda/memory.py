@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +10,7 @@ from typing import Any
 from inferc.codegen.triton.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
+from inferc.json_text import parse_json
 from inferc.kv_pools import CacheGroup, CacheLimits, pools_bytes, pools_for_all
 from inferc.runtime.cuda.cublaslt import WORKSPACE_BYTES
 from inferc.runtime.cuda.inputs import Capacity, InputLayout
@@ -146,7 +146,7 @@ def workspace_bytes(artifact: Any, deterministic: bool) -> int:
 
 @lru_cache
 def _name_library(records: bytes) -> bool:
-    return any(record.get("library") for record in json.loads(records))
+    return any(record.get("library") for record in parse_json(records))
 
 
 @lru_cache

@@ -68,7 +68,7 @@ def measure_prices(
 
 def input_lens(workload: Texts, artifact: Artifact) -> list[int]:
     """Tokens of real texts."""
-    text = Text(artifact.tokenizer_folder)
+    text = Text(artifact.tokenizer)
     return [len(text.encode(each) if isinstance(each, str) else text.encode_chat(each)) for each in workload.prompts]
 
 

@@ -6,6 +6,7 @@ The artifact's own program is compiled again, for what is new; the model is only
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -20,9 +21,11 @@ from inferc.compiler import CompileSummary, Progress, hf_facts, silent
 from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
 from inferc.errors import ArtifactError, ConfigError
 from inferc.frontend.load import load
-from inferc.manifest import json_bytes
+from inferc.manifest import SIGNATURE, json_bytes
 from inferc.passes.plan_memory import memory_plan
 from inferc.runtime.artifact import Artifact, load_artifact
+
+log = logging.getLogger(__name__)
 
 
 def add_target(
@@ -53,7 +56,13 @@ def add_target(
             "target": f"cuda:{','.join(arch for arch in cubins if arch != PTX)}",
         }
         writer.write_manifest(manifest)
+        was_signed = (artifact.path / SIGNATURE).exists()
         folder.commit()
+    if was_signed:
+        log.warning(
+            "%s was signed, and what was added is not: its signature is gone; sign it again: inferc sign %s --key KEY",
+            *(out, out),
+        )
     return CompileSummary(
         path=folder.out,
         seconds=round(time.perf_counter() - start, 3),

@@ -46,6 +46,7 @@ from inferc.cli_generate import chat, generate
 from inferc.cli_keys import keys_app
 from inferc.cli_replay import replay
 from inferc.cli_serve import serve
+from inferc.cli_sign import sign
 from inferc.cli_simulate import simulate
 from inferc.cli_top import top
 from inferc.cli_verify import verify
@@ -219,6 +220,9 @@ def compile_model(
 command(app, "explain")(explain)
 
 
+command(app, "sign")(sign)
+
+
 @command(app, "inspect")
 def inspect(out: Out, as_json: Json = False) -> None:
     """Show what an artifact holds: targets, sizes, KV groups, kernels and their resources, certificate."""
@@ -238,6 +242,7 @@ def inspect(out: Out, as_json: Json = False) -> None:
         "KV cache": f"{facts['kv_bytes_per_token']} bytes a token",
         **({"chat": str(form_of(facts["chat"]))} if facts["chat"] is not None else {}),
         "format": f"version {facts['format_version']}, by {facts['producer']}",
+        "signature": _signature(facts["signature"]),
         **({"passes": ", ".join(config["passes"]) + " (besides inferc's own)"} if config.get("passes") else {}),
     }
     for name, value in rows.items():
@@ -298,6 +303,14 @@ def _quantized(model: Mapping[str, Any], dtype: str) -> str:
     done = model["quantization"]
     kept = "".join(f", {what}" + (f" ({count})" if count > 1 else "") for what, count in done["kept"].items())
     return f"; {done['scheme']}: {done['products']} products quantized; in {dtype}: norms{kept}"
+
+
+def _signature(facts: dict[str, Any] | None) -> str:
+    """Who says that the artifact is theirs; whether it is true shows with --trusted-keys."""
+    if facts is None:
+        return "none"
+    stale = "" if facts["is_current"] else ", of what the artifact was before: sign it again"
+    return f"by {', '.join(facts['keys'])}{stale} (nothing is proven without --trusted-keys)"
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -362,7 +375,7 @@ def evaluate(
     size = min(WINDOW, artifact.max_model_len) if window is None else window
     if not 2 <= size <= artifact.max_model_len:
         raise ConfigError(f"--window {size}: expected 2 to {artifact.max_model_len}, what the artifact is compiled for")
-    ids = Text(artifact.tokenizer_folder).encode(content)
+    ids = Text(artifact.tokenizer).encode(content)
     # As many sequences as tokens, so that a step scores every row it computes; but no cache for as many.
     budget = EngineConfig().token_budget() if max_num_batched_tokens is None else max_num_batched_tokens
     options = engine_options(threads, isa, budget, budget, kv_evict=kv_evict)

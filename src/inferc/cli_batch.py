@@ -25,6 +25,7 @@ from inferc.cli_common import (
     PrefixCache,
     SpecialTokensInText,
     Threads,
+    TrustedKeys,
     engine_options,
     fail,
     print_json,
@@ -102,6 +103,7 @@ def batch(
     prefix_cache: PrefixCache = True,
     policy: Policy = "fcfs",
     special_tokens_in_text: SpecialTokensInText = "allow",
+    trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> int:
     """Answer a file of requests in OpenAI's batch form.
@@ -120,7 +122,8 @@ def batch(
         raise ConfigError(f"--concurrency {concurrency}: expected 1 to {MAX_CONCURRENCY}")
     endpoint = None if Path(engine).exists() else _Endpoint.parse(engine, api_key, ca)
     options = engine_options(
-        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache, policy)
+        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache, policy),
+        trusted_keys=trusted_keys,
     )
     options["special_tokens_in_text"] = special_tokens_in_text
     _check_options(ctx, engine, endpoint)

@@ -131,6 +131,14 @@ Tap = Annotated[
         " program.json lists them under observable.",
     ),
 ]
+TrustedKeys = Annotated[
+    Path | None,
+    typer.Option(
+        "--trusted-keys",
+        metavar="FILE",
+        help="Load only what one of the keys of FILE signed (`inferc sign`); lines as in a .pub file of OpenSSH.",
+    ),
+]
 MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
 MaxBatchedTokens = Annotated[
     int | None,
@@ -191,7 +199,7 @@ def missing(error: ModuleNotFoundError) -> str:
     package = (error.name or "").split(".")[0]
     extras = {
         "compile": ("torch", "transformers", "safetensors"),
-        "serve": ("grpc", "grpc_health", "grpc_reflection", "google", "zmq", "msgspec"),
+        "serve": ("grpc", "grpc_health", "grpc_reflection", "google", "zmq", "cryptography"),
         "bench": ("aiohttp",),
         "cuda": ("triton",),
     }
@@ -298,6 +306,7 @@ def engine_options(
     record: Path | None = None,
     tap: list[str] | None = None,
     tap_out: Path | None = None,
+    trusted_keys: Path | None = None,
 ) -> dict[str, Any]:
     """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
     from inferc.config import parse_bytes
@@ -321,6 +330,7 @@ def engine_options(
         "record": None if record is None else str(record),
         "tap": tuple(tap or ()),
         "tap_out": None if tap_out is None else str(tap_out),
+        "trusted_keys": None if trusted_keys is None else str(trusted_keys),
     }
     for name, value in options.items():
         limit = MAX_BYTES if name.endswith("_bytes") else MAX_COUNT

@@ -67,7 +67,7 @@ def _asked(artifact: Artifact, prompt: str, max_tokens: int) -> tuple[list[int],
     from inferc.runtime.sampling_params import SamplingParams
     from inferc.runtime.text import Text
 
-    return Text(artifact.tokenizer_folder).encode(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return Text(artifact.tokenizer).encode(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
 def _recorded(file: Path, wanted: str | None) -> tuple[list[int], SamplingParams, str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,14 +114,13 @@ def _of_model(source: str, options: dict[str, Any]) -> tuple[CostLog, dict[str, 
 
 
 def _of_artifact(source: str) -> tuple[CostLog, dict[str, Any]]:
-    from inferc.cost import CostLog
     from inferc.manifest import COSTS
     from inferc.runtime.artifact import load_artifact
 
     artifact = load_artifact(source, to_run=False)
     if COSTS not in artifact.manifest["files"]:
         raise ArtifactError(f"{source} was compiled by an inferc that stored no costs; compile the model again")
-    costs = CostLog.from_json(json.loads((artifact.path / COSTS).read_bytes()))
+    costs = artifact.costs()
     targets = ", ".join(artifact.manifest["targets"])
     return costs, {"source": source, "target": targets, "captured_layers": None, "refused": None}
 

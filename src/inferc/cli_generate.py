@@ -28,6 +28,7 @@ from inferc.cli_common import (
     Tap,
     TbtMs,
     Threads,
+    TrustedKeys,
     decode_utf8,
     engine_options,
     print_json,
@@ -79,6 +80,7 @@ def generate(
         typer.Option("--tap-out", metavar="FILE.npz", help="Where --tap's values go (numpy.load reads it)."),
     ] = None,
     special_tokens_in_text: SpecialTokensInText = "allow",
+    trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
     """Continue one or more prompts. What is not given takes the model's generation defaults."""
@@ -108,6 +110,7 @@ def generate(
             kv_evict=kv_evict,
             record=record,
             tap=tap,
+            trusted_keys=trusted_keys,
         ),
     ) as llm:
         params = llm.sampling_params(**asked)
@@ -165,6 +168,7 @@ def chat(
     kv_memory: KVMemory = "auto",
     deterministic: Deterministic = False,
     special_tokens_in_text: SpecialTokensInText = "allow",
+    trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
     """Talk with the model. /clear forgets the conversation, /exit or end of input ends it.
@@ -178,7 +182,7 @@ def chat(
 
     asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "max_tokens": max_tokens}
     start = [{"role": "system", "content": system}] if system else []
-    options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic)
+    options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:
             raise ConfigError(f"{out} has no chat template: its model does not chat; use `inferc generate`")

@@ -29,6 +29,7 @@ from inferc.cli_common import (
     Tap,
     TbtMs,
     Threads,
+    TrustedKeys,
     engine_options,
     print_json,
     say,
@@ -74,6 +75,7 @@ def serve(
         Path | None,
         typer.Option("--model-folder", metavar="DIR", help="Artifacts that clients may load by name while it runs."),
     ] = None,
+    trusted_keys: TrustedKeys = None,
     max_awake: Annotated[
         int | None,
         typer.Option(
@@ -254,6 +256,7 @@ def serve(
         record=record,
         tap=tap,
         tap_out=tap_out,
+        trusted_keys=trusted_keys,
     )
     if print_config:
         say(resolved(context))

@@ -221,6 +221,7 @@ class EngineConfig:
     record: str | None = None  # a file that every request is written to, for `inferc replay`
     tap: tuple[str, ...] = ()  # names of values that are kept of requests that ask for it; `*` stands for anything
     tap_out: str | None = None  # a folder for them, a file a request; None: `LLM.tapped` has them
+    trusted_keys: str | None = None  # a file of public keys: an artifact that none of them signed is not loaded
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tap", tuple(self.tap))  # JSON knows lists only

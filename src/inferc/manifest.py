@@ -22,6 +22,7 @@ TENSORRT_LAYERS = (
     "tensorrt/layers.json"  # the network that the plan was built from; of several plans, each one's by its name
 )
 CERTIFICATE = "certificate.json"
+SIGNATURE = "signature.json"  # who an artifact is from, if anybody says so; not among its files: it is of them
 COSTS = "graph/costs.json"  # what the program costs after each pass, as `inferc explain` reads it
 ALIGNMENT = 64  # of every weight's first byte: a cache line, and the widest vector load
 CHUNK_BYTES = 64 << 20  # of a weight file, digested and checked on its own

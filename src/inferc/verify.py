@@ -61,8 +61,7 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
     dtype, max_model_len = str(artifact.config["dtype"]), artifact.max_model_len
     program = capture(checkpoint, dtype, max_model_len, check=False)
     report("run the reference", 0, 1)
-    tokenizer = artifact.tokenizer_folder / "tokenizer.json"
-    encode = encoder(tokenizer.read_bytes() if tokenizer.exists() else None)
+    encode = encoder(artifact.tokenizer.contents.get("tokenizer.json"))
     certifier = Certifier(
         checkpoint,
         dtype,

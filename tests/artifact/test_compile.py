@@ -185,7 +185,7 @@ def test_a_module_in_memory(reference_artifact: Path, module: Any, tiny_llama_fo
     folder, loaded = load_artifact(reference_artifact), load_artifact(tmp_path / "out")
     assert {row.name for row in loaded.weights} == {row.name for row in folder.weights}
     assert all((loaded.view(row) == folder.weight(row.name)).all() for row in loaded.weights)
-    assert (loaded.tokenizer_folder / "tokenizer.json").is_file()
+    assert loaded.tokenizer.has_tokenizer
     assert json.loads(json.dumps(summary.to_json()))["config"]["target"] == "reference"
     assert summary.artifact_bytes > summary.weights_bytes > 0
 
@@ -198,5 +198,5 @@ def test_an_artifact_is_replaced(reference_artifact: Path, module: Any, tmp_path
     facts = inspect_artifact(out)
     assert (facts["config"]["dtype"], facts["config"]["max_model_len"]) == ("bfloat16", 64)
     assert facts["model"]["max_model_len"] == 64
-    assert not (load_artifact(out).tokenizer_folder / "tokenizer.json").exists()
+    assert not load_artifact(out).tokenizer.has_tokenizer
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -148,7 +148,7 @@ def test_another_target_or_machine(copied: Path) -> None:
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside", "graph/../../outside"])
 def test_a_manifest_that_points_outside(copied: Path, name: str) -> None:
     files = json.loads((copied / "engine.json").read_bytes())["files"]
-    rewrite_manifest(copied, files={**files, name: {"bytes": 1, "sha256": ""}})
+    rewrite_manifest(copied, files={**files, name: {"bytes": 1, "sha256": 64 * "0"}})
     with pytest.raises(ArtifactError, match="which is outside of the artifact"):
         load_artifact(copied)
 
@@ -197,10 +197,10 @@ def test_the_manifest_holds_what_the_runtime_asks(tiny_artifact: Path) -> None:
     assert (artifact.max_model_len, artifact.block_size) == (256, 32)
     assert artifact.kv_bytes_per_token == 512, "2 layers, K and V, 2 heads of 16, float32"
     assert artifact.isas == ("amx", "avx512", "avx2")
-    assert all(artifact.library(isa).is_file() for isa in artifact.isas)
+    assert all(artifact.library(isa).data.startswith(b"\x7fELF") for isa in artifact.isas)
     with pytest.raises(ArtifactError, match="has no library for isa neon; it has: amx, avx512, avx2"):
         artifact.library("neon")
-    assert (artifact.tokenizer_folder / "tokenizer.json").is_file()
+    assert artifact.tokenizer.has_tokenizer
 
 
 def test_the_memory_formula_rounds_each_maximum_up() -> None:

@@ -18,6 +18,7 @@ from inferc.codegen.cpp.build import MACHINE_ISAS
 from inferc.config import EngineConfig
 from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedError
 from inferc.runtime import abi, model_runner
+from inferc.runtime.libraries import Library
 from inferc.runtime.model_runner import ModelRunner
 from inferc.runtime.step import SampleRows, StepPlan, TokenLists
 
@@ -300,4 +301,4 @@ def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "kernels.so"
     path.write_bytes(b"not a library")
     with pytest.raises(ArtifactError, match="cannot load .*kernels.so"):
-        abi.load_library(path)
+        abi.load_library(Library.read(path))

@@ -60,7 +60,7 @@ class Scripted(ServedModel):
 def script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_SECONDS", 0.005)
     monkeypatch.setattr(supervisor, "MAX_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(served_models, "load_artifact", lambda path: None)
+    monkeypatch.setattr(served_models, "load_artifact", lambda path, **options: None)
     monkeypatch.setattr(served_models, "ServedModel", Scripted)
     monkeypatch.setattr(Scripted, "may_start", True)
 

@@ -11,6 +11,7 @@ from inferc.errors import ArtifactError, InfercError
 from inferc.runtime.engine_loop import Scored
 from inferc.runtime.scoring import Score
 from inferc.serve import supervisor
+from inferc.serve.artifact_watch import FileFault
 from inferc.serve.async_engine import AsyncEngine, State
 from inferc.serve.streams import EngineUnavailable, ModelFacts, RequestAborted
 from inferc.serve.supervisor import MAX_DEATHS, Supervisor
@@ -21,13 +22,13 @@ Result = TypeVar("Result")
 class Stage:
     """A supervisor, the processes it started, and the states it told of. errors: what the next processes fail by."""
 
-    def __init__(self, hang_seconds: float = 60.0) -> None:
+    def __init__(self, hang_seconds: float = 60.0, files: supervisor.Files | None = None) -> None:
         self.processes: list[Process] = []
         self.errors: list[InfercError | OSError | None] = []
         self.states: list[State] = []
         self.may_start = True
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
-        self.supervisor = Supervisor(self.engine, self.launch, hang_seconds, self.states.append)
+        self.supervisor = Supervisor(self.engine, self.launch, hang_seconds, self.states.append, files=files)
 
     def launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop, self.errors.pop(0) if self.errors else None))
@@ -139,7 +140,7 @@ def test_why_it_does_not_start_is_for_the_log(falls_asleep: bool, caplog: pytest
     async def work() -> None:
         stage = Stage()
         await stage.supervisor.start()
-        stage.errors = [ArtifactError("/home/me/weights is damaged")] * 9
+        stage.errors = [InfercError("/home/me/socket is in use")] * 9
         if falls_asleep:
             await stage.supervisor.sleep()
         else:
@@ -152,7 +153,7 @@ def test_why_it_does_not_start_is_for_the_log(falls_asleep: bool, caplog: pytest
         await stage.supervisor.close()
 
     run(work())
-    assert "/home/me/weights is damaged" in caplog.text
+    assert "/home/me/socket is in use" in caplog.text
 
 
 def test_a_hung_engine_is_killed_and_started_again() -> None:
@@ -287,6 +288,124 @@ def test_the_first_start_may_take_as_long_as_it_takes(monkeypatch: pytest.Monkey
         assert not starting.done() and not stage.processes[0].closed
         stage.processes[0].may_start.set()
         await starting
+        await stage.supervisor.close()
+
+    run(work())
+
+
+class Files:
+    """Files of an artifact, of which the test says what is wrong."""
+
+    def __init__(self) -> None:
+        self.found: FileFault | None = None
+        self.looks: list[bool] = []  # whether each was a thorough one
+
+    def fault(self, thorough: bool = False) -> FileFault | None:
+        self.looks.append(thorough)
+        return self.found
+
+    def mapped_anew(self) -> None:
+        pass
+
+
+@pytest.fixture
+def hurry_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FILES_SECONDS", "FIRST_LOOK_SECONDS", "MAX_LOOK_SECONDS"):
+        monkeypatch.setattr(supervisor, name, 0.005)
+
+
+def test_an_engine_waits_for_its_files_and_is_never_given_up(
+    hurry_looks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        files = Files()
+        stage = Stage(files=files)
+        await stage.supervisor.start()
+        files.found = FileFault("/home/me/weights is truncated: it has 1 bytes, expected 9", in_place=False)
+        scoring = asyncio.ensure_future(stage.engine.score([1, 2]))
+        await asyncio.sleep(0)
+        stage.processes[0].die("killed by SIGBUS")
+        with pytest.raises(
+            EngineUnavailable, match="the model's files are damaged or missing, the server's log says which"
+        ):
+            await scoring
+        assert stage.engine.state == "damaged" and "/home/me" not in stage.engine.reason
+        with pytest.raises(EngineUnavailable, match="damaged or missing"):
+            stage.engine.check_open()
+        looks = len(files.looks)
+        await stage.until(lambda: len(files.looks) > looks + MAX_DEATHS)
+        assert len(stage.processes) == 1, "nothing is started meanwhile"
+        files.found = None
+        await stage.until(lambda: stage.engine.state == "serving")
+        assert stage.engine.reason == "" and stage.supervisor.num_restarts == 1
+        assert stage.states == ["serving", "starting", "damaged", "serving"]
+        await stage.supervisor.close()
+
+    run(work())
+    assert caplog.text.count("/home/me/weights is truncated: it has 1 bytes, expected 9") == 1, (
+        "said once, not in a loop"
+    )
+    assert "the artifact's files are as they were" in caplog.text
+
+
+def test_an_engine_whose_file_is_overwritten_is_killed(hurry_looks: None, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        files = Files()
+        stage = Stage(files=files)
+        await stage.supervisor.start()
+        files.found = FileFault("/home/me/weights is damaged within bytes 0 to 8", in_place=True)
+        await stage.until(lambda: stage.engine.state == "damaged")
+        assert stage.processes[0].stopped == "the engine was killed: a file that it reads was changed"
+        files.found = None
+        await stage.until(lambda: stage.engine.state == "serving")
+        await stage.supervisor.close()
+
+    run(work())
+    assert "/home/me/weights is damaged within bytes 0 to 8; the engine, which reads it, is killed" in caplog.text
+
+
+def test_a_file_that_was_replaced_is_told_once_and_the_engine_goes_on(
+    hurry_looks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        files = Files()
+        stage = Stage(files=files)
+        await stage.supervisor.start()
+        files.found = FileFault("/home/me/weights is missing", in_place=False)
+        await stage.until(lambda: len(files.looks) > 5)
+        assert stage.states == ["serving"] and stage.processes[0].stopped is None
+        await stage.supervisor.close()
+
+    run(work())
+    assert caplog.text.count("/home/me/weights is missing; the engine that runs keeps what lay there before") == 1
+
+
+def test_files_that_only_a_start_reads_are_waited_for_as_well(hurry_looks: None) -> None:
+    async def work() -> None:
+        stage = Stage()
+        await stage.supervisor.start()
+        count = 3 * MAX_DEATHS
+        stage.errors = [ArtifactError("kernels/cpu-avx2.so is damaged")] * count
+        stage.processes[0].die("killed by SIGSEGV")
+        await stage.until(lambda: len(stage.processes) == count + 2 and stage.engine.state == "serving")
+        assert "damaged" in stage.states
+        await stage.supervisor.close()
+
+    run(work())
+
+
+def test_a_second_death_has_all_files_hashed(hurry_looks: None) -> None:
+    async def work() -> None:
+        files = Files()
+        stage = Stage(files=files)
+        await stage.supervisor.start()
+        assert True not in files.looks
+        stage.processes[0].die("killed by SIGSEGV")
+        await stage.until(lambda: len(stage.processes) == 2 and stage.engine.state == "serving")
+        assert True not in files.looks
+        stage.processes[1].die("killed by SIGSEGV")
+        await stage.until(lambda: len(stage.processes) == 3 and stage.engine.state == "serving")
+        assert True in files.looks
         await stage.supervisor.close()
 
     run(work())

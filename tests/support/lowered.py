@@ -6,7 +6,6 @@ import math
 import operator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from inferc.codegen.target import Target
 from inferc.passes.rewrite import infer_type
 from inferc.program import KVGroup, Program, new_program
 from inferc.runtime.artifact import MemoryFormula
+from inferc.runtime.libraries import Library
 from inferc.runtime.step import SampleRows, StepPlan
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
@@ -301,8 +301,8 @@ class Compiled:
             value = weight_lib.LAYOUTS[weight.layout].pack(value)
         return as_numpy(value.contiguous())
 
-    def library(self, isa: str) -> Path:
-        return self.libraries[isa]
+    def library(self, isa: str) -> Library:
+        return Library.read(self.libraries[isa])
 
     def view(self, weight: str) -> NDArray[Any]:
         return self.stored[weight]

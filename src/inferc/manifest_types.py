@@ -1,0 +1,353 @@
+"""The types of engine.json and of program.json: what their reader may rely on once it has read them.
+
+A digest that matches says that a file is as it was written, not that it was written well. So both files are read by these types
+before anything is taken from them; a field that is missing, or of another type, is told by its place (`$.programs[0].tp_rank`).
+Fields that are not named here, or are only shown to people, may be anything. Neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from inferc.json_text import parse_json
+
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Positive = Annotated[int, Meta(ge=1, le=1 << 53)]
+Small = Annotated[int, Meta(ge=0, le=1 << 20)]  # of what tables are made for
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Shape = Annotated[list[Count | str], Meta(min_length=1)]  # sizes that a step decides are names
+Pool = Literal["T", "S", "B", "sample"]
+Type = TypeVar("Type")
+
+
+class FileEntry(Struct, frozen=True):
+    """A file of the artifact: one that is read whole has a SHA-256, one that is mapped the digests of its chunks."""
+
+    bytes: Count
+    sha256: Sha256 | UnsetType = UNSET
+    xxh3_128: list[Xxh3] | UnsetType = UNSET
+
+
+class Pooling(Struct, frozen=True):
+    kind: Literal["first", "last", "mean"]
+    normalize: bool
+
+
+class Quantization(Struct, frozen=True):
+    scheme: str
+    products: Count
+    kept: dict[str, Count]
+
+
+class Model(Struct, frozen=True):
+    model_type: str
+    architecture: str
+    vocab_size: Positive
+    hidden_size: Positive
+    num_attention_layers: Count
+    max_position_embeddings: Count
+    num_parameters: Count
+    dtype: str
+    eos_token_ids: list[int]
+    generation: dict[str, Any]
+    hf_config: dict[str, Any]
+    pooling: Pooling | None
+    quantization: Quantization | UnsetType = UNSET
+
+
+class KvGroup(Struct, frozen=True):
+    kind: Literal["full", "window", "chunk", "latent"]
+    layers: Annotated[list[Small], Meta(min_length=1)]
+    num_kv_heads: Positive
+    head_dim: Positive
+    window: Count
+    dtype: Literal["bfloat16", "float16", "float32", "int8"]
+    bytes_per_token: Positive
+
+
+class Arena(Struct, frozen=True, forbid_unknown_fields=True):
+    const: Count
+    per_token: Count
+    per_row: Count
+    per_seq: Count
+    per_thread: Count
+
+
+class Memory(Struct, frozen=True):
+    arena: Arena
+    kv_bytes_per_token: Count
+
+
+class KvLayout(Struct, frozen=True):
+    hash: str
+
+
+class ProgramEntry(Struct, frozen=True):
+    name: str
+    file: str
+    tp_rank: Small
+    pp_stage: Small
+    ep_rank: Small
+    inputs: list[str]
+    outputs: list[str]
+    kv_groups: list[KvGroup]
+    num_weights: Count
+    libraries: dict[str, str]
+    cubins: dict[str, str]
+    memory: Memory
+    kv_layout: KvLayout
+
+
+class Config(Struct, frozen=True):
+    target: str
+    dtype: str
+    quantize: str | None
+    kv_dtype: str
+    max_model_len: Positive
+    block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    tp: Positive
+    pp: Positive
+    ep: Positive
+    passes: list[str]
+
+
+class PassRow(Struct, frozen=True):
+    name: str
+    rewrites: Count
+    nodes_before: Count
+    nodes_after: Count
+
+
+class KernelRow(Struct, frozen=True):
+    name: str
+    target: str
+
+
+class Determinism(Struct, frozen=True):
+    contract: str
+    scope: str
+
+
+class PlanProfile(Struct, frozen=True):
+    max_num_tokens: Positive
+    max_num_rows: Positive
+    max_num_seqs: Positive | UnsetType = UNSET
+
+
+class PlanRow(Struct, frozen=True):
+    name: str
+    calls: Count
+
+
+class Tensorrt(Struct, frozen=True):
+    package: str
+    version: str
+    arch: str
+    profiles: Annotated[list[PlanProfile], Meta(min_length=1)]
+    plans: list[PlanRow] | UnsetType = UNSET
+
+
+class Manifest(Struct, frozen=True):
+    """engine.json."""
+
+    format_version: int
+    producer: str
+    targets: Annotated[list[str], Meta(min_length=1)]
+    host: str | None
+    model: Model
+    programs: Annotated[list[ProgramEntry], Meta(min_length=1)]
+    config: Config
+    passes: list[PassRow]
+    kernels: list[KernelRow]
+    determinism: Determinism
+    files: dict[str, FileEntry]
+    sha256: Sha256
+    tensorrt: Tensorrt | UnsetType = UNSET
+
+
+# ------------------------------------------------------------------------------------------ program.json
+
+
+class TensorType(Struct, frozen=True):
+    dtype: str
+    shape: list[Count | str]
+
+
+class Input(Struct, frozen=True):
+    name: str
+    dtype: str
+    shape: Shape
+
+
+class Hidden(Struct, frozen=True):
+    dtype: str
+    shape: Shape
+    value: str
+
+
+class StepTypes(Struct, frozen=True):
+    inputs: Annotated[list[Input], Meta(min_length=1)]
+    outputs: Annotated[list[Literal["hidden", "logits"]], Meta(min_length=1)]
+    hidden: Hidden
+
+
+class WeightRow(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    file: str
+    offset: Count
+    num_bytes: Count
+    dtype: str
+    shape: list[Count]
+    physical_shape: list[Count]
+    layout: str
+
+
+class Place(Struct, frozen=True):
+    pool: Pool
+    row_bytes: Count
+    offset: Count
+
+
+class Pools(Struct, frozen=True):
+    T: Count
+    S: Count
+    B: Count
+    sample: Count
+
+
+class MemoryPlan(Struct, frozen=True):
+    values: dict[str, Place]
+    pools: Pools
+
+
+class Observable(Struct, frozen=True):
+    id: Small
+    name: str
+    layer: Small | None
+    dtype: str
+    shape: list[Count]
+
+
+class Product(Struct, frozen=True):
+    """What a matrix product of the compiled step is expected to come to, of `inferc bench kernels`."""
+
+    nodes: list[str]
+    n: Count
+    k: Count
+    row_bytes: Count
+    weight_bytes: Count
+    choices: dict[str, list[dict[str, int | float]]]
+
+
+class Node(Struct, frozen=True):
+    """A node of the lowered graph. val: its type, types of several results, or a size."""
+
+    op: Literal["placeholder", "get_attr", "call_function", "output"]
+    id: str
+    args: list[Any]
+    target: str | UnsetType = UNSET
+    kwargs: dict[str, Any] | UnsetType = UNSET
+    val: TensorType | list[Any] | int | str | None | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    layer: Small | None | UnsetType = UNSET
+    segment: str | int | None | UnsetType = UNSET
+    kernel: str | UnsetType = UNSET
+
+
+class Graph(Struct, frozen=True):
+    name: str
+    num_layers: Count
+    block_size: Count | None
+    info: dict[str, Any]
+    kv_groups: list[dict[str, Any]]
+    symbols: dict[str, int]
+    weights: dict[str, dict[str, Any]]
+    nodes: list[Node]
+
+
+class Where(Struct, frozen=True):
+    """Where an argument of a launch lies: in the arena, or by the name of something that the runner holds."""
+
+    value: Pool | UnsetType = UNSET
+    offset: Count | UnsetType = UNSET
+    column: Count | UnsetType = UNSET
+    shifted: Count | UnsetType = UNSET
+    weight: str | UnsetType = UNSET
+    cache: Small | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    counts: str | UnsetType = UNSET
+    output: str | UnsetType = UNSET
+    state: str | UnsetType = UNSET
+    scratch: str | UnsetType = UNSET
+
+
+class Choice(Struct, frozen=True):
+    up_to: Count | None
+    kernel: str
+
+
+class Launch(Struct, frozen=True):
+    """A launch of a step on a GPU: a kernel by the number of rows, or an engine of TensorRT."""
+
+    rows: Literal["tokens", "rows", "seqs"]
+    arguments: dict[str, Where]
+    choices: list[Choice] | UnsetType = UNSET
+    engine: str | UnsetType = UNSET
+    shapes: dict[str, list[Any]] | UnsetType = UNSET
+    order: str | UnsetType = UNSET
+    only: str | None | UnsetType = UNSET
+    num_ops: Count | UnsetType = UNSET
+    node: str | UnsetType = UNSET
+
+
+class Launches(Struct, frozen=True):
+    begin: list[Launch]
+    step: list[Launch]
+    head: list[Launch]
+    sample: list[Launch]
+    score: list[Launch]
+
+
+class SharedPrefixes(Struct, frozen=True):
+    members: Positive
+    keys: Positive
+
+
+class Program(Struct, frozen=True):
+    """program.json. The last four are of targets whose steps are launches, or C++."""
+
+    step: StepTypes
+    weights: list[WeightRow]
+    memory_plan: MemoryPlan
+    program: Graph
+    observable: list[Observable] | UnsetType = UNSET
+    products: list[Product] | UnsetType = UNSET
+    launches: Launches | UnsetType = UNSET
+    scratch: dict[str, dict[str, Count | str]] | UnsetType = UNSET
+    shared_prefixes: dict[str, SharedPrefixes] | UnsetType = UNSET
+
+
+# ----------------------------------------------------------------------------------------------- reading
+
+
+def read_typed(data: bytes, kind: type[Type]) -> tuple[dict[str, Any], Type]:
+    """A JSON file as parsed, and as one of these types. Raises ValueError, naming the field, where it is not of the type."""
+    raw = parse_json(data)
+    try:
+        return raw, msgspec.convert(raw, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(_in_words(error)) from None
+
+
+def _in_words(error: Exception) -> str:
+    """msgspec's message (Expected `int`, got `str` - at `$.files`) with the field first."""
+    if isinstance(error, RecursionError):
+        return "its brackets are nested too deeply"
+    text = str(error).replace("`", "")
+    what, at, place = text.rpartition(" - at ")
+    what = what[:1].lower() + what[1:] if at else text
+    return f"{place.removeprefix('$.')}: {what}" if at and place != "$" else what
