@@ -19,6 +19,8 @@ from typing import Any, final
 from typing_extensions import Self
 
 from inferc.errors import ConfigError, InfercError
+from inferc.json_text import parse_json
+from inferc.private_files import open_private
 from inferc.runtime.openai_request import URLS
 
 REPORT_EVERY = 256  # lines
@@ -121,12 +123,12 @@ class BatchInput:
 
     def _parse(self, number: int, data: bytes) -> BatchRequest:
         try:
-            value = json.loads(data.decode("utf-8-sig").rstrip())
+            value = parse_json(data.decode("utf-8-sig").rstrip())
         except UnicodeDecodeError as error:
             raise self._wrong(
                 number, f"byte {error.start} is 0x{data[error.start]:02x}, which is not UTF-8; convert the file"
             ) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise self._wrong(number, f"no JSON ({reason}); expected one object in each line") from None
         if not isinstance(value, dict):
@@ -211,7 +213,7 @@ class BatchOutput:
             what = "exists; --force replaces it" if path.is_file() else "is no file; give the name of one"
             raise ConfigError(f"{path} {what}")
         try:
-            self._file = self.partial.open("a+b", buffering=0)
+            self._file = open(self.partial, "a+b", buffering=0, opener=open_private)  # noqa: SIM115 (closed at the end)
         except OSError as error:
             raise ConfigError(f"cannot write {self.partial}: {error.strerror}") from None
         try:
@@ -284,7 +286,7 @@ class BatchOutput:
                 if not data.endswith(b"\n"):
                     return
                 try:
-                    value = json.loads(data)
+                    value = parse_json(data)
                 except ValueError:
                     value = {}
                 yield value if isinstance(value, dict) else {}, len(data)

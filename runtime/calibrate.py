@@ -13,6 +13,7 @@ import numpy as np
 
 from inferc.config import available_cores
 from inferc.errors import ConfigError
+from inferc.json_text import parse_json
 from inferc.machine import cpu_model
 from inferc.runtime.engine import Engine
 from inferc.runtime.sampling_params import SamplingParams
@@ -62,7 +63,7 @@ def read_cost(path: Path) -> CostFile:
     """Raises ConfigError for what is no cost file."""
     hint = "make one with `inferc simulate --engine OUT --save-cost FILE`"
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = parse_json(path.read_bytes())
         found = values.pop("format")
         file = CostFile(**values)
         sizes = (file.num_blocks, file.block_size, file.max_model_len, file.max_num_seqs, file.max_num_batched_tokens)

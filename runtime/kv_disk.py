@@ -33,6 +33,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from inferc.errors import ConfigError, InfercError
+from inferc.json_text import parse_json
+from inferc.private_files import open_private, private_folder
 from inferc.runtime.block_pool import MOVING
 from inferc.runtime.file_map import ReadAhead, read_whole
 from inferc.runtime.kv_journal import Journal, Stored, write_all
@@ -65,7 +67,7 @@ class DiskTier:
         self.block_bytes = tuple(block_bytes)
         try:
             with ExitStack() as opened:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                private_folder(self.folder)
                 opened.callback(os.close, _lock(self.folder / "lock"))
                 self.num_blocks = self._sizes(size_bytes)
                 self._files: list[int] = []
@@ -158,12 +160,12 @@ class DiskTier:
         is_valid = path.exists() and _read_json(about) == header
         if path.exists() and not is_valid:
             log.warning("%s is damaged or of another version of inferc: the KV cache on disk begins empty", about)
-        with whole_file(about) as partial:
+        with whole_file(about, private=True) as partial:
             partial.write_text(json.dumps(header, indent=1) + "\n")
         return Journal(path, self.num_blocks, is_valid)
 
     def _open_file(self, index: int) -> int:
-        return os.open(self.folder / f"group-{index}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return open_private(self.folder / f"group-{index}", os.O_RDWR)
 
     def _size_file(self, index: int) -> None:
         """Sparse; where somebody has cut it zeros are read, which have no block's checksum."""
@@ -253,7 +255,7 @@ def _read_none(group: int, block: int, to: Bytes) -> None:
 
 
 def _lock(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = open_private(path, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -266,6 +268,6 @@ def _lock(path: Path) -> int:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None

@@ -64,7 +64,7 @@ class Journal:
 
     def _write_anew(self) -> None:
         """Without what is not there any more."""
-        with whole_file(self._path) as partial, partial.open("wb") as file:
+        with whole_file(self._path, private=True) as partial, partial.open("wb") as file:
             for (group, place), stored in self.live.items():
                 file.write(_record(group, COMMIT, place, stored))
         self.close()

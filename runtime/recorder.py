@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import queue
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inferc.errors import ConfigError
+from inferc.json_text import parse_json
+from inferc.private_files import open_private
 from inferc.runtime import recording
 from inferc.runtime.recording import Header, RecordedRequest, RecordedSequence
 from inferc.runtime.sequence import Output
@@ -133,7 +134,7 @@ def _open(path: Path, header: Header) -> tuple[int, int]:
     if path.exists() and not path.is_file():  # a device may be read for ever
         raise ConfigError(f"cannot write the recording {path}: it is no file; give another")
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = open_private(path, os.O_RDWR | os.O_APPEND)
     except OSError as error:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror}") from None
     try:
@@ -157,7 +158,7 @@ def _check_continues(path: Path, header: Header) -> int:
         if not first:
             return 0
         try:
-            entry = json.loads(first)
+            entry = parse_json(first)
         except ValueError:
             entry = None
         if not isinstance(entry, dict) or not first.endswith(b"\n") or recording.KEY not in entry:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from inferc.errors import ArtifactError, ConfigError, InfercError
+from inferc.json_text import parse_json
 from inferc.runtime.sampling_params import SamplingParams, from_json
 
 VERSION = 1
@@ -141,7 +142,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         entry = None
     if not isinstance(entry, dict):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from inferc.config import available_memory_bytes
 from inferc.errors import ConfigError, RequestError
+from inferc.private_files import private_folder
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import Sequence as Seq
 from inferc.runtime.step import I64, StepPlan
@@ -204,7 +205,7 @@ def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(exist_ok=True)
+        private_folder(folder, is_ours=False)
     except OSError as error:
         raise ConfigError(f"--tap-out {folder}: cannot make the folder: {error.strerror}") from None
 
@@ -220,7 +221,7 @@ def write_tapped(path: Path, sequences: Sequence[TappedSequence]) -> None:
     `request`, `index`, `position` and `token_id` have an entry a row, `sampled` the rows behind which a token was sampled.
     A node has as many rows as `position`, or as `sampled` if it is computed for these only.
     """
-    with whole_file(path) as partial, zipfile.ZipFile(partial, "w", allowZip64=True) as file:
+    with whole_file(path, private=True) as partial, zipfile.ZipFile(partial, "w", allowZip64=True) as file:
         for name, array in _columns(sequences):
             with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, array, allow_pickle=False)  # type: ignore[no-untyped-call]

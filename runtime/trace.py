@@ -7,7 +7,6 @@ there: `client` and `priority`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from inferc.errors import ConfigError
+from inferc.json_text import parse_json
 from inferc.runtime.sampling_params import MAX_PRIORITY
 from inferc.runtime.step import I64
 
@@ -138,7 +138,7 @@ def read_trace(path: Path) -> Trace:
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{where}: not a JSON object: {error}") from None
         if not isinstance(row, dict):

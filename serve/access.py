@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import secrets
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.json_text import parse_json
 from inferc.runtime.sampling_params import MAX_NAME, SamplingParams, changed
 from inferc.whole_file import whole_file
 
@@ -345,7 +345,7 @@ def make_secret() -> str:
 def read_keys(path: Path) -> list[Key]:
     """The keys of a file: {"keys": [{"name", "sha256", …}]}. Raises ConfigError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the API keys: {error.strerror}") from None
     except ValueError as error:
@@ -364,11 +364,8 @@ def read_keys(path: Path) -> list[Key]:
 def write_keys(path: Path, keys: Iterable[Key]) -> None:
     """For its owner alone."""
     data = json.dumps({"keys": [key.as_entry() for key in keys]}, indent=1) + "\n"
-    with (
-        whole_file(path) as partial,
-        open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file,
-    ):
-        file.write(data.encode())
+    with whole_file(path, private=True) as partial:
+        partial.write_bytes(data.encode())
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

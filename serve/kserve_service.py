@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import json
 import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from inferc.errors import InfercError, RequestError
+from inferc.json_text import parse_json
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve import protocol
 from inferc.serve.access import CALLER
@@ -437,7 +437,7 @@ def _sampling(
         if len(listed) != 1:
             raise RequestError(f"input sampling_parameters: found {len(listed)} values, expected one JSON object")
         try:
-            values = json.loads(listed[0])
+            values = parse_json(listed[0])
         except ValueError as error:
             raise RequestError(f"input sampling_parameters is not JSON: {error}") from None
         if not isinstance(values, dict):

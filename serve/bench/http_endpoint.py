@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.json_text import parse_json
 from inferc.serve.bench.answers import Answer
 from inferc.serve.bench.endpoints import ServerFacts, Target
 from inferc.serve.bench.events import StreamError, TokenCounter
@@ -345,7 +346,7 @@ def _rows(page: Any) -> list[dict[str, Any]]:
 async def _get(session: aiohttp.ClientSession, url: str) -> Any:
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=FACTS_SECONDS)) as response:
-            return json.loads(await response.read()) if response.status == 200 else None
+            return parse_json(await response.read()) if response.status == 200 else None
     except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError):
         return None
 
@@ -366,7 +367,7 @@ def _message(body: bytes) -> str:
     """Of an error, on one line."""
     text = body.decode(errors="replace")
     try:
-        found = json.loads(body)
+        found = parse_json(body)
         error = found.get("error", found)
         text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError):

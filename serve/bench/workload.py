@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from inferc.errors import ConfigError
+from inferc.json_text import parse_json
 from inferc.runtime.step import F64
 from inferc.runtime.trace import Prompts, Trace, TraceRequest, read_trace
 
@@ -244,7 +244,7 @@ def read_texts(path: Path, output_len: int) -> Texts:
             continue
         where = f"{path}, line {number}"
         try:
-            row: Any = json.loads(line)
+            row: Any = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{where}: not a JSON object: {error}") from None
         prompts.append(_prompt_of(row, where))

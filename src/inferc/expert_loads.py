@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inferc.errors import ConfigError
+from inferc.json_text import parse_json
 from inferc.whole_file import whole_file
 
 
@@ -42,7 +43,7 @@ class ExpertLoads:
                 f"cannot read {path}: {why}; `inferc eval OUT --text FILE --record-expert-loads {path}` writes a profile"
             ) from None
         try:
-            data = json.loads(text)["expert_loads"]
+            data = parse_json(text)["expert_loads"]
             layers = {int(layer): [int(load) for load in loads] for layer, loads in data.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(

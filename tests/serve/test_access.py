@@ -222,3 +222,21 @@ def test_a_queue_that_moves_in_waves_is_not_measured_between_two() -> None:
         assert 25 < queue.seconds(now, num_running=256) < 75, now
     queue.first_token(47.95)  # the first of the next wave
     assert 25 < queue.seconds(47.96, num_running=256) < 75
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b"\xff\xfe\x80", b'{"keys": ' + b"[" * 100_000, b'{"keys": [[]]}', b"null"]
+)
+def test_a_file_that_became_something_else_leaves_the_keys_as_they_were(
+    text: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "keys.json", Clock()
+    write_keys(path, [key("a", "secret")])
+    known = Access(path, clock=clock)
+    path.write_bytes(text)
+    clock.now += access.LOOK_SECONDS
+    assert known.caller("secret").name == "a"
+    assert "the API keys stay as they were: " in caplog.text and "Traceback" not in caplog.text
+    clock.now += access.LOOK_SECONDS
+    assert known.caller("secret").name == "a", "and are not read again and again"
+    assert caplog.text.count("stay as they were") == 1
