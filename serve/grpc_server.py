@@ -47,10 +47,14 @@ FOR_ADMINS = frozenset(
     )
 )
 MAX_MESSAGE_BYTES = 64 << 20  # of a request; a prompt of a million tokens takes a tenth
+MAX_METADATA_BYTES = 64 << 10  # of a call
 LATE_SECONDS = 0.1  # before its deadline here, a call that its client ends is one whose deadline is over there
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
+    # Between the two gRPC refuses some calls and not others; these are the same for all, and as much as HTTP's.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.max_ping_strikes", 0),

@@ -19,6 +19,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._looking: asyncio.TimerHandle | None = None
         self._is_in_head = self._is_in_body = False
+        self._num_head = 0  # bytes of the head, as far as the parser told of it
         self._num_unheard = 0  # bytes since the parser told of something whole
         self._num_body = 0  # bytes of the body since the last look
 
@@ -39,12 +40,29 @@ class Protocol(HttpToolsProtocol):
             self._refuse(b"431 Request Header Fields Too Large")
 
     def on_message_begin(self) -> None:
-        self._is_in_head, self._num_unheard = True, 0
+        # What was not heard of stays counted: it is the beginning of this head.
+        self._is_in_head, self._num_head = True, 0
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + len(": \r\n"))
         if self._is_in_head:  # those behind a body are no part of what was answered
             super().on_header(name, value)
+
+    def _count_head(self, num_bytes: int) -> None:
+        """Refuse a head, or what follows a body, that is whole and too large; what is raised ends the parser's work."""
+        self._num_head += num_bytes
+        if self._num_head > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+            raise ValueError("the head is too large")
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # else it was refused in other words
+            super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._is_in_body, self._num_unheard, self._num_body = False, True, 0, 0
@@ -56,7 +74,7 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_in_body, self._num_unheard = False, 0
+        self._is_in_body, self._num_unheard, self._num_head = False, 0, 0
         self._stop_looking()
         super().on_message_complete()
 

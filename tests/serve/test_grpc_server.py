@@ -419,3 +419,20 @@ def test_serving_loads_neither_torch_nor_transformers(served: str, tiny_artifact
         for pid in (server.process.pid, server.engine.pid):
             maps = Path(f"/proc/{pid}/maps").read_text()
             assert "numpy" in maps and "/torch/" not in maps and "/transformers/" not in maps
+
+
+@pytest.mark.parametrize(("num_bytes", "code"), [(60_000, None), (66_000, grpc.StatusCode.RESOURCE_EXHAUSTED)])
+def test_metadata_has_a_bound_that_is_the_same_for_every_call(
+    served: str, num_bytes: int, code: grpc.StatusCode | None
+) -> None:
+    found = set()
+    with grpc.insecure_channel(served) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for _ in range(5):
+            try:
+                check(health_pb2.HealthCheckRequest(), metadata=(("x-a", "b" * num_bytes),), timeout=10)
+                found.add(None)
+            except grpc.RpcError as error:
+                found.add(error.code())
+        assert check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+    assert found == {code}
