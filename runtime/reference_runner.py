@@ -17,9 +17,11 @@ from torch import Tensor, fx
 
 from inferc import program as program_lib
 from inferc.config import ResolvedEngineConfig
+from inferc.errors import ArtifactError
 from inferc.program import name_of
 from inferc.reference import new_kv_caches, run_step
 from inferc.runtime.artifact import Artifact
+from inferc.runtime.artifact_files import AGAIN
 from inferc.runtime.host_sampler import HostSampler, log_softmax
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
 from inferc.runtime.taps import Node
@@ -29,7 +31,7 @@ class ReferenceRunner:
     """A runner whose steps run in `wait`, in the caller's thread."""
 
     def __init__(self, artifact: Artifact, config: ResolvedEngineConfig) -> None:
-        self._program = program_lib.from_json(artifact.program["program"])
+        self._program = graph_of(artifact)
         self._caches = new_kv_caches(self._program, config.num_blocks)
         self._artifact = artifact
         self._weights: dict[str, Tensor] = {}
@@ -101,6 +103,18 @@ class ReferenceRunner:
             dtype = getattr(torch, next(row.dtype for row in self._artifact.weights if row.name == name))
             self._weights[name] = torch.from_numpy(array).view(dtype)
         return self._weights[name]
+
+
+def graph_of(artifact: Artifact) -> program_lib.Program:
+    """The lowered graph of an artifact. Raises ArtifactError for one that names what there is not."""
+    try:
+        return program_lib.from_json(artifact.program["program"])
+    except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RuntimeError) as error:
+        why = str(error).splitlines()[:1]
+        raise ArtifactError(
+            f"{artifact.path / artifact.entry['file']} is not of the format: program: {type(error).__name__}:"
+            f" {''.join(why)}; {AGAIN}"
+        ) from None
 
 
 def _tapped_rows(plan: StepPlan, values: dict[str, Tensor], nodes: dict[str, Node]) -> dict[str, NDArray[Any]]:

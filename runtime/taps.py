@@ -47,17 +47,20 @@ class Node:
 def all_nodes(program: Mapping[str, Any]) -> dict[str, Node]:
     """The nodes of a program.json that have a row for each token or each sampled row, by name, in the order they run."""
     inputs = {entry["name"]: entry["shape"] for entry in program["step"]["inputs"]}
-    domains = {inputs["token_ids"][0]: False, inputs["logits_rows"][0]: True}
+    by_row = {"token_ids": False, "logits_rows": True}
+    domains = {inputs[name][0]: of for name, of in by_row.items() if name in inputs}
     numbers = {entry["name"]: int(entry["id"]) for entry in program.get("observable", ())}
     found = {}
     for number, node in enumerate(program["program"]["nodes"]):
         name, value = node.get("name"), node.get("val")
         if node["op"] != "call_function" or not isinstance(value, dict) or (numbers and name not in numbers):
             continue
-        if value["dtype"] in DTYPES and value["shape"] and value["shape"][0] in domains:
-            shape = tuple(int(size) for size in value["shape"][1:])
+        sizes = value["shape"][1:]
+        is_known = value["shape"] and value["shape"][0] in domains and all(str(size).isdigit() for size in sizes)
+        if value["dtype"] in DTYPES and is_known:
+            shape = tuple(map(int, sizes))
             domain = domains[value["shape"][0]]
-            found[name] = Node(name, numbers.get(name, number), node["layer"], value["dtype"], shape, domain)
+            found[name] = Node(name, numbers.get(name, number), node.get("layer"), value["dtype"], shape, domain)
     return found
 
 

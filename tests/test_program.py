@@ -4,6 +4,7 @@ import json
 import operator
 from typing import Any
 
+import pytest
 import torch
 from graphs import example, random, rows
 
@@ -104,3 +105,16 @@ def test_run_observes_and_replaces_calls() -> None:
     torch.testing.assert_close(result, -made.inputs["x"].abs())
     assert [name for name, _ in seen] == ["relu_default", "neg_default"]
     torch.testing.assert_close(seen[0][1], made.inputs["x"].abs())
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["().__class__", "__import__('os').getpid()", "s9", "s0 ** 9", "'a' * 9", "s0.node", "max(1, 2)", "1.5", "True"],
+)
+def test_a_size_of_a_file_is_arithmetic_and_nothing_else(size: str) -> None:
+    made = example(graph, {"x": rows(8), "y": rows(8)}, {"w": random(8, 8)})
+    data = to_json(made.program)
+    (symbol,) = data["symbols"]
+    data["nodes"][0]["val"]["shape"][0] = size.replace("s0", symbol)
+    with pytest.raises(ValueError, match="a size may hold s"):
+        from_json(data)

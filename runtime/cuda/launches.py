@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inferc.codegen.triton.launch import PREFILL, SHARED
+from inferc.errors import ArtifactError
 from inferc.runtime.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.cuda.driver import Bound, Kernel
 from inferc.runtime.cuda.engines import EngineCall, Engines, bind_call
@@ -159,8 +160,13 @@ class Launches:
         )
 
     def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
-        values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}
-        choices = [(choice["up_to"], self._kernels[choice["kernel"]].bind(values)) for choice in launch["choices"]]
+        try:
+            values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}
+            choices = [(choice["up_to"], self._kernels[choice["kernel"]].bind(values)) for choice in launch["choices"]]
+        except KeyError as error:
+            raise ArtifactError(
+                f"a launch of program.json names {error}, which there is not; compile the model again"
+            ) from None
         left = choices[-1][1].kernel.record.library
         product = None if self._cublaslt is None or left is None else self._cublaslt.bind(left, values)
         return Step(launch, tuple(choices), product)

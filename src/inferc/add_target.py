@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inferc import program as program_lib
 from inferc.codegen.emit import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.target import Target
@@ -111,8 +110,9 @@ def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Pr
     """Compile the artifact's program for the new chips; returns their rows of the kernel table."""
     from inferc.codegen.triton.code import write_code
     from inferc.codegen.triton.emit import emit
+    from inferc.runtime.reference_runner import graph_of
 
-    program = program_lib.from_json(artifact.program["program"])
+    program = graph_of(artifact)
     step = emit(program, memory_plan(program).values)
     made = json.loads(json_bytes(step.program_json_fields))
     if any(artifact.program[name] != value for name, value in made.items()):

@@ -16,6 +16,7 @@ is `sample`.
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -380,7 +381,32 @@ def _size_json(size: int | torch.SymInt) -> int | str:
 def _size_load(size: int | str, symbols: dict[str, torch.SymInt]) -> int | torch.SymInt:
     if isinstance(size, int):
         return size
-    return eval(compile(size, "<size>", "eval"), {"__builtins__": {}}, dict(symbols))  # type: ignore[no-any-return]
+    return _size_of(ast.parse(size, mode="eval").body, symbols)
+
+
+SIZE_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _size_of(node: ast.expr, symbols: dict[str, torch.SymInt]) -> int | torch.SymInt:
+    """A size as sympy writes it: a file's text is arithmetic and nothing else. Raises ValueError."""
+    if isinstance(node, ast.BinOp) and type(node.op) in SIZE_OPERATORS:
+        left, right = (_size_of(each, symbols) for each in (node.left, node.right))
+        return SIZE_OPERATORS[type(node.op)](left, right)  # type: ignore[no-any-return]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_size_of(node.operand, symbols)
+    if isinstance(node, ast.Name) and node.id in symbols:
+        return symbols[node.id]
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError(
+        f"a size may hold {', '.join(symbols) or 'no symbols'}, integers, + - * // and %, not {ast.unparse(node)}"
+    )
 
 
 def _value_json(value: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from random_models import make_random_model
 
 pytest.importorskip("triton")
@@ -34,6 +35,7 @@ from inferc.errors import ConfigError, UnsupportedError
 from inferc.manifest import json_bytes, seal_manifest
 from inferc.runtime.artifact import inspect_artifact, load_artifact, read_manifest
 from inferc.runtime.load import load_engine
+from inferc.runtime.sign_artifact import sign_artifact
 
 FOLDER = Path(__file__).parent / "on_fake_gpu"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -135,13 +137,18 @@ def test_an_artifact_for_a_gpu_has_the_same_bytes_again(artifacts: Path, tmp_pat
     assert (tmp_path / "again" / "engine.json").read_bytes() == (artifacts / "llama" / "engine.json").read_bytes()
 
 
-def test_another_chip_leaves_the_weights_alone(artifacts: Path, tmp_path: Path) -> None:
+def test_another_chip_leaves_the_weights_alone(
+    artifacts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = tmp_path / "out"
     shutil.copytree(artifacts / "llama", out)
+    sign_artifact(out, Ed25519PrivateKey.generate())
     (weights,) = out.glob("*.safetensors")
     before = weights.stat().st_ino
     summary = add_target(artifacts / "models" / "llama", out, CompileConfig(target="cuda:sm_80"))
     assert weights.stat().st_ino == before
+    assert not (out / "signature.json").exists(), "nobody signed what was added"
+    assert f"its signature is gone; sign it again: inferc sign {out} --key KEY" in caplog.text
     assert summary.config.target == "cuda:sm_90,sm_80"
     loaded = load_artifact(out)
     assert loaded.manifest["targets"] == ["cuda:sm_90", "cuda:sm_80"]

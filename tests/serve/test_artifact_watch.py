@@ -12,8 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import request
 from serving import Server, wait_until
 
+from inferc.client import Client
+from inferc.errors import InfercError
 from inferc.runtime.artifact import load_artifact
+from inferc.runtime.sign_artifact import sign_artifact
 from inferc.serve.artifact_watch import ArtifactWatch
+from inferc.signature import new_key, read_private_key
 
 ASK = {"prompt": "abc", "max_tokens": 4, "temperature": 0.0}
 
@@ -156,3 +160,27 @@ def reference_manifest(tiny_artifact: Path) -> bytes:
     manifest = json.loads((tiny_artifact / "engine.json").read_bytes())
     del manifest["sha256"]
     return seal_manifest({**manifest, "producer": "inferc of another time"})
+
+
+# -------------------------------------------------------------------------------------------- trusted keys
+
+
+def test_models_that_are_loaded_while_it_runs_are_held_to_the_same_keys(tiny_artifact: Path, tmp_path: Path) -> None:
+    new_key(tmp_path / "release.key")
+    key = read_private_key(tmp_path / "release.key")
+    first, folder = shutil.copytree(tiny_artifact, tmp_path / "first"), tmp_path / "models"
+    for name in ("signed", "unsigned"):
+        shutil.copytree(tiny_artifact, folder / name)
+    for path in (first, folder / "signed"):
+        sign_artifact(path, key)
+    options = ("--model-folder", str(folder), "--kv-memory", "8MB", "--trusted-keys", str(tmp_path / "release.key.pub"))
+    with Server(first, *options) as server, Client(server.address) as client:
+        client.load_model("signed")
+        with pytest.raises(InfercError, match=r"unsigned is not signed, and only what a key of"):
+            client.load_model("unsigned")
+        states = {model.model: model.state for model in client.models()}
+        assert states == {"first": "serving", "signed": "serving", "unsigned": "unloaded"}
+        flip(weights_of(first))
+        wait_until(lambda: is_refused(server), "what changed after it was signed is not served")
+        flip(weights_of(first))
+        wait_until(lambda: status(server) == health_pb2.HealthCheckResponse.SERVING, "it serves again", 40)
