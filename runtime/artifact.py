@@ -363,8 +363,8 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _chat_facts(artifact: Artifact) -> dict[str, Any] | None:
     """The form in which the chat template reads messages (inferc.chat_form); None where there is none."""
     name = "tokenizer/golden_chat.json"
-    golden = json.loads(artifact.read(name)) if name in artifact.manifest["files"] else {}
-    return golden.get("form")
+    golden = artifact.read_json(name) if name in artifact.manifest["files"] else {}
+    return golden.get("form") if isinstance(golden, dict) else None
 
 
 def _plan_facts(artifact: Artifact) -> dict[str, Any]:
