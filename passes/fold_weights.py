@@ -74,9 +74,11 @@ def _view(node: fx.Node, weights: list[Weight]) -> Folded:
 def _order(node: fx.Node, weights: list[Weight]) -> Folded:
     perm = list(range(len(weights[0].shape)))
     if node.target == aten.permute.default:
-        perm = [int(axis) % len(perm) for axis in node.args[1]]  # type: ignore[union-attr, arg-type]
+        order: Any = node.args[1]
+        perm = [int(axis) % len(perm) for axis in order]
     else:
-        first, second = (0, 1) if node.target == aten.t.default else node.args[1:3]  # type: ignore[misc]
+        axes: Any = (0, 1) if node.target == aten.t.default else node.args[1:3]
+        first, second = axes
         perm[first], perm[second] = perm[second], perm[first]
     return "_".join(map(str, perm)), weight_lib.permute(weights[0], tuple(perm))
 
@@ -110,9 +112,16 @@ def _arithmetic(node: fx.Node, weights: list[Weight]) -> Folded | None:
     if node.target == aten.pow.Tensor_Scalar and float(node.args[1]) not in EXPONENTS:  # type: ignore[arg-type]
         return None
     names = {each: f"x{index}" for index, each in enumerate(node.all_input_nodes)}
-    text = OPS[node.target](*(names[arg] if isinstance(arg, fx.Node) else repr(arg) for arg in arguments(node)))
+    text = OPS[node.target](*(_argument(arg, names) for arg in arguments(node)))
     weight = weight_lib.elementwise(tuple(weights), text, node.meta["val"].dtype)
     return (target_name(node.target).split(".")[1], weight) if weight.shape == _shape(node) else None
+
+
+def _argument(arg: Any, names: dict[fx.Node, str]) -> Any:
+    """What the table of expressions gets of an argument: texts for values and numbers, all else as it is."""
+    if isinstance(arg, fx.Node):
+        return names[arg]
+    return repr(arg) if isinstance(arg, (int, float)) else arg
 
 
 RULES: dict[Any, Callable[[fx.Node, list[Weight]], Folded | None]] = {

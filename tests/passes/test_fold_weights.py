@@ -99,3 +99,16 @@ def test_a_router_in_float32_reads_its_weight_as_it_is_stored() -> None:
 def test_keeps_a_product_that_is_float32_anyway() -> None:
     plain = example(lambda x, weight: aten.linear.default(x, weight), {"x": rows(8)}, {"weight": random(4, 8)})
     plain.check_untouched(fuse_linear_wide)
+
+
+def test_an_option_of_an_op_on_a_weight_chooses_what_is_computed() -> None:
+    def graph(x: Any, weight: Any) -> Any:
+        bounded = aten.clamp.default(aten.gelu.default(weight, approximate="tanh"), None, 0.5)
+        return aten.mul.Tensor(x, bounded)
+
+    golden = """
+        %x: float32[s0, 8] = input
+        %0: float32[s0, 8] = aten.mul.Tensor(%x, @weight.gelu.clamp)
+        return (%0)
+    """
+    example(graph, {"x": rows(8)}, {"weight": random(8)}).check(FoldWeights(), 2, golden)

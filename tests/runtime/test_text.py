@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.text import BYTE_OF_CHAR, Delta, Detokenizer, StopStrings, Text, TextStream
+from inferc.runtime.stop_strings import StopStrings
+from inferc.runtime.text import BYTE_OF_CHAR, Delta, Detokenizer, Text, TextStream
 
 EOS = 256
 

@@ -425,7 +425,7 @@ def test_serving_loads_neither_torch_nor_transformers(served: str, tiny_artifact
 def test_metadata_has_a_bound_that_is_the_same_for_every_call(
     served: str, num_bytes: int, code: grpc.StatusCode | None
 ) -> None:
-    found = set()
+    found: set[grpc.StatusCode | None] = set()
     with grpc.insecure_channel(served) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         for _ in range(5):
