@@ -19,6 +19,7 @@ from inferc.errors import ConfigError, RequestError
 
 InText: TypeAlias = Literal["allow", "refuse", "escape"]
 CHOICES: tuple[InText, ...] = ("allow", "refuse", "escape")
+NOTHING = r"(?!)"  # a pattern of no text
 PRIVATE = 0xF0000  # code points for private use, which have no case, are no spaces and stand in no vocabulary
 # Templates put a role between the halves of a control token.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -41,7 +42,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Tokenizer, template: str, in_text: InText) -> None:
         self.in_text = in_text
-        added = tokenizer.get_added_tokens_decoder()
+        added = {token: entry for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.content}
         special = {entry.content: token for token, entry in added.items() if entry.special}
         spelled = {
             entry.content: token
@@ -50,6 +51,11 @@ class ControlTokens:
         }
         self._ids = {**special, **spelled}
         self._special, self._all = _pattern(special), _pattern(self._ids)
+        # Tokens that are looked for in the normalized text, where other characters may have become theirs.
+        self._normalizer = tokenizer.normalizer
+        self._loose = _pattern(
+            entry.content for entry in added.values() if entry.normalized and entry.content in self._ids
+        )
         self._secret = _private(12)
         self._texts = sorted(self._ids)
         self._hidden = {text: self._secret + chr(PRIVATE + 256 + index) for index, text in enumerate(self._texts)}
@@ -61,7 +67,7 @@ class ControlTokens:
 
     def found(self, text: str) -> str | None:
         """The first control token in a text of a user's."""
-        hit = self._all.search(text)
+        hit = self._all.search(text) or self._respelled(text)
         return None if hit is None else hit.group()
 
     def check_prompt(self, text: str) -> None:
@@ -115,6 +121,11 @@ class ControlTokens:
     def _guarded(self, where: str, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
             if (hit := pattern.search(value)) is None:
+                if (hit := self._respelled(value)) is not None:
+                    raise RequestError(
+                        f"{where} has the control token {hit.group()!r} in other characters, and these are refused in texts"
+                        " here; leave it out"
+                    )
                 return value
             if self.in_text == "refuse":
                 raise RequestError(
@@ -128,6 +139,12 @@ class ControlTokens:
         if isinstance(value, (list, tuple)):
             return [self._guarded(where, each, pattern) for each in value]
         return value
+
+    def _respelled(self, text: str) -> re.Match[str] | None:
+        """The first control token that the tokenizer would find only after it has normalized the text."""
+        if self._normalizer is None or self._loose.pattern == NOTHING:
+            return None
+        return self._loose.search(self._normalizer.normalize_str(text))
 
     def _merged(self, value: Any, pattern: re.Pattern[str]) -> Any:
         """A list of text parts as one part, if a control token goes from one to the next."""
@@ -180,7 +197,7 @@ def _as_ascii(text: str) -> str:
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Any of these texts, the longest first; of none, nothing."""
     found = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-    return re.compile(found or r"(?!)")
+    return re.compile(found or NOTHING)
 
 
 def _private(count: int) -> str:

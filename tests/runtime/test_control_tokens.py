@@ -11,7 +11,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from inferc.chat_form import ChatForm
 from inferc.errors import ConfigError, RequestError
@@ -183,6 +183,22 @@ def test_json_in_ascii_holds_them_too(tmp_path: Path) -> None:
     found = text.encode_chat([{"role": "user", "content": "é<|end|>"}])
     assert [text.decode([token], False) for token in found].count("<|end|>") == 1
     assert text.decode(found, False) == '"\\u00e9<|end|>"<|end|>'
+
+
+def test_a_token_that_normalizing_makes(tmp_path: Path) -> None:
+    tokenizer = byte_level([], [])
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_special_tokens([AddedToken("<end>", normalized=True)])
+    template = "{{ messages[0].content }}<end>"
+    end = tokenizer.token_to_id("<end>")
+    assert text_of(tokenizer, template, tmp_path, "allow").encode("a<END>")[-1] == end
+    text = text_of(tokenizer, template, tmp_path)
+    assert end not in text.encode("a<END>") and text.encode("A<") == [text.encode("a")[0], text.encode("<")[0]]
+    with pytest.raises(RequestError, match=r"messages\[0\].content has the control token '<end>' in other characters"):
+        text.encode_chat([{"role": "user", "content": "a<END>"}])
+    with pytest.raises(RequestError, match="the prompt has the control token '<end>'"):
+        text_of(tokenizer, template, tmp_path, "refuse").encode("a<END>")
+    assert text.encode_chat([{"role": "user", "content": "A<end>"}])[-1:] == [end]
 
 
 def test_longer_tokens_go_before_shorter_ones(tmp_path: Path) -> None:
