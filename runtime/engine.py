@@ -20,6 +20,7 @@ import numpy as np
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.kv_cache import root_hash
 from inferc.runtime.kv_events import KvBatch, batch_now
+from inferc.runtime.prompt_limits import check_ids, check_length
 from inferc.runtime.recorder import Recorder
 from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 from inferc.runtime.scheduler import Scheduler
@@ -325,14 +326,8 @@ class Engine:
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         self._check_ids("prompt", prompt)
-        limit = self.model.max_model_len
         held = self.scheduler.cache.max_tokens if room else self.scheduler.cache.max_tokens_at_once
-        if len(prompt) + room > limit:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, and the model takes {limit - room} of its {limit}"
-                + (" (one is left for the answer)" if room else "")
-                + "; shorten it, or compile with a larger --max-model-len if the model allows one"
-            )
+        check_length(len(prompt), self.model.max_model_len, room)
         if len(prompt) > held:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, and the whole KV cache holds {held};"
@@ -340,10 +335,7 @@ class Engine:
             )
 
     def _check_ids(self, what: str, ids: Iterable[int]) -> None:
-        low, high = min(ids, default=0), max(ids, default=0)
-        if low < 0 or high >= self.model.vocab_size:
-            wrong = low if low < 0 else high
-            raise RequestError(f"{what}: token id {wrong} is outside of the vocabulary [0, {self.model.vocab_size})")
+        check_ids(what, ids, self.model.vocab_size)
 
     def _forget(self, seq: Sequence, reason: str, recorded: str | None = None) -> None:
         seqs = self._requests[seq.request_id]

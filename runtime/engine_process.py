@@ -22,6 +22,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -65,6 +66,7 @@ HINTS: dict[int, str] = {
     signal.SIGKILL: "; the system may have run out of memory",
     signal.SIGBUS: "; a file that it maps was cut short, or cannot be read",
 }
+LONG_LIST = 1 << 13  # of token ids, in a message: a millisecond
 SMALL_BYTES = 1 << 14  # of a message: a socket that is ready for writing takes so much at once
 
 
@@ -88,7 +90,7 @@ class EngineProcess(EngineClient):
         self._process, self._pipe = _spawn()
         self._can_write = select.poll()
         self._can_write.register(self._pipe.fileno(), select.POLLOUT)
-        self._unsent: deque[bytes] = deque()  # in their order, the first of which is being sent
+        self._unsent: deque[bytes | Callable[[], bytes]] = deque()  # in their order, the first of which is being sent
         self._writing = threading.Condition()  # around it, and around what is sent at once
         self._is_over = False  # nothing is sent any more
         self._writer = threading.Thread(target=self._send_late, name="inferc-engine-writer", daemon=True)
@@ -139,8 +141,13 @@ class EngineProcess(EngineClient):
         self._write(encode_command(command))
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        data = json.dumps(message).encode()
+        is_long = any(isinstance(value, list) and len(value) > LONG_LIST for value in message.values())
+        data = partial(dump_long, message) if is_long else json.dumps(message).encode()
         with self._writing:
+            if callable(data):  # by the writer: who asks has others to serve
+                self._unsent.append(data)
+                self._writing.notify()
+                return
             if not self._unsent and len(data) <= SMALL_BYTES and self._can_write.poll(0):
                 self._send_now(data)
             else:
@@ -155,7 +162,7 @@ class EngineProcess(EngineClient):
                 if self._is_over:
                     return
                 data = self._unsent[0]
-            self._send_now(data)
+            self._send_now(data() if callable(data) else data)
             with self._writing:
                 self._unsent.popleft()
 
@@ -244,7 +251,23 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
 
 
 def encode_command(command: Command) -> dict[str, Any]:
-    return {"command": type(command).__name__, **dataclasses.asdict(command)}
+    """The fields of a command, none of them copied; of parameters theirs."""
+    values = {each.name: getattr(command, each.name) for each in dataclasses.fields(command)}
+    if isinstance(command, Add):
+        values["params"] = vars(command.params)
+    return {"command": type(command).__name__, **values}
+
+
+def dump_long(message: Mapping[str, Any]) -> bytes:
+    """A message with long lists of numbers, in pieces: other threads go on between them."""
+    pieces = []
+    for name, value in message.items():
+        if isinstance(value, list) and len(value) > LONG_LIST:
+            parts = (json.dumps(value[at : at + LONG_LIST])[1:-1] for at in range(0, len(value), LONG_LIST))
+            pieces.append(f"{json.dumps(name)}: [{', '.join(parts)}]")
+        else:
+            pieces.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    return f"{{{', '.join(pieces)}}}".encode()
 
 
 def decode_command(data: bytes) -> Command:

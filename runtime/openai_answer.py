@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
+from inferc.runtime import openai_fields
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_request import FIXED, SAMPLING, OpenAIRequest
+from inferc.runtime.openai_request import FIXED, FIXED_OF_EMBEDDINGS, SAMPLING, OpenAIRequest
 from inferc.runtime.step import Logprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 NOTHING = CompletionOutput(0, finish_reason="length")  # where nothing was to be generated
 FIELDS = frozenset(
     (
-        *(*SAMPLING, *FIXED, "prompt", "messages", "logprobs", "top_logprobs", "logit_bias", "max_tokens", "best_of"),
-        *("stream", "stream_options", "model", "input", "add_special_tokens", "dimensions", "encoding_format"),
-        *("instructions", "max_output_tokens", "include", "text", "reasoning", "truncation", "background"),
-        *("previous_response_id", "conversation", "user", "metadata"),
+        *(*SAMPLING, *FIXED, *FIXED_OF_EMBEDDINGS, *openai_fields.COMPLETION, *openai_fields.CHAT),
+        *(*openai_fields.RESPONSE, *openai_fields.TOKENIZE, *openai_fields.DETOKENIZE, *openai_fields.EMBEDDING),
     )
 )
 
@@ -147,7 +146,7 @@ def error_body(error: InfercError) -> tuple[int, dict[str, Any]]:
 
 def field_of(message: str) -> str | None:
     """The field that a message of ours begins with, if it does."""
-    found = re.match(r"([a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)?(?::| is )", message)
+    found = re.match(r"([a-z_]+)(?:[.\[].{0,200}?)?(?::| is )", message, re.DOTALL)
     return found[1] if found is not None and found[1] in FIELDS else None
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from inferc.errors import RequestError
-from inferc.runtime.sampling_params import MAX_LOGPROBS, from_request
+from inferc.errors import RequestError, shown
+from inferc.runtime import openai_fields
+from inferc.runtime.openai_fields import check_fields
+from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams, check_integer, from_request
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
@@ -24,7 +26,6 @@ SAMPLING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens", "cache_salt"),
     *("include_stop_str_in_output", "allowed_token_ids", "cache_priority", "ttft_ms", "tbt_ms"),
 )
-FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 NOT_BUILT = (
     *("tools", "functions", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -67,7 +68,8 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said.
+    """prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said; params: those
+    over the defaults.
 
     echo: the prompt comes before the answer. prompt_logprobs: of the prompt's tokens, with so many likeliest ones.
     generates: whether anything follows the prompt. template: variables of the chat template.
@@ -82,36 +84,52 @@ class OpenAIRequest:
     add_special_tokens: bool = True
     return_token_ids: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
+    params: SamplingParams = field(default_factory=SamplingParams, compare=False)
 
     @property
     def num_outputs(self) -> int:
         """Of each prompt."""
-        return int(self.sampling.get("n", 1))
+        return self.params.n
 
 
-def parse_request(url: str, body: Mapping[str, Any], is_served: bool = False) -> OpenAIRequest:
-    """What a body asks for. Raises RequestError, which names the field at fault.
+def parse_request(
+    url: str,
+    body: Mapping[str, Any],
+    is_served: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+) -> OpenAIRequest:
+    """What a body asks for, all of it checked. Raises RequestError, which names the field at fault.
 
-    is_served: by a server, which has more than a batch (SERVED).
+    is_served: by a server, which has more than a batch (SERVED). defaults: of sampling, the model's.
     """
     if url == EMBEDDINGS:
         raise RequestError(
             f"{url}: the model does not allow embeddings, it generates text; use {COMPLETIONS} or {CHAT}"
         )
+    check_fields(body, openai_fields.CHAT if url == CHAT else openai_fields.COMPLETION)
     for name, allowed in FIXED.items():
         if body.get(name) not in allowed and not (is_served and name in SERVED):
-            raise RequestError(f"{name} is {body[name]!r:.80}, which is not built yet; leave it out")
+            raise _not_built(name, body[name])
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    for name in FLAGS:
-        _check_flag(name, sampling.get(name, False))
     if body.get("logit_bias") is not None:
         sampling["logit_bias"] = _logit_bias(body["logit_bias"])
     if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
-        raise RequestError(f"best_of is {body['best_of']!r:.80}, which is not built yet; leave it out")
+        raise _not_built("best_of", body["best_of"])
     read = _chat if url == CHAT else _completion
     request = read(body, sampling, is_served)
-    from_request(request.sampling)  # raises what is wrong with a value
-    return request
+    return replace(request, params=from_request(request.sampling, defaults))
+
+
+def model_of(body: Mapping[str, Any]) -> str:
+    """The model that a body names; "": none. Raises RequestError for what is no name."""
+    name = body.get("model")
+    if name is not None and not isinstance(name, str):
+        raise RequestError(f"model: expected a text, found {shown(name)}")
+    return name or ""
+
+
+def _not_built(name: str, value: Any) -> RequestError:
+    return RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
 
 
 def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:
@@ -119,7 +137,6 @@ def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bo
     if special is False and not is_served:
         raise RequestError("add_special_tokens is False, which is not built yet; give the prompt as token ids")
     echo = body.get("echo") or False
-    _check_flag("echo", echo)
     limit, generates = _max_tokens(body), True
     if limit == 0 and echo and limit is not False:
         limit, generates = None, False
@@ -129,7 +146,7 @@ def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bo
         sampling["logprobs"] = body["logprobs"]
     return OpenAIRequest(
         "completion",
-        tuple(_prompts(body.get("prompt"))),
+        tuple(_prompts(body["prompt"])),
         sampling,
         echo=echo,
         generates=generates,
@@ -145,23 +162,19 @@ def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: 
     if body.get("priority"):
         sampling["priority"] = body["priority"]
     wanted = body.get("prompt_logprobs")
-    if wanted is not None and not (type(wanted) is int and 0 <= wanted <= MAX_LOGPROBS):
-        raise RequestError(f"prompt_logprobs is {wanted!r:.80}; expected 0 to {MAX_LOGPROBS}")
-    _check_flag("return_token_ids", body.get("return_token_ids") or False)
+    if wanted is not None:
+        check_integer("prompt_logprobs", wanted, 0, MAX_LOGPROBS)
     return {"prompt_logprobs": wanted, "return_token_ids": bool(body.get("return_token_ids"))}
 
 
 def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template."""
     variables = body.get("chat_template_kwargs") or {}
-    if not isinstance(variables, Mapping):
-        raise RequestError(f"chat_template_kwargs: expected an object, found {variables!r:.80}")
     for name in variables:
         if name in TEMPLATE_VARIABLES:
             raise RequestError(f"chat_template_kwargs: {name} is set by the request itself; leave it out")
     options = dict(variables)
     if (goes_on := body.get("add_generation_prompt")) is not None:
-        _check_flag("add_generation_prompt", goes_on)
         options["add_generation_prompt"] = goes_on
     return options
 
@@ -172,14 +185,13 @@ def _chat(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) ->
     if body.get("add_special_tokens") is True:
         raise RequestError("add_special_tokens is True, which is not built yet; the chat template writes its own")
     sampling["max_tokens"] = _max_tokens(body)  # None: as many as fit
-    _check_flag("logprobs", body.get("logprobs") or False)
     if body.get("logprobs"):
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
-        raise RequestError(f"top_logprobs is {body['top_logprobs']!r:.80} without logprobs; set logprobs to true")
+        raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(f"messages: expected a list of at least one message, found {messages!r:.80}")
+    if not messages:
+        raise RequestError(f"messages: expected a list of at least one message, found {shown(messages)}")
     return OpenAIRequest(
         "chat",
         ([_message(index, each) for index, each in enumerate(messages)],),
@@ -189,67 +201,55 @@ def _chat(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) ->
     )
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}: expected true or false, found {value!r:.80}")
-
-
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
     names = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     if len(names) == 2 and body[names[0]] != body[names[1]]:
-        raise RequestError(f"{names[0]} is {body[names[0]]!r:.40} and {names[1]} {body[names[1]]!r:.40}; leave one out")
+        first, second = (shown(body[name], 50) for name in names)
+        raise RequestError(f"{names[0]} is {first} and {names[1]} is {second}; leave one out")
     return body[names[0]] if names else None
 
 
-def _logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias: expected an object from token id to bias, found {value!r:.80}")
+def _logit_bias(value: Mapping[str, float]) -> dict[int, float]:
     for key in value:
         if not re.fullmatch(r"[0-9]{1,10}", key):
-            raise RequestError(f"logit_bias: a key is a token id, found {key!r:.80}")
+            raise RequestError(f"logit_bias: a key is a token id, found {shown(key)}")
     return {int(key): bias for key, bias in value.items()}
 
 
-def embedding_inputs(value: Any, body: Mapping[str, Any]) -> list[str | list[int]]:
+def embedding_inputs(body: Mapping[str, Any]) -> list[str | list[int]]:
     """The texts of a request for vectors. Raises RequestError, also for a field of its body that would change them."""
+    check_fields(body, openai_fields.EMBEDDING)
     for name, allowed in FIXED_OF_EMBEDDINGS.items():
         if body.get(name) not in allowed:
-            raise RequestError(f"{name} is {body[name]!r:.80}, which is not built yet; leave it out")
-    return _prompts(value, "input")
+            raise _not_built(name, body[name])
+    return _prompts(body["input"], "input")
 
 
 def _prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
-    if isinstance(value, str) or _is_ids(value):
+    """One prompt or several, whose types are checked."""
+    if isinstance(value, str) or type(value[0]) is int:
         return [value]
-    if isinstance(value, list) and value and all(isinstance(each, str) or _is_ids(each) for each in value):
-        if len(value) > MAX_PROMPTS:
-            raise RequestError(
-                f"{name}: found {len(value)} prompts, at most {MAX_PROMPTS} are allowed; use more requests"
-            )
-        return value
-    raise RequestError(f"{name}: expected a text, a list of token ids, or a list of either, found {value!r:.80}")
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(f"{name}: found {len(value)} prompts, at most {MAX_PROMPTS} are allowed; use more requests")
+    return list(value)
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
     """A message of text, or of parts of text. What else one can hold (calls of tools, audio, a name) is refused unless it is empty."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}: expected an object with a role and a content, found {message!r:.80}")
+        raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
     for name, value in message.items():
         if name not in ("role", "content") and value:
-            raise RequestError(f"{where}.{name} is {value!r:.80}, which is not built yet; leave it out")
+            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
     content = message.get("content")
     parts = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             found = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"{where}.content: this model takes text parts only, found {found!r:.80}")
+            raise RequestError(f"{where}.content: this model takes text parts only, found {shown(found)}")
         if not isinstance(text := part.get("text"), str):
-            raise RequestError(f"{where}.content: expected text, found {text!r:.80}")
+            raise RequestError(f"{where}.content: expected text, found {shown(text)}")
         parts.append({"type": "text", "text": text})
     return {"role": message["role"], "content": parts if isinstance(content, list) else content}
 

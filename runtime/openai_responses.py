@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from inferc.errors import RequestError
+from inferc.errors import RequestError, shown
+from inferc.runtime import openai_fields
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, TokenOf, chat_logprobs
+from inferc.runtime.openai_fields import check_fields
 from inferc.runtime.openai_request import CHAT, OpenAIRequest, parse_request
-from inferc.runtime.sampling_params import MAX_LOGPROBS, check_text
+from inferc.runtime.sampling_params import MAX_LOGPROBS, check_integer, check_text
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -52,26 +54,27 @@ PARTS = ("input_text", "output_text")
 State: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-def parse_response_request(body: Mapping[str, Any]) -> OpenAIRequest:
-    """The chat that a body asks for. Raises RequestError, which names the field at fault."""
+def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> OpenAIRequest:
+    """The chat that a body asks for. Raises RequestError, which names the field at fault. defaults: of sampling."""
+    check_fields(body, openai_fields.RESPONSE)
     for name in STORED:
         if body.get(name) is not None:
-            raise RequestError(f"{name} is {body[name]!r:.80}, and nothing is stored here; send all of it as input")
+            raise RequestError(f"{name} is {shown(body[name])}, and nothing is stored here; send all of it as input")
     for name, allowed in FIXED.items():
         if body.get(name) not in allowed:
-            raise RequestError(f"{name} is {body[name]!r:.80}, which is not built yet; leave it out")
+            raise RequestError(f"{name} is {shown(body[name])}, which is not built yet; leave it out")
     for name, inner in INNER_FIXED.items():
         _check_inner(name, body.get(name), inner)
     _check_texts(body)
     limit = body.get("max_output_tokens")
-    if limit is not None and not (type(limit) is int and limit >= 1):
-        raise RequestError(f"max_output_tokens is {limit!r:.80}; expected 1 or more")
+    if limit is not None:
+        check_integer("max_output_tokens", limit, 1, 2**31 - 1)
     chat: dict[str, Any] = {name: value for name, value in body.items() if name not in OWN}
     if limit is not None:
         chat["max_completion_tokens"] = limit
     chat["messages"] = _messages(body)
     chat["logprobs"] = _wants_logprobs(body)
-    return parse_request(CHAT, chat, is_served=True)
+    return parse_request(CHAT, chat, is_served=True, defaults=defaults)
 
 
 def _check_texts(body: Mapping[str, Any]) -> None:
@@ -83,24 +86,22 @@ def _check_texts(body: Mapping[str, Any]) -> None:
         check_text(name, text)
 
 
-def _check_inner(name: str, value: Any, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_inner(name: str, value: Mapping[str, Any] | None, allowed: Mapping[str, tuple[Any, ...]]) -> None:
     if value is None:
         return
-    if not isinstance(value, Mapping):
-        raise RequestError(f"{name}: expected an object, found {value!r:.80}")
     for inner, values in allowed.items():
         if value.get(inner) not in values:
-            raise RequestError(f"{name}.{inner} is {value[inner]!r:.80}, which is not built yet; leave it out")
+            raise RequestError(f"{name}.{inner} is {shown(value[inner])}, which is not built yet; leave it out")
 
 
 def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     include, top = body.get("include") or (), body.get("top_logprobs")
     for each in include:
         if each not in INCLUDES:
-            raise RequestError(f"include: {each!r:.80} is unknown; known: {', '.join(INCLUDES)}")
+            raise RequestError(f"include: {shown(each)} is unknown; known: {', '.join(INCLUDES)}")
     wants = LOGPROBS in include
-    if top is not None and not (type(top) is int and 0 <= top <= MAX_LOGPROBS):
-        raise RequestError(f"top_logprobs is {top!r:.80}; expected 0 to {MAX_LOGPROBS}")
+    if top is not None:
+        check_integer("top_logprobs", top, 0, MAX_LOGPROBS)
     if top and not wants:
         raise RequestError(f"top_logprobs is {top}, and include has no {LOGPROBS}; add it")
     return wants
@@ -117,7 +118,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     elif isinstance(given, list) and given:
         messages = [_message(f"input[{index}]", item) for index, item in enumerate(given)]
     else:
-        raise RequestError(f"input: expected a text or a list of at least one item, found {given!r:.80}")
+        raise RequestError(f"input: expected a text or a list of at least one item, found {shown(given)}")
     count = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
     first = [*([instructions] if instructions else []), *(each["content"] for each in messages[:count])]
     system = [{"role": "system", "content": "\n\n".join(first)}] if first else []
@@ -126,18 +127,18 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _message(where: str, item: Any) -> dict[str, str]:
     if not isinstance(item, Mapping):
-        raise RequestError(f"{where}: expected an object, found {item!r:.80}")
+        raise RequestError(f"{where}: expected an object, found {shown(item)}")
     kind = item.get("type") or "message"
     if kind == "item_reference":
         raise RequestError(f"{where}: it refers to an item that was stored, and nothing is stored here; send the item")
     if kind != "message":
-        raise RequestError(f"{where}: items of type {kind!r:.80} are not built yet; send messages alone")
+        raise RequestError(f"{where}: items of type {shown(kind)} are not built yet; send messages alone")
     for name, value in item.items():
         if name not in OF_A_MESSAGE and value:
-            raise RequestError(f"{where}.{name} is {value!r:.80}, which is not built yet; leave it out")
+            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
     role = item.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}: its role is {role!r:.80}; expected one of {', '.join(ROLES)}")
+        raise RequestError(f"{where}: its role is {shown(role)}; expected one of {', '.join(ROLES)}")
     return {"role": "system" if role == "developer" else str(role), "content": _text(where, item.get("content"))}
 
 
@@ -145,14 +146,14 @@ def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where}.content: expected a text or a list of parts, found {content!r:.80}")
+        raise RequestError(f"{where}.content: expected a text or a list of parts, found {shown(content)}")
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") not in PARTS:
             found = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"{where}.content: this model takes {' and '.join(PARTS)} only, found {found!r:.80}")
+            raise RequestError(f"{where}.content: this model takes {' and '.join(PARTS)} only, found {shown(found)}")
         if not isinstance(text := part.get("text"), str):
-            raise RequestError(f"{where}.content: expected text, found {text!r:.80}")
+            raise RequestError(f"{where}.content: expected text, found {shown(text)}")
         texts.append(text)
     return "".join(texts)
 

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.errors import RequestError
+from inferc.runtime.sampling_params import check_integer
 from inferc.serve.models import ServedModel
 
 MAX_INPUTS = 2048
+MAX_DIMENSIONS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,13 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
     check_embeds(model)
     if not inputs or len(inputs) > MAX_INPUTS:
         raise RequestError(f"input: found {len(inputs)} texts; expected 1 to {MAX_INPUTS}")
-    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise RequestError(f"dimensions is {dimensions!r:.40}; expected a number of at least 1")
-    ids = [await model.encode(each) if isinstance(each, str) else list(each) for each in inputs]
+    if dimensions is not None:
+        check_integer("dimensions", dimensions, 1, MAX_DIMENSIONS)
+    for each in inputs:
+        if not isinstance(each, str):
+            model.check_length(len(each), room=0)
+    of_texts = iter(await model.encode_all([each for each in inputs if isinstance(each, str)]))
+    ids = [next(of_texts) if isinstance(each, str) else each for each in inputs]
     values = np.array(await model.embed(ids), np.float32)
     if dimensions is not None:
         if dimensions > values.shape[1]:

@@ -12,16 +12,16 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from inferc.errors import ConfigError, RequestError
+from inferc.errors import ConfigError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
-from inferc.serve import protocol
 from inferc.serve.access import CALLER, Access, secret_of
 from inferc.serve.admission import ARRIVED_AT, WITHIN
+from inferc.serve.grpc_messages import parse
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
 from inferc.serve.models import Models
@@ -59,6 +59,8 @@ OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    # Who opens a connection and says nothing loses it.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -73,9 +75,16 @@ class GrpcServer:
     `start` on. Raises ConfigError if there is no such port to have.
     """
 
-    def __init__(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> None:
-        """credentials: of TLS."""
-        self._server = grpc.aio.server(options=OPTIONS)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        max_connections: int | None = None,
+    ) -> None:
+        """credentials: of TLS. max_connections: at the same time, others are closed at once; None: any number."""
+        more = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
+        self._server = grpc.aio.server(options=[*OPTIONS, *more])
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         address = f"[{host}]" if ":" in host else host
         try:
@@ -140,22 +149,12 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _parse(kind: type[Message], data: bytes) -> Any:
-    """A request of bytes that anybody may have sent. gRPC itself would answer UNKNOWN to what is no message."""
-    try:
-        return kind.FromString(data)
-    except DecodeError as error:
-        raise RequestError(f"the bytes are no {kind.DESCRIPTOR.full_name}: {error}") from None
-
-
 def _unary(
     kind: type[Message], run: Callable[[Any], Awaitable[Message]], edge: _Edge
 ) -> Callable[[bytes, Context], Awaitable[Message]]:
     async def handler(data: bytes, context: Context) -> Message:
         async with edge.around(context):
-            request = _parse(kind, data)
-            protocol.check_known(request)
-            return await run(request)
+            return await run(parse(kind, data))
 
     return handler
 
@@ -164,7 +163,7 @@ def _streaming(
     kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]], edge: _Edge, greets: bool
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def handler(data: bytes, context: Context) -> None:
-        async with edge.around(context), aclosing(run(_parse(kind, data))) as messages:
+        async with edge.around(context), aclosing(run(parse(kind, data))) as messages:
             if greets:
                 await context.send_initial_metadata(())
             await _write(messages, context)
@@ -177,7 +176,7 @@ def _both_streaming(
 ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
-            yield _parse(kind, data)
+            yield parse(kind, data)
 
     async def handler(requests: AsyncIterator[bytes], context: Context) -> None:
         async with edge.around(context), aclosing(run(parsed(requests))) as messages:

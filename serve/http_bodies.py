@@ -1,140 +1,135 @@
-"""The bodies of HTTP requests: their fields and types, for checking and for the OpenAPI description.
+"""The bodies of HTTP requests: read as JSON, large ones beside the event loop, and described for `/openapi.json`.
 
-What a value may be is the runtime's to say (openai_request.py). Fields that are not here pass: what they would change is
-refused there by name, and what nobody knows is left alone.
+What their fields may be is one table for all who take OpenAI's bodies (runtime/openai_fields.py).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from email.message import Message
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
 
-Tokens = list[int]
-Prompts = str | list[int | str | Tokens]
-Message = Annotated[dict[str, Any], Field(description="role and content, as OpenAI has it")]
+from inferc.errors import RequestError
+from inferc.runtime import openai_fields
+from inferc.runtime.openai_fields import Fields
+from inferc.serve import large_json
+from inferc.serve.http_edge import ClientLeft
 
-
-class Body(BaseModel):
-    """An object that may have more fields than it names. Numbers and texts are taken as they are, never converted."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-
-    def said(self) -> dict[str, Any]:
-        """The fields that the client sent."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class Sampling(Body):
-    """What both kinds of completions have in common."""
-
-    model: str | None = Field(None, description="As /v1/models names it; the first model without it.")
-    n: int | None = Field(None, description="Outputs of each prompt.")
-    temperature: float | None = Field(None, description="0 is greedy.")
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Tokens | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    allowed_token_ids: Tokens | None = None
-    prompt_logprobs: int | None = Field(None, description="Of the prompt's tokens, with so many likeliest ones.")
-    priority: int | None = Field(None, description="Higher goes first, under --policy priority.")
-    ttft_ms: float | None = Field(None, description="To the first token; refused (429) where it cannot be kept.")
-    tbt_ms: float | None = Field(None, description="Between two tokens, on average.")
-    cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
-    cache_priority: int | None = None
-    return_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
+SMALL_BYTES = 64 << 10  # some milliseconds, whatever it is
+NO_OBJECT = "the body is no JSON object; send one, with the header content-type: application/json"
+# One at a time: threads that are busy all at once would wait for each other, and the event loop for all of them.
+_LARGE = ThreadPoolExecutor(1, "inferc-bodies")
+Result = TypeVar("Result")
 
 
-class CompletionBody(Sampling):
-    prompt: Prompts = Field(description="One text or list of token ids, or several.")
-    echo: bool | None = Field(None, description="The prompt comes before the answer, with its logprobs if asked for.")
-    logprobs: int | bool | None = Field(None, description="Of each token, with so many likeliest ones.")
-    best_of: int | None = None
-    suffix: str | None = None
-    add_special_tokens: bool | None = None
+@dataclass(frozen=True)
+class Body:
+    """A request's JSON object."""
+
+    values: Mapping[str, Any]
+    is_large: bool
+
+    async def read_as(self, make: Callable[[Mapping[str, Any]], Result]) -> Result:
+        """What `make` reads in it, beside the event loop where that may take long."""
+        if not self.is_large:
+            return make(self.values)
+        return await asyncio.get_running_loop().run_in_executor(_LARGE, copy_context().run, make, self.values)
 
 
-class ChatBody(Sampling):
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the model's template.")
-    add_generation_prompt: bool | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
+async def read_body(request: Request) -> Body:
+    """The body of a request. Raises RequestError for one that is no JSON object, and ClientLeft."""
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise ClientLeft("the client left before all of its body was here") from None
+    if not data or not _is_json(request.headers.get("content-type", "")):
+        raise RequestError(NO_OBJECT)
+    is_large = len(data) > SMALL_BYTES
+    if is_large:
+        value = await asyncio.get_running_loop().run_in_executor(_LARGE, _parse, data)
+    else:
+        value = _parse(data)
+    if not isinstance(value, dict):
+        raise RequestError(NO_OBJECT)
+    return Body(value, is_large)
 
 
-class ResponseBody(Body):
-    """As OpenAI has it; sampling parameters of its chats are taken too."""
-
-    model: str | None = Field(None, description="As /v1/models names it; the first model without it.")
-    input: Any = Field(
-        description="A text, or messages: role and content, which is a text or parts of type input_text or output_text.",
-        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+def _is_json(content_type: str) -> bool:
+    """A page of another site cannot send this type without asking, so another type is not taken for it."""
+    message = Message()
+    message["content-type"] = content_type
+    return content_type != "" and (
+        message.get_content_type() == "application/json"
+        or (message.get_content_maintype() == "application" and message.get_content_subtype().endswith("+json"))
     )
-    instructions: str | None = Field(None, description="What the model is told first.")
-    max_output_tokens: int | None = None
-    temperature: float | None = Field(None, description="0 is greedy.")
-    top_p: float | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
-    user: str | None = None
-    store: bool | None = Field(None, description="Nothing is stored, whatever this says.")
-    include: list[str] | None = Field(None, description="message.output_text.logprobs, for log probabilities.")
-    top_logprobs: int | None = None
-    text: dict[str, Any] | None = None
-    truncation: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
 
 
-class TokenizeBody(Body):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
+def _parse(data: bytes) -> Any:
+    """Raises RequestError for what is no JSON."""
+    try:
+        return json.loads(data) if len(data) <= SMALL_BYTES else large_json.loads(data)
+    except json.JSONDecodeError as error:
+        where = "" if len(data) > SMALL_BYTES else f" at character {error.pos}"
+        raise RequestError(f"the body is not JSON: {error.msg}{where}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not JSON: it is not {error.encoding}: {error.reason}") from None
+    except RecursionError:
+        raise RequestError("the body is not JSON that is read here: it is nested too deeply") from None
+    except ValueError as error:  # of numbers
+        raise RequestError(f"the body is not JSON that is read here: {str(error).partition(';')[0]}") from None
 
 
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: Tokens
-    skip_special_tokens: bool | None = None
+# ------------------------------------------------------------------------------------------------- description
+
+BODIES: Mapping[str, Fields] = {
+    "CompletionBody": openai_fields.COMPLETION,
+    "ChatBody": openai_fields.CHAT,
+    "ResponseBody": openai_fields.RESPONSE,
+    "TokenizeBody": openai_fields.TOKENIZE,
+    "DetokenizeBody": openai_fields.DETOKENIZE,
+    "EmbeddingBody": openai_fields.EMBEDDING,
+}
 
 
-class EmbeddingBody(Body):
-    model: str | None = None
-    input: Prompts
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    user: str | None = None
+def described(name: str) -> dict[str, Any]:
+    """What a route says of its body in the OpenAPI description; the schema itself is `describe`'s."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def describe(app: FastAPI) -> None:
+    """Add the schemas of bodies to the description that an application makes of itself."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = plain()
+        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update({name: _schema(name, fields) for name, fields in BODIES.items()})
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI has it done
+
+
+def _schema(name: str, fields: Fields) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for each, field in fields.items():
+        schema = field.kind.schema
+        if schema and not field.is_required:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        properties[each] = {**schema, **({"description": field.note} if field.note else {})}
+    required = [each for each, field in fields.items() if field.is_required]
+    return {
+        "title": name,
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": True,  # what would change the answer is refused by name
+    }

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
@@ -207,30 +206,6 @@ def error_of_http(error: HTTPException) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return error_of_http(error)
-
-
-async def on_invalid(request: Request, error: Exception) -> Response:
-    """A body that is not what its model says, in one line about the first thing that is wrong."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        message, where = f"the body is not JSON: {first['ctx']['error']}", []
-    elif not where:
-        message = "the body is no JSON object; send one, with the header content-type: application/json"
-    elif where[0] in ("prompt", "input") and first["type"] != "missing":  # of a union each type has an error of its own
-        found = f"{_at(error.body, where[0])!r:.80}"
-        message = f"{where[0]}: expected a text, a list of token ids, or a list of either, found {found}"
-    elif first["type"] == "missing":
-        message = f"{where[0]} is missing; give it"
-    else:
-        found = f"{first['input']!r:.80}"
-        message = f"{'.'.join(where[:1])}: {first['msg'][0].lower()}{first['msg'][1:]}, found {found}"
-    return error_response(400, message, "invalid_request_error", where[0] if where else None)
-
-
-def _at(body: Any, name: str) -> Any:
-    return body.get(name) if isinstance(body, Mapping) else body
 
 
 # ------------------------------------------------------------------------------------------ clients that leave

@@ -7,16 +7,24 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from inferc.serve.connections import Connections
+from inferc.serve.http_edge import OPEN
+
 MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follows its body
 LOOK_SECONDS = 30.0  # a head must be whole by then
 MIN_BYTES = 16 << 10  # of a body that is not whole, from one look to the next
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes connections that hold a place and send next to nothing; refuses (431) heads that are too large."""
+    """Closes connections that hold a place and send next to nothing; refuses (431) heads that are too large, and (503) requests
+    that there is no place for."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, connections: Connections | None = None, **kwargs: Any) -> None:
+        """connections: that this one is counted among."""
         super().__init__(*args, **kwargs)
+        self._connections = connections
+        self._number = -1  # by which it is counted
+        self._is_refused = False
         self._looking: asyncio.TimerHandle | None = None
         self._is_in_head = self._is_in_body = False
         self._num_head = 0  # bytes of the head, as far as the parser told of it
@@ -25,6 +33,8 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._connections is not None:
+            self._number = transport.get_extra_info("socket").fileno()
         self._look_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -66,17 +76,31 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._is_in_body, self._num_unheard, self._num_body = False, True, 0, 0
+        if self._connections is not None:
+            path = self.url.partition(b"?")[0].rstrip(b"/").decode("latin-1")
+            if self._connections.is_extra(self._number) and path not in OPEN:
+                self._is_refused = True
+                self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+                return
+            self._connections.busy(self._number)
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._connections is not None and not self._is_in_body and not self._is_answering:
+            self._connections.rests(self._number)
 
     def on_body(self, body: bytes) -> None:
         self._num_unheard = 0
         self._num_body += len(body)
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_body, self._num_unheard, self._num_head = False, 0, 0
         self._stop_looking()
-        super().on_message_complete()
+        if not self._is_refused:
+            super().on_message_complete()
 
     @property
     def _is_answering(self) -> bool:

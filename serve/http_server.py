@@ -8,22 +8,26 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
 from inferc.serve.access import Access
-from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_invalid, on_our_fault
+from inferc.serve.connections import Connections, Listener
+from inferc.serve.http_address import BACKLOG
+from inferc.serve.http_bodies import describe
+from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_our_fault
 from inferc.serve.http_protocol import Protocol
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import Models
 from inferc.serve.openai_api import openai_routes
 from inferc.serve.web_page import page_routes
 
+ACCEPTED_AT_ONCE = 64  # connections in a row, before others have their turn
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
 
 
@@ -46,10 +50,10 @@ def make_app(
     )
     app.include_router(openai_routes(models))
     app.include_router(page_routes(models))
+    describe(app)
     app.add_route("/metrics", _metrics_route(metrics), include_in_schema=False)
     app.add_exception_handler(InfercError, on_inferc_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_our_fault)
 
     def ended(path: str, status: str) -> None:
@@ -69,11 +73,17 @@ def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Respon
 class HttpServer(uvicorn.Server):
     """Serves an application on a socket that is bound already, and leaves signals to whoever runs it."""
 
-    def __init__(self, app: Any, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        """context: of TLS."""
+    def __init__(
+        self, app: Any, listener: Listener, context: ssl.SSLContext | None = None, max_connections: int | None = None
+    ) -> None:
+        """context: of TLS. max_connections: at the same time; None: any number."""
+        listener.connections = None if max_connections is None else Connections(max_connections)
+        listener.greets = context is None
+        protocol: Any = partial(Protocol, connections=listener.connections)
         config = uvicorn.Config(
             app,
-            http=Protocol,
+            http=protocol,
+            backlog=ACCEPTED_AT_ONCE,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -90,6 +100,13 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._listener.listen(
+                BACKLOG
+            )  # as it was: asyncio takes what it accepts in a row for the system's queue too
 
     async def run_until_stopped(self) -> None:
         """Returns after `stop`, when the open requests have ended."""

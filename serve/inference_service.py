@@ -29,7 +29,6 @@ class InferenceService:
     # ------------------------------------------------------------------------------------------- generating
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        protocol.check_known(request)
         model = self.models.get(request.model)
         engine = model.engine
         defaults = CALLER.get().limits.defaults(engine.facts.defaults)
@@ -88,6 +87,8 @@ class InferenceService:
             kind = each.WhichOneof("input")
             if kind is None:
                 raise RequestError(f"inputs[{number}] is empty; set text or token_ids")
+            if kind == "token_ids":
+                model.check_length(len(each.token_ids.ids), room=0)
             inputs.append(each.text if kind == "text" else list(each.token_ids.ids))
         vectors = await embed(model, inputs, request.dimensions if request.HasField("dimensions") else None)
         return pb.EmbedResponse(
@@ -197,7 +198,6 @@ class InferenceService:
 
     def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest) -> AsyncGenerator[pb.KvEventBatch, None]:
         """The batches that follow; which is the first is settled when this returns."""
-        protocol.check_known(request)
         events = self.models.get(request.model).kv_events
         if events is None:
             raise EventsOff("this server does not collect KV events; start it with --kv-events grpc, or an endpoint")
@@ -207,6 +207,7 @@ class InferenceService:
     async def _prompt(self, model: ServedModel, request: pb.GenerateRequest | pb.ScoreRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
+            model.check_length(len(request.token_ids.ids), room=1 if isinstance(request, pb.GenerateRequest) else 0)
             return list(request.token_ids.ids)
         if kind == "text":
             return await model.encode(request.text)

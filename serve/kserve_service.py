@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from inferc.errors import InfercError, RequestError
+from inferc.errors import InfercError, RequestError, shown
 from inferc.json_text import parse_json
+from inferc.runtime.openai_request import MAX_PROMPTS
 from inferc.runtime.sampling_params import SamplingParams, from_request
-from inferc.serve import protocol
 from inferc.serve.access import CALLER
 from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.inference_service import engine_stats, reason_of
@@ -49,6 +49,8 @@ CONTENTS = {"BOOL": "bool", "INT32": "int", "INT64": "int64", "UINT32": "uint", 
 # Parameters of a request that are no sampling parameters: those that Triton's clients send for its own queue.
 TRITONS = ("sequence_id", "sequence_start", "sequence_end", "binary_data_output", "triton_enable_empty_final_response")
 MAX_AT_ONCE = 1024  # requests of one stream
+MAX_AXES = 8
+MAX_SAMPLING_BYTES = 256 << 10  # of JSON, which is read while all others wait
 STATES = {"serving": "READY", "asleep": "READY", "loading": "LOADING", "starting": "LOADING", "unloading": "UNLOADING"}
 
 
@@ -156,7 +158,7 @@ class KServeService:
     async def repository_model_load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
         self._check_repository(request.repository_name)
         if request.parameters:
-            listed = ", ".join(sorted(request.parameters))
+            listed = ", ".join(sorted(request.parameters))[:150]
             raise RequestError(f"parameters {listed}: a model is loaded as it was compiled; leave them out")
         await self.models.load(request.model_name)
         return pb.RepositoryModelLoadResponse()
@@ -166,7 +168,7 @@ class KServeService:
     ) -> pb.RepositoryModelUnloadResponse:
         self._check_repository(request.repository_name)
         if others := sorted(set(request.parameters) - {"unload_dependents"}):  # no model has any
-            raise RequestError(f"parameters {', '.join(others)} are unknown; leave them out")
+            raise RequestError(f"parameters {', '.join(others):.150} are unknown; leave them out")
         await self.models.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
@@ -252,18 +254,21 @@ class KServeService:
 
     def _work(self, request: pb.ModelInferRequest) -> _Work:
         """What is asked for. Raises RequestError."""
-        protocol.check_known(request)
         model = self._model(request.model_name, request.model_version)
-        inputs = _tensors(request)
+        inputs = _tensors(request, model.engine.facts.max_model_len)
         values, timeout = _sampling(request.parameters, inputs.get("sampling_parameters"))
         params = from_request(values, CALLER.get().limits.defaults(model.engine.facts.defaults))
         if params.n != 1:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
-        model.check_open(1)
+        prompts = _prompts(inputs)
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                model.check_length(len(prompt))
+        model.check_open(len(prompts))
         return _Work(
             id=request.id,
             model=model,
-            prompts=_prompts(inputs),
+            prompts=prompts,
             params=params,
             streams=_flag(inputs, "stream", False),
             echoes=not _flag(inputs, "exclude_input_in_output", True),
@@ -346,10 +351,11 @@ async def _whole(work: _Work, prompt: str | list[int]) -> _Answer:
 # ------------------------------------------------------------------------------------------------- tensors
 
 
-def _tensors(request: pb.ModelInferRequest) -> dict[str, Any]:
-    """The inputs by name: lists of bytes, or arrays. Raises RequestError."""
+def _tensors(request: pb.ModelInferRequest, max_model_len: int) -> dict[str, Any]:
+    """The inputs by name: lists of bytes, or of numbers. Raises RequestError, before anything is made of one that is too long."""
+    most = {"text_input": MAX_PROMPTS, "input_ids": max_model_len}
     known = {name: kind for name, kind, *_ in INPUTS}
-    raw = list(request.raw_input_contents)
+    raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise RequestError(f"found {len(raw)} raw_input_contents for {len(request.inputs)} inputs; give one for each")
     found: dict[str, Any] = {}
@@ -363,18 +369,26 @@ def _tensors(request: pb.ModelInferRequest) -> dict[str, Any]:
         allowed = ("INT32", "INT64", "UINT32", "UINT64") if known[name] == "INT32" else (known[name],)
         if kind not in allowed:
             raise RequestError(f"input {name}: found datatype {kind!r:.40}, expected {' or '.join(allowed)}")
-        count = 1
-        for size in tensor.shape:
-            if size < 0 or count * size > 1 << 26:
-                raise RequestError(f"input {name}: shape {list(tensor.shape)} is out of range")
-            count *= size
-        values = (
-            _from_raw(name, kind, raw[index]) if raw else list(getattr(tensor.contents, f"{CONTENTS[kind]}_contents"))
-        )
-        if len(values) != count:
-            raise RequestError(f"input {name}: found {len(values)} values for the shape {list(tensor.shape)}")
-        found[name] = values
+        count = _count(name, tensor.shape)
+        if count > most.get(name, 1):
+            raise RequestError(f"input {name} has {count} values; at most {most.get(name, 1)} are taken")
+        given = raw[index] if raw else getattr(tensor.contents, f"{CONTENTS[kind]}_contents")
+        if not raw and len(given) != count:
+            raise RequestError(f"input {name}: found {len(given)} values for the shape {list(tensor.shape)}")
+        found[name] = _from_raw(name, kind, given, count) if raw else list(given)
     return found
+
+
+def _count(name: str, shape: Sequence[int]) -> int:
+    """How many values a shape has."""
+    if len(shape) > MAX_AXES:
+        raise RequestError(f"input {name}: its shape has {len(shape)} axes; at most {MAX_AXES} are taken")
+    count = 1
+    for size in shape:
+        if size < 0 or count * size > 1 << 26:
+            raise RequestError(f"input {name}: shape {list(shape)} is out of range")
+        count *= size
+    return count
 
 
 def _check_no_parameters(what: str, parameters: Mapping[str, pb.InferParameter]) -> None:
@@ -384,22 +398,30 @@ def _check_no_parameters(what: str, parameters: Mapping[str, pb.InferParameter])
         raise RequestError(f"{what}: parameters {listed:.150} are not known here (no shared memory, no classification)")
 
 
-def _from_raw(name: str, kind: str, data: bytes) -> list[Any]:
+def _from_raw(name: str, kind: str, data: bytes, count: int) -> list[Any]:
+    """So many values. Raises RequestError if the bytes hold more, or fewer."""
     if kind != "BYTES":
         dtype = np.dtype(DTYPES[kind])
-        if len(data) % dtype.itemsize:
-            raise RequestError(f"input {name}: found {len(data)} bytes, expected a multiple of {dtype.itemsize}")
+        if len(data) != count * dtype.itemsize:
+            raise RequestError(
+                f"input {name}: found {len(data)} bytes, expected {count * dtype.itemsize} for its shape"
+            )
         values: list[Any] = np.frombuffer(data, dtype).tolist()
         return values
-    texts, at = [], 0
+    texts: list[bytes] = []
+    at = 0
     while at < len(data):
         (length,) = struct.unpack_from("<I", data, at) if at + 4 <= len(data) else (len(data),)
         if at + 4 + length > len(data):
             raise RequestError(
                 f"input {name}: a text is longer than the bytes that are there; expected 4 bytes of length"
             )
+        if len(texts) == count:
+            raise RequestError(f"input {name}: found more texts than the {count} of its shape")
         texts.append(data[at + 4 : at + 4 + length])
         at += 4 + length
+    if len(texts) != count:
+        raise RequestError(f"input {name}: found {len(texts)} texts for the {count} of its shape")
     return texts
 
 
@@ -436,12 +458,16 @@ def _sampling(
     if listed is not None:
         if len(listed) != 1:
             raise RequestError(f"input sampling_parameters: found {len(listed)} values, expected one JSON object")
+        if len(listed[0]) > MAX_SAMPLING_BYTES:
+            raise RequestError(
+                f"input sampling_parameters has {len(listed[0])} bytes; at most {MAX_SAMPLING_BYTES} are taken"
+            )
         try:
             values = parse_json(listed[0])
         except ValueError as error:
-            raise RequestError(f"input sampling_parameters is not JSON: {error}") from None
+            raise RequestError(f"input sampling_parameters is not JSON: {str(error).partition(';')[0]}") from None
         if not isinstance(values, dict):
-            raise RequestError(f"input sampling_parameters: expected a JSON object, found {values!r:.80}")
+            raise RequestError(f"input sampling_parameters: expected a JSON object, found {shown(values)}")
     timeout = None
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")

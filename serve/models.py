@@ -22,6 +22,7 @@ from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.control_tokens import InText
 from inferc.runtime.engine_process import EngineProcess
 from inferc.runtime.load import model_defaults, model_limits
+from inferc.runtime.prompt_limits import check_length
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
@@ -211,6 +212,22 @@ class ServedModel:
         text = await self._rendering.run(render)
         limit = self.engine.facts.max_model_len if is_prompt else None
         return await _beside(text, partial(self.engine.text.encode_rendered, text, limit))
+
+    def check_length(self, num_tokens: int, room: int = 1) -> None:
+        """Raise RequestError for a prompt of so many tokens that is too long, before anything is made of it."""
+        try:
+            check_length(num_tokens, self.engine.facts.max_model_len, room)
+        except RequestError:
+            if room:  # as it would be counted had the engine refused it
+                self.engine.metrics.outcomes["invalid"] += 1
+            raise
+
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts, as `encode` makes them of each: a thread makes those of all where they are long together."""
+        if sum(map(len, texts)) <= SHORT_TEXT:
+            return [await self.encode(text, add_special_tokens) for text in texts]
+        encode, limit = self.engine.text.encode, self.engine.facts.max_model_len
+        return await asyncio.to_thread(lambda: [encode(text, add_special_tokens, limit) for text in texts])
 
     def check_open(self, num_sequences: int) -> None:
         """AsyncEngine.check_open within the time that the caller has."""

@@ -11,23 +11,21 @@ from inferc.errors import RequestError
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token, prompt_offsets
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
-from inferc.runtime.sampling_params import SamplingParams, from_request
-from inferc.serve.access import CALLER
 from inferc.serve.models import ServedModel
 from inferc.serve.openai_chunks import add_piece
 from inferc.serve.streams import Piece, Stream
 from inferc.serve.waiting import gather
+
+OPENED_AT_ONCE = 32  # streams: some milliseconds
 
 
 class Answering:
     """The streams of a request; close it when done, whatever happened. Choice i of prompt p has the index p * n + i."""
 
     def __init__(self, model: ServedModel, request: OpenAIRequest, request_id: str = "") -> None:
-        """Raises RequestError for sampling parameters that are none, and as AsyncEngine.check_open."""
+        """Raises as AsyncEngine.check_open."""
         self.model, self.request = model, request
-        self.params: SamplingParams = from_request(
-            request.sampling, CALLER.get().limits.defaults(model.engine.facts.defaults)
-        )
+        self.params = request.params
         self._request_id = request_id
         self._news = asyncio.Event()
         self._streams: list[Stream] = []
@@ -37,12 +35,14 @@ class Answering:
 
     async def start(self) -> None:
         """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open."""
-        ids = [await self._encode(prompt) for prompt in self.request.prompts]
+        ids = await self._encoded()
         self._prompts = await gather(
             self._echoed(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)
         )
         if self.request.generates:
             for number, each in enumerate(ids):
+                if number % OPENED_AT_ONCE == OPENED_AT_ONCE - 1:
+                    await asyncio.sleep(0)  # others have their turn: there may be a thousand
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
                 self._streams.append(self.model.open(each, self.params, name, self._news))
 
@@ -92,14 +92,18 @@ class Answering:
         cached = self._streams[number].num_cached if self._streams else 0
         return Answer(len(prompt.token_ids), cached, outputs, self.echoed(number))
 
-    async def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return await self.model.encode(prompt, self.request.add_special_tokens)
-        if prompt and isinstance(prompt[0], dict):
-            messages: Any = prompt
-            return await self.model.encode_chat(messages, self.request.template)
-        ids: Any = prompt
-        return list(ids)
+    async def _encoded(self) -> list[list[int]]:
+        """Token ids of all prompts. Raises RequestError for one that is too long."""
+        prompts: Any = self.request.prompts
+        if self.request.kind == "chat":
+            return [await self.model.encode_chat(messages, self.request.template) for messages in prompts]
+        room = 1 if self.request.generates else 0
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                self.model.check_length(len(prompt), room)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        of_texts = iter(await self.model.encode_all(texts, self.request.add_special_tokens))
+        return [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _offsets(self, text: str, ids: list[int]) -> list[int]:
         if not self.request.echo:

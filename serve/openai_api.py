@@ -7,27 +7,32 @@ import base64
 import importlib.metadata
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from inferc.errors import RequestError
+from inferc.runtime import openai_fields
 from inferc.runtime.openai_answer import Answer, response_body
+from inferc.runtime.openai_fields import check_fields
 from inferc.runtime.openai_request import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     OpenAIRequest,
     embedding_inputs,
+    model_of,
     parse_request,
 )
 from inferc.serve import text_calls
+from inferc.serve.access import CALLER
 from inferc.serve.embedding import embed
 from inferc.serve.http_answers import STREAMED, Json, answered
-from inferc.serve.http_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, Sampling, TokenizeBody
+from inferc.serve.http_bodies import described, read_body
 from inferc.serve.http_edge import body_of, while_client_waits
 from inferc.serve.models import Models, ServedModel
 from inferc.serve.openai_answering import Answering
@@ -44,29 +49,31 @@ def openai_routes(models: Models) -> APIRouter:
 
     # ------------------------------------------------------------------------------------------ generating
 
-    @routes.post(COMPLETIONS, tags=["openai"], response_model=None, responses=STREAMED)
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    @routes.post(COMPLETIONS, tags=["openai"], responses=STREAMED, openapi_extra=described("CompletionBody"))
+    async def completions(request: Request) -> Response:
         """Continue one prompt or several."""
-        return await _generate(models, COMPLETIONS, body, request)
+        return await _generate(models, COMPLETIONS, request)
 
-    @routes.post(CHAT, tags=["openai"], response_model=None, responses=STREAMED)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    @routes.post(CHAT, tags=["openai"], responses=STREAMED, openapi_extra=described("ChatBody"))
+    async def chat_completions(request: Request) -> Response:
         """Answer a conversation, by the model's chat template."""
-        return await _generate(models, CHAT, body, request)
+        return await _generate(models, CHAT, request)
 
     routes.include_router(responses_routes(models))
 
-    @routes.post(EMBEDDINGS, tags=["openai"], response_model=None)
-    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+    @routes.post(EMBEDDINGS, tags=["openai"], response_model=None, openapi_extra=described("EmbeddingBody"))
+    async def embeddings(request: Request) -> Response:
         """Vectors of texts, where the model makes them."""
-        model = models.get(body.model or "")
-        form = body.encoding_format or "float"
+        body = await read_body(request)
+        inputs = await body.read_as(embedding_inputs)
+        values = body.values
+        model = models.get(values.get("model") or "")
+        form = values.get("encoding_format") or "float"
         if form not in ("float", "base64"):
             raise RequestError(f"encoding_format is {form!r:.40}; expected float or base64")
-        inputs = embedding_inputs(body.input, body.said())
         request.scope["started"]()  # what follows waits for the engine
         async with while_client_waits(request.receive):
-            vectors = await embed(model, inputs, body.dimensions)
+            vectors = await embed(model, inputs, values.get("dimensions"))
         rows: list[Any] = vectors.values.tolist()
         if form == "base64":
             rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors.values]
@@ -87,33 +94,40 @@ def openai_routes(models: Models) -> APIRouter:
 
     # ---------------------------------------------------------------------------------------------- text
 
-    @routes.post("/tokenize", tags=["text"])
-    async def tokenize(body: TokenizeBody, http: Request) -> Json:
+    @routes.post("/tokenize", tags=["text"], openapi_extra=described("TokenizeBody"))
+    async def tokenize(http: Request) -> Json:
         """Token ids of a prompt or a conversation, as the model would get them."""
-        model = models.get(body.model or "")
-        http.scope["started"]()
-        if (body.prompt is None) == (body.messages is None):
+        body = await read_body(http)
+        values = body.values
+        check_fields(values, openai_fields.TOKENIZE)
+        model = models.get(values.get("model") or "")
+        prompt = values.get("prompt")
+        if (prompt is None) == (values.get("messages") is None):
+            http.scope["started"]()
             raise RequestError("prompt: expected one of prompt and messages")
-        if body.prompt is not None:
-            ids = await text_calls.tokenize(model, body.prompt, body.add_special_tokens is not False)
+        if prompt is not None:
+            http.scope["started"]()
+            ids = await text_calls.tokenize(model, prompt, values.get("add_special_tokens") is not False)
         else:
-            request = parse_request(CHAT, body.said(), is_served=True)
+            request = await body.read_as(partial(parse_request, CHAT, is_served=True))
+            http.scope["started"]()
             messages: Any = request.prompts[0]
             ids = await text_calls.tokenize_chat(model, messages, request.template)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len, "tokens": ids}
-        if body.return_token_strs:
+        if values.get("return_token_strs"):
             found["token_strs"] = await asyncio.to_thread(_spelled, model, ids)
         return Json(found)
 
-    @routes.post("/detokenize", tags=["text"])
-    async def detokenize(body: DetokenizeBody, http: Request) -> Json:
+    @routes.post("/detokenize", tags=["text"], openapi_extra=described("DetokenizeBody"))
+    async def detokenize(http: Request) -> Json:
         """The text of token ids."""
-        model = models.get(body.model or "")
+        body = await read_body(http)
+        await body.read_as(partial(check_fields, fields=openai_fields.DETOKENIZE))
+        values = body.values
+        model = models.get(values.get("model") or "")
         http.scope["started"]()
-        skip = bool(body.skip_special_tokens)
-        return Json(
-            {"prompt": await text_calls.detokenize(model, body.tokens, lambda: model.decode(body.tokens, skip))}
-        )
+        skip, ids = bool(values.get("skip_special_tokens")), values["tokens"]
+        return Json({"prompt": await text_calls.detokenize(model, ids, lambda: model.decode(ids, skip))})
 
     @routes.get("/tokenizer_info", tags=["text"])
     async def tokenizer_info(model: str = "") -> Json:
@@ -167,21 +181,23 @@ def _spelled(model: ServedModel, ids: list[int]) -> list[str]:
     return [model.engine.text.token_bytes(token).decode(errors="replace") for token in ids]
 
 
-async def _generate(models: Models, url: str, body: Sampling, http: Request) -> Response:
-    model = models.get(body.model or "")
-    request = parse_request(url, body.said(), is_served=True)
-    form = _Completions(secrets.token_hex(12), int(time.time()), model, body)
-    return await answered(http, model, request, form.id_of(request), form, bool(body.stream))
+async def _generate(models: Models, url: str, http: Request) -> Response:
+    body = await read_body(http)
+    model = models.get(model_of(body.values))
+    defaults = CALLER.get().limits.defaults(model.engine.facts.defaults)
+    request = await body.read_as(partial(parse_request, url, is_served=True, defaults=defaults))
+    form = _Completions(secrets.token_hex(12), int(time.time()), model, body.values.get("stream_options") or {})
+    return await answered(http, model, request, form.id_of(request), form, bool(body.values.get("stream")))
 
 
 @dataclass(frozen=True)
 class _Completions:
-    """Completions and chats: an object, or its chunks. name: makes its id."""
+    """Completions and chats: an object, or its chunks. name: makes its id. options: of the stream."""
 
     name: str
     created: int
     model: ServedModel
-    body: Sampling
+    options: Mapping[str, Any]
 
     def id_of(self, request: OpenAIRequest) -> str:
         return f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{self.name}"
@@ -198,9 +214,8 @@ class _Completions:
             "model": self.model.name,
             "system_fingerprint": self.model.fingerprint,
         }
-        options = self.body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        continuous = options is not None and bool(options.continuous_usage_stats)
+        with_usage = bool(self.options.get("include_usage"))
+        continuous = bool(self.options.get("continuous_usage_stats"))
         chunks = Chunks(answering.request, head, answering.token, with_usage, continuous)
         counts: dict[int, int] = {}
         has_begun = False

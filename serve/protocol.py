@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from inferc.errors import RequestError
 from inferc.runtime.kv_events import CacheEvent, Removed, Stored
@@ -23,28 +22,6 @@ FINISH_REASONS = {
     "length": pb.FINISH_REASON_LENGTH,
 }
 MAX_REQUEST_ID = 128
-
-
-def check_known(message: Message, path: str = "") -> None:
-    """Raise RequestError if the client set a field, at any depth, that this server's .proto does not have.
-
-    proto3 keeps such fields aside without a word; a client that asks for a feature must not get an answer without it.
-    """
-    path = path or message.DESCRIPTOR.name
-    fields: Any = UnknownFieldSet(message)  # iterable, which its type stub does not say
-    numbers = sorted({unknown.field_number for unknown in fields})
-    if numbers:
-        listed = ", ".join(map(str, numbers))
-        raise RequestError(
-            f"{path} has field number {listed}, which this server does not know;"
-            " leave it out, or use a server of the version that your .proto is from"
-        )
-    for field, value in message.ListFields():
-        kind = field.message_type
-        if kind is None or kind.GetOptions().map_entry:
-            continue
-        for part in (value,) if isinstance(value, Message) else value:
-            check_known(part, f"{path}.{field.name}")
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:

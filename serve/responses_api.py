@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, chat_logprobs
+from inferc.runtime.openai_request import model_of
 from inferc.runtime.openai_responses import (
     RESPONSES,
     ResponseHead,
@@ -22,8 +24,9 @@ from inferc.runtime.openai_responses import (
     status_of,
     text_part,
 )
+from inferc.serve.access import CALLER
 from inferc.serve.http_answers import STREAMED, answered
-from inferc.serve.http_bodies import ResponseBody
+from inferc.serve.http_bodies import described, read_body
 from inferc.serve.http_edge import body_of
 from inferc.serve.models import Models
 from inferc.serve.openai_answering import Answering
@@ -36,14 +39,15 @@ def responses_routes(models: Models) -> APIRouter:
     """Every path of the interface."""
     routes = APIRouter()
 
-    @routes.post(RESPONSES, tags=["openai"], response_model=None, responses=STREAMED)
-    async def create_response(body: ResponseBody, request: Request) -> Response:
+    @routes.post(RESPONSES, tags=["openai"], responses=STREAMED, openapi_extra=described("ResponseBody"))
+    async def create_response(http: Request) -> Response:
         """Answer a conversation; nothing of it is stored."""
-        model = models.get(body.model or "")
-        said = body.said()
-        form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, said)
-        name = f"resp_{form.name}"
-        return await answered(request, model, parse_response_request(said), name, form, bool(body.stream))
+        body = await read_body(http)
+        model = models.get(model_of(body.values))
+        defaults = CALLER.get().limits.defaults(model.engine.facts.defaults)
+        request = await body.read_as(partial(parse_response_request, defaults=defaults))
+        form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, body.values)
+        return await answered(http, model, request, f"resp_{form.name}", form, bool(body.values.get("stream")))
 
     @routes.get(f"{RESPONSES}/{{response_id}}", tags=["openai"])
     @routes.delete(f"{RESPONSES}/{{response_id}}", tags=["openai"])

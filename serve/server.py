@@ -8,7 +8,6 @@ import gc
 import importlib
 import logging
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,11 +18,12 @@ from typing import TYPE_CHECKING, Literal
 from inferc.errors import ConfigError
 from inferc.serve import http_address
 from inferc.serve.access import Access, Limits
+from inferc.serve.connections import Listener, quiet_accept_errors
 from inferc.serve.grpc_server import GrpcServer
 from inferc.serve.kv_events import KvPublisherConfig
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import ModelOptions, Models, ModelSource
-from inferc.serve.open_files import allow_open_files
+from inferc.serve.open_files import Places, allow_open_files
 from inferc.serve.signals import Signals
 
 if TYPE_CHECKING:
@@ -124,10 +124,11 @@ def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
 
 
 async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
-    allow_open_files(config.options.max_sequences * max(1, len(config.models)))
+    quiet_accept_errors(asyncio.get_running_loop())
+    places = allow_open_files(config.options.max_sequences * max(1, len(config.models)))
     signals = Signals()
     try:
-        server = _Server(config)
+        server = _Server(config, places)
         try:
             return await server.run(signals, on_ready)
         finally:
@@ -139,8 +140,8 @@ async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> 
 class _Server:
     """The parts of a running server. Ports are taken at once, before anything is loaded."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        self.config = config
+    def __init__(self, config: ServeConfig, places: Places) -> None:
+        self.config, self._places = config, places
         self._tracing = self._open_tracing()
         self.models = Models(
             *(config.models, config.options, config.model_folder, self._on_change), tracing=self._tracing
@@ -149,7 +150,7 @@ class _Server:
         self.metrics = MetricsPage(self.models, config.metrics_compat)
         self._certificates = self._open_certificates()
         credentials = None if self._certificates is None else self._certificates.grpc_credentials()
-        self.grpc = GrpcServer(config.host, config.grpc_port, credentials)
+        self.grpc = GrpcServer(config.host, config.grpc_port, credentials, places.grpc)
         self._listener = None if config.http_port is None else http_address.bind(config.host, config.http_port)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -233,7 +234,7 @@ class _Server:
         # Whoever supervises us must not take a dead engine for an orderly end.
         return 1 if was_broken else _exit_code(first)
 
-    def _start_http(self, listener: socket.socket) -> None:
+    def _start_http(self, listener: Listener) -> None:
         from inferc.serve.http_server import HttpServer, make_app
 
         context = None if self._certificates is None else self._certificates.ssl_context
@@ -245,7 +246,7 @@ class _Server:
             config.max_body_bytes,
             checks_host=config.is_open and context is None,
         )
-        self._http = HttpServer(app, listener, context)
+        self._http = HttpServer(app, listener, context, self._places.http)
         self._http_task = asyncio.create_task(self._http.run_until_stopped())
 
     @property

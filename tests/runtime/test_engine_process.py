@@ -31,6 +31,7 @@ from inferc.runtime.engine_process import (
     EventWriter,
     Name,
     decode_command,
+    dump_long,
     encode_command,
 )
 from inferc.runtime.kv_events import KvBatch
@@ -455,8 +456,9 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
 
 def test_messages_survive_the_pipe() -> None:
     params = SamplingParams(stop=("é\n",), logit_bias={3: -1.5}, seed=2**64 - 1, stop_token_ids=(4,), max_tokens=None)
-    for command in (Add("a", [1, 2], params), Abort("a", 1), Abort("b")):
+    for command in (Add("a", [1, 2], params), Add("l", [*range(50_000)], params), Abort("a", 1), Abort("b")):
         assert decode_command(_json(encode_command(command))) == command
+        assert decode_command(dump_long(encode_command(command))) == command
     events: list[Event] = [
         Output("a", 1, [5], "stop", [Logprobs(5, -0.1, 2, ((1, -0.05), (5, -0.1)))]),
         Output("a", 0, [6], num_cached=32),

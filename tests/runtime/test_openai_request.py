@@ -106,7 +106,8 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
     ("url", "body", "message", "field"),
     [
         (EMBEDDINGS, {"input": "a"}, "the model does not allow embeddings", None),
-        (COMPLETIONS, {}, "prompt: expected a text, a list of token ids, or a list of either, found None", "prompt"),
+        (COMPLETIONS, {}, "prompt is missing; give it", "prompt"),
+        (COMPLETIONS, {"prompt": None}, "prompt: expected a text, a list of token ids, or a list of either,", "prompt"),
         (COMPLETIONS, {"prompt": []}, "found []", "prompt"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "found [1, 'a']", "prompt"),
         (COMPLETIONS, {"prompt": [True]}, "found [True]", "prompt"),
@@ -122,8 +123,21 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
         (COMPLETIONS, {"ignore_eos": "yes"}, "ignore_eos: expected true or false, found 'yes'", "ignore_eos"),
         (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias: a key is a token id, found 'a'", "logit_bias"),
         (COMPLETIONS, {"logit_bias": [1]}, "logit_bias: expected an object", "logit_bias"),
+        (COMPLETIONS, {"logit_bias": {"5": "a"}}, "logit_bias.5: expected a number, found 'a'", "logit_bias"),
+        (COMPLETIONS, {"stop": ["a"] * 9 + [5]}, "stop[9]: expected a text, found 5", "stop"),
+        (
+            COMPLETIONS,
+            {"stop_token_ids": [1, 2.0]},
+            "stop_token_ids[1]: expected an integer, found 2.0",
+            "stop_token_ids",
+        ),
+        (COMPLETIONS, {"max_tokens": 16.0}, "max_tokens: expected an integer, found 16.0", "max_tokens"),
+        (COMPLETIONS, {"max_tokens": True}, "max_tokens: expected an integer, found True", "max_tokens"),
+        (COMPLETIONS, {"prompt": [[1], [2, True]]}, "found [[1], [2, True]]", "prompt"),
+        (COMPLETIONS, {"min_p": 10**400}, "min_p is an integer of about 401 digits; expected a value in", "min_p"),
         (COMPLETIONS, {"logprobs": 40}, "logprobs is 40; expected at most 32", "logprobs"),
-        (CHAT, {}, "messages: expected a list of at least one message, found None", "messages"),
+        (CHAT, {}, "messages is missing; give it", "messages"),
+        (CHAT, {"messages": []}, "messages: expected a list of at least one message, found []", "messages"),
         (CHAT, {"messages": ["hi"]}, "messages[0]: expected an object with a role", "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content: expected text, found None", "messages"),
         (
@@ -148,7 +162,12 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
         ),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs is 2 without logprobs", "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "logprobs": 2}, "logprobs: expected true or false, found 2", "logprobs"),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "leave one out", None),
+        (
+            CHAT,
+            {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2},
+            "max_completion_tokens is 2 and max_tokens is 1; leave one out",
+            "max_completion_tokens",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_its_name(

@@ -55,7 +55,7 @@ def test_over_grpc(embedding: Server) -> None:
         np.testing.assert_allclose(cut, np.array(first[:8]) / np.linalg.norm(first[:8]), atol=1e-6)
         for inputs, options, message in (
             ([], {}, "input: found 0 texts; expected 1 to 2048"),
-            (["a"], {"dimensions": 0}, "dimensions is 0; expected a number of at least 1"),
+            (["a"], {"dimensions": 0}, "dimensions is 0; expected at least 1"),
             (["a"], {"dimensions": 9999}, "dimensions is 9999; the model's vectors have 64"),
             ([[]], {}, "the prompt is empty"),
             ([[5] * 300], {}, "the prompt has 300 tokens"),

@@ -1,10 +1,12 @@
 """Requests that no client would send: none ends or hangs the server, and none is its fault."""
 
+import http.client
 import json
 import random
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from clients import environment
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from hostile import a_call, a_flood, a_tensor_call, damaged
 from http_calls import request
 from serving import Server
 
@@ -86,23 +89,42 @@ def test_ten_thousand_requests_of_schemathesis(target: Server, tmp_path: Path) -
     check_alive(target, engine)
 
 
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes flipped, cut off, repeated, or put elsewhere."""
-    result = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(result) + 1)
-        kind = rng.randrange(5)
-        if kind == 0 and at < len(result):
-            result[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            result = result[:at]
-        elif kind == 2:
-            result[at:at] = result[at : at + rng.randint(1, 20)] * rng.randint(1, 5)
-        elif kind == 3:
-            result[at:at] = rng.randbytes(rng.randint(1, 12))
-        elif len(result) > 2:
-            del result[at : at + rng.randint(1, 8)]
-    return bytes(result)
+def fuzz_http(server: Server, count: int, seed: int) -> Counter[int]:
+    """Sends so many requests over a connection, or another where the server hangs up; counts of statuses."""
+    rng, statuses = random.Random(seed), Counter[int]()
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    for _ in range(count):
+        call = a_call(rng)
+        try:
+            body: Any = iter([call.body[:7], call.body[7:]]) if call.is_chunked else call.body
+            connection.request("POST", call.path, body, call.headers, encode_chunked=call.is_chunked)
+            answer = connection.getresponse()
+            data = answer.read()
+        except (ConnectionError, http.client.HTTPException) as error:
+            raise AssertionError(f"{call.path} {call.headers} {call.body[:2000]!r}: {error!r}") from error
+        found = f"{call.path} {call.headers} {call.body[:2000]!r}: {answer.status} {data[:1000]!r}"
+        assert answer.status not in (500, 501, 502), found
+        assert answer.status == 200 or set(json.loads(data)["error"]) == {"message", "type", "param", "code"}, found
+        assert answer.status == 200 or len(data) < 2000, found
+        assert b"/tmp" not in data and b".py" not in data, found
+        statuses[answer.status] += 1
+    connection.close()
+    return statuses
+
+
+def test_hundreds_of_bodies_that_nobody_would_send(target: Server) -> None:
+    engine = target.engine.pid
+    statuses = fuzz_http(target, 800, seed=1)
+    assert statuses[200] > 20 and statuses[400] > 400, statuses
+    check_alive(target, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_thousand_bodies_that_nobody_would_send(target: Server) -> None:
+    engine = target.engine.pid
+    fuzz_http(target, 20_000, seed=2)
+    check_alive(target, engine)
 
 
 def test_bytes_that_are_hardly_http(target: Server) -> None:
@@ -114,7 +136,7 @@ def test_bytes_that_are_hardly_http(target: Server) -> None:
     for _ in range(300):
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             try:
-                connection.sendall(mutated(whole, rng))
+                connection.sendall(damaged(whole, rng))
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65536):
                     pass
@@ -202,7 +224,7 @@ SEEDS["ModelStreamInfer"] = SEEDS["ModelInfer"]
 
 
 def fuzz(server: Server, count: int, seed: int) -> dict[str, int]:
-    """Sends so many requests, half of them bytes that were a message, half messages of random fields; counts of codes."""
+    """Sends so many requests: messages of random fields, bytes that were a message, far more fields than any has; counts of codes."""
     rng = random.Random(seed)
     methods = [(service, method) for service in (INFERENCE, KSERVE) for method in service.methods]
     methods = [(service, method) for service, method in methods if method.name not in LEFT_OUT]
@@ -212,8 +234,13 @@ def fuzz(server: Server, count: int, seed: int) -> dict[str, int]:
             service, method = methods[number % len(methods)]
             kind = GetMessageClass(method.input_type)
             data = random_message(kind(), rng).SerializeToString()
-            if rng.random() < 0.5:
-                data = mutated(SEEDS.get(method.name, kind()).SerializeToString() or data, rng)
+            kind_of_data = rng.random()
+            if kind_of_data < 0.1:
+                data = a_flood(rng)
+            elif kind_of_data < 0.3 and method.name in ("ModelInfer", "ModelStreamInfer"):
+                data = a_tensor_call(rng, kserve_pb.ModelInferRequest)
+            elif kind_of_data < 0.5:
+                data = damaged(SEEDS.get(method.name, kind()).SerializeToString() or data, rng)
             path = f"/{service.full_name}/{method.name}"
             call: Any
             try:
@@ -244,7 +271,7 @@ def test_a_thousand_messages_that_are_none(target: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_thousand_messages_that_are_none(target: Server) -> None:
+def test_twenty_thousand_messages_that_are_none(target: Server) -> None:
     engine = target.engine.pid
-    fuzz(target, 10_000, seed=2)
+    fuzz(target, 20_000, seed=2)
     check_alive(target, engine)

@@ -286,7 +286,10 @@ def test_a_request_has_its_name_while_its_prompt_is_scored() -> None:
         raise RequestAborted("aborted")
 
     model = SimpleNamespace(
-        engine=SimpleNamespace(facts=SimpleNamespace(defaults={})), check_open=lambda num_sequences: None, score=score
+        engine=SimpleNamespace(facts=SimpleNamespace(defaults={})),
+        check_open=lambda num_sequences: None,
+        check_length=lambda num_tokens, room: None,
+        score=score,
     )
     models: Any = SimpleNamespace(get=lambda name: model)
     made = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), prompt_logprobs=1, request_id="mine")

@@ -156,7 +156,7 @@ def request_of(raw: bytes, shape: list[int], name: str = "text_input", datatype:
 
 BAD = [
     (pb.ModelInferRequest(), "expected one of the inputs text_input and input_ids"),
-    (request_of(texts(b"a"), [2]), "input text_input: found 1 values for the shape [2]"),
+    (request_of(texts(b"a"), [2]), "input text_input: found 1 texts for the 2 of its shape"),
     (request_of(texts(), [0]), "input text_input has no text"),
     (request_of(texts(b"a"), [-1]), "shape [-1] is out of range"),
     (request_of(texts(b"a"), [1 << 40, 1 << 40]), "is out of range"),
@@ -165,7 +165,7 @@ BAD = [
     (request_of(texts(b"\xff"), [1]), "input text_input is not UTF-8: invalid start byte at byte 0"),
     (request_of(texts(b"a"), [1], "prompt"), "input 'prompt' is unknown; known: text_input"),
     (request_of(texts(b"a"), [1], "text_input", "INT32"), "found datatype 'INT32', expected BYTES"),
-    (request_of(b"\x01\x02\x03", [1], "input_ids", "INT32"), "found 3 bytes, expected a multiple of 4"),
+    (request_of(b"\x01\x02\x03", [1], "input_ids", "INT32"), "found 3 bytes, expected 4 for its shape"),
     (request_of(struct.pack("<i", -4), [1], "input_ids", "INT32"), "prompt: token id -4 is outside of the vocabulary"),
     (request_of(struct.pack("<q", 1 << 40), [1], "input_ids", "INT64"), "is outside of the vocabulary"),
     (

@@ -31,7 +31,7 @@ class Answer:
 
 class Model:
     name = "endless"
-    engine = SimpleNamespace(facts=SimpleNamespace(defaults={}))
+    engine = SimpleNamespace(facts=SimpleNamespace(defaults={}, max_model_len=256))
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []

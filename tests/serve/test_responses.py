@@ -135,7 +135,7 @@ def ask(url: str, **body: Any) -> Reply:
         ({"input": [{"type": "function_call", "name": "f"}]}, "items of type 'function_call' are not built", "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "refers to an item that was stored", "input"),
         ({"input": [{"role": "user", "content": "a", "name": "b"}]}, "input[0].name is 'b', which is not", "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens is 0; expected 1 or more", "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0; expected at least 1", "max_output_tokens"),
         ({"temperature": -1.0}, "temperature is -1.0", "temperature"),
         ({"conversation": "conv_1"}, "conversation is 'conv_1', and nothing is stored here", "conversation"),
         ({"background": True}, "background is True, which is not built yet; leave it out", "background"),
@@ -145,13 +145,18 @@ def ask(url: str, **body: Any) -> Reply:
         ({"tool_choice": "required"}, "tool_choice is 'required', which is not built yet", "tool_choice"),
         ({"include": ["nothing"]}, "include: 'nothing' is unknown; known: message.output_text.logprobs", "include"),
         ({"top_logprobs": 2}, "top_logprobs is 2, and include has no message.output_text.logprobs", "top_logprobs"),
-        ({"top_logprobs": 99}, "top_logprobs is 99; expected 0 to 32", "top_logprobs"),
+        ({"top_logprobs": 99}, "top_logprobs is 99; expected at most 32", "top_logprobs"),
         ({"n": 2}, "n is 2, which is not built yet", "n"),
         ({"instructions": "\ud800"}, "instructions: it is not text", "instructions"),
         ({"user": "\ud800"}, "user: it is not text: it has half of a surrogate pair", "user"),
         ({"metadata": {"\ud800": "a"}}, "metadata: it is not text", "metadata"),
         ({"metadata": {"a": "\ud800"}}, "metadata: it is not text", "metadata"),
-        ({"metadata": {"a": 5}}, "metadata: input should be a valid string, found 5", "metadata"),
+        *(
+            ({name: 10**399}, f"{name} is an integer of about 400 digits; expected", name)
+            for name in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ttft_ms", "tbt_ms")
+        ),
+        ({"logit_bias": {"1": 10**399}}, "logit_bias[1] is an integer of about 400 digits", "logit_bias"),
+        ({"metadata": {"a": 5}}, "metadata.a: expected a text, found 5", "metadata"),
     ],
 )
 def test_a_bad_request_is_told_what_is_wrong(url: str, body: dict[str, Any], message: str, param: str) -> None:

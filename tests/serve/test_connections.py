@@ -1,0 +1,159 @@
+"""Places for connections: who gives way, who is told that there is none, and that health is always answered."""
+
+import asyncio
+import asyncio.selector_events
+import inspect
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inferc.serve import connections, http_address
+from inferc.serve.access import Access
+from inferc.serve.connections import ACCEPT_FAILED, Connections, Seldom, quiet_accept_errors
+from inferc.serve.http_server import HttpServer, make_app
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+BEGUN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+Open = Callable[[bytes], Awaitable[asyncio.StreamReader]]
+
+
+def with_places(limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
+    """Run `work` against an endpoint with so many places; it opens connections that have sent some bytes."""
+
+    async def run() -> None:
+        models: Any = SimpleNamespace(is_serving=True, is_broken=False)
+        metrics: Any = SimpleNamespace(responses=Counter())
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener, max_connections=limit)
+        running = asyncio.create_task(server.run_until_stopped())
+        writers = []
+
+        async def opened(sent: bytes) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+            writers.append(writer)
+            writer.write(sent)
+            await writer.drain()
+            return reader
+
+        await work(opened)
+        for writer in writers:
+            writer.close()
+        server.stop(at_once=True)
+        await running
+        listener.close()
+        assert listener.connections is not None and len(listener.connections) == 0
+
+    asyncio.run(run())
+
+
+async def head(reader: asyncio.StreamReader) -> bytes:
+    return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+
+
+async def began(opened: Open) -> asyncio.StreamReader:
+    """A connection with a request on it that is under way: one before it on the same connection has been answered."""
+    reader = await opened(HEALTH + BEGUN)
+    assert b" 200 " in await head(reader)
+    return reader
+
+
+def test_the_connection_that_is_idle_for_the_longest_gives_way() -> None:
+    async def work(opened: Open) -> None:
+        first = await opened(HEALTH)
+        assert b" 200 " in await head(first)
+        second = await opened(HEALTH)
+        assert b" 200 " in await head(second)
+        third = await opened(HEALTH)
+        assert b" 200 " in await head(third)
+        assert await asyncio.wait_for(first.read(), 30) == b""
+        fourth = await opened(HEALTH)
+        assert b" 200 " in await head(fourth)
+        assert await asyncio.wait_for(second.read(), 30) == b"" and not third.at_eof()
+
+    with_places(2, work)
+
+
+def test_where_all_are_busy_others_are_told_so_and_health_answers() -> None:
+    async def work(opened: Open) -> None:
+        busy = [await began(opened), await began(opened)]
+        refused = await opened(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await asyncio.wait_for(refused.read(), 30)).startswith(
+            b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1"
+        )
+        with_body = await opened(BEGUN + b"}" * 98)
+        assert (await asyncio.wait_for(with_body.read(), 30)).startswith(b"HTTP/1.1 503 ")
+        for path in (b"/health", b"/live", b"/ready", b"/health/?a=1"):
+            assert b" 200 " in await head(await opened(HEALTH.replace(b"/health", path)))
+        assert not any(reader.at_eof() for reader in busy)
+
+    with_places(2, work)
+
+
+def test_beyond_the_places_for_health_a_connection_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEALTH_PLACES", 0)
+
+    async def work(opened: Open) -> None:
+        await began(opened)
+        refused = await opened(b"")
+        assert (await asyncio.wait_for(refused.read(), 30)).startswith(b"HTTP/1.1 503 ")
+
+    with_places(1, work)
+
+
+def test_a_connection_that_is_closed_gives_its_place_back() -> None:
+    said: list[str] = []
+    places = Connections(2, said.append)
+    pairs = [socket.socketpair() for _ in range(5)]
+    ours = [pair[0] for pair in pairs]
+    assert places.came(ours[0]) and places.came(ours[1]) and len(places) == 2 and not said
+    places.busy(ours[0].fileno())
+    places.busy(ours[1].fileno())
+    assert places.came(ours[2]) and places.is_extra(ours[2].fileno()) and not places.is_extra(ours[0].fileno())
+    assert said == ["2 HTTP connections are open, and there are places for 2: idle ones are closed"]
+    places.left(ours[2].fileno())
+    places.left(ours[0].fileno())
+    assert len(places) == 1 and places.came(ours[3]) and not places.is_extra(ours[3].fileno())
+    places.rests(ours[1].fileno())  # later than the one before, which goes first
+    assert places.came(ours[4]) and pairs[3][1].recv(1) == b""
+    pairs[1][0].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        ours[1].recv(1)
+    for pair in pairs:
+        for each in pair:
+            each.close()
+
+
+def test_a_line_comes_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    say = Seldom(lambda: now)
+    for second in range(0, 130, 10):
+        now = float(second)
+        say("full")
+    assert [record.message for record in caplog.records] == [
+        "full",
+        "full (5 times more since this was said last)",
+        "full (5 times more since this was said last)",
+    ]
+
+
+def test_a_loop_that_can_accept_nobody_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    quiet_accept_errors(loop)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1000):
+            loop.call_exception_handler({"message": ACCEPT_FAILED, "exception": OSError(24, "Too many open files")})
+        loop.call_exception_handler({"message": "something else"})
+    loop.close()
+    assert len(caplog.records) == 2
+    assert "no connection can be taken: [Errno 24] Too many open files" in caplog.records[0].message
+    assert "something else" in caplog.records[1].message
+
+
+def test_these_are_the_words_of_this_python() -> None:
+    source = inspect.getsource(asyncio.selector_events)
+    assert ACCEPT_FAILED in source
