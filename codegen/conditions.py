@@ -177,6 +177,20 @@ def routing_fits(node: fx.Node) -> str:
     return _joined(most, at_most("top_k", argument(node, "top_k"), num_experts))
 
 
+def is_common_score(node: fx.Node) -> str:
+    """Of a router, where a backend has the scores that most models use."""
+    score = argument(node, "score")
+    return (
+        f"routing by {score}: expected one of softmax and sigmoid, of all or of the chosen"
+        if score == "near_softmax"
+        else ""
+    )
+
+
+def common_routing_fits(node: fx.Node) -> str:
+    return _joined(routing_fits(node), is_common_score(node))
+
+
 def rope_fits(node: fx.Node) -> str:
     name = "x" if target_name(node.target) == "inferc.rope" else "q"
     return at_most("rotary dimension", _shape(node, "table")[-1], _shape(node, name)[-1])
@@ -382,6 +396,10 @@ def qmoe_int4_fits(node: fx.Node) -> str:
 
 def tensorrt_only(node: fx.Node, target: Target) -> str:
     return "" if target.device == "tensorrt" else OTHER_TARGET
+
+
+def tensorrt_routing(node: fx.Node, target: Target) -> str:
+    return tensorrt_only(node, target) or is_common_score(node)
 
 
 def tensorrt_lookup(node: fx.Node, target: Target) -> str:

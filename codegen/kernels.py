@@ -289,7 +289,14 @@ _TRITON_MORE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node
     ("inferc.rope", "more_calls:rope", "x", (), conditions.rope_fits, False),
     ("inferc.resize_heads", "more_calls:resize_heads", "x", (), None, False),
     ("inferc.embedding_int8", "more_calls:embedding_int8_", "scale", ("weight", "scale"), None, True),
-    ("inferc.moe_routing", "expert_calls:moe_routing", "router_logits", ("bias",), conditions.routing_fits, True),
+    (
+        "inferc.moe_routing",
+        "expert_calls:moe_routing",
+        "router_logits",
+        ("bias",),
+        conditions.common_routing_fits,
+        True,
+    ),
     (
         *("inferc.moe_experts", "expert_calls:moe_experts", "x", ("gate_up", "down", *_BIASES, *_SCALES)),
         *(conditions.grouped_experts_fit, True),
@@ -351,7 +358,7 @@ _ONNX_ROWS: tuple[tuple[str, str, _OwnCheck], ...] = (
     ("inferc.dense_attention", "calls:dense_attention", None),
     ("inferc.dense_latent_attention", "calls:dense_latent_attention", None),
     ("inferc.quantize_rows", "integer_calls:quantize_rows", None),
-    ("inferc.moe_routing", "expert_calls:moe_routing", None),
+    ("inferc.moe_routing", "expert_calls:moe_routing", conditions.is_common_score),
 )
 # The same of what reads weights in a layout, those with onnxruntime's own ops before those without.
 _ONNX_TIED_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
@@ -431,7 +438,7 @@ _TENSORRT_ROWS: tuple[tuple[str, str, Callable[[fx.Node, Target], str]], ...] = 
     ("inferc.dense_attention", "attention_calls:dense_attention", conditions.tensorrt_fuses),
     ("inferc.dense_attention", "attention_calls:spelled_attention", conditions.tensorrt_only),
     ("inferc.dense_latent_attention", "attention_calls:spelled_latent_attention", conditions.tensorrt_only),
-    ("inferc.moe_routing", "expert_calls:moe_routing", conditions.tensorrt_only),
+    ("inferc.moe_routing", "expert_calls:moe_routing", conditions.tensorrt_routing),
     ("inferc.moe_experts", "expert_calls:all_experts", conditions.tensorrt_experts_fit),
     ("inferc.linear_int8", "calls:linear_int8", conditions.tensorrt_only),
     ("inferc.embedding_int8", "calls:embedding_int8", conditions.tensorrt_packed_lookup),

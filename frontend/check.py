@@ -22,6 +22,7 @@ from inferc.frontend.checkpoint import TensorDictReader
 from inferc.frontend.export import DTYPES, context_length, export_model, sequence_length
 from inferc.frontend.load import Checkpoint, load_module
 from inferc.frontend.names import Names
+from inferc.frontend.positions import first_position, takes_positions
 from inferc.frontend.rope import fix_rope
 from inferc.program import Program, target_name
 
@@ -50,12 +51,14 @@ def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int |
     own = _other_weights(program, checkpoint) if _is_small(program) else None
     if own is not None:
         model, reader = own
+        _check_positions(model, checkpoint.name)
         fix_rope(model, length)
         _check_logits(program, reader, model, program.info["num_attention_layers"], checkpoint.name)
         log.info("capture of %s checked on other weights", checkpoint.name)
         return
     num_layers = distinct_prefix(program)
     model = _small_model(program, checkpoint, num_layers)
+    _check_positions(model, checkpoint.name)
     reader = _in_checkpoint_form(model, program)
     twin = Checkpoint(model.config, checkpoint.model_class, reader.tensors, reader)
     small = export_model(twin, "float32", length)
@@ -288,10 +291,26 @@ def _example(model: Any, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _run_eager(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
-    extra = {"position_ids": positions} if trace.takes_positions(model) else {}
+    ids = positions + first_position(model.config)
+    extra = {"position_ids": ids} if takes_positions(type(model)) else {}
     with trace.quiet(), torch.no_grad():
         logits: Tensor = model(input_ids=token_ids, use_cache=False, **extra).logits
     return logits
+
+
+def _check_positions(model: Any, where: str) -> None:
+    """Where a model is given no positions, it makes those that a compiled one counts."""
+    if not takes_positions(type(model)):
+        return
+    size, padding = int(model.config.vocab_size), getattr(model.config, "pad_token_id", None) or 0
+    token_ids = (padding + 1 + torch.arange(4)[None]) % size  # none is padding, which some do not count
+    with trace.quiet(), torch.no_grad():
+        own: Tensor = model(input_ids=token_ids, use_cache=False).logits
+    if _relative(_run_eager(model, token_ids, torch.arange(4)[None]), own) > TOLERANCE:
+        raise ExportError(
+            f"{where}: with position_ids from {first_position(model.config)} on the model gives other logits than with none;"
+            " expected a model whose positions count tokens"
+        )
 
 
 def _check_same_ops(program: Program, small: Program, num_layers: int, where: str) -> None:

@@ -92,7 +92,8 @@ class TensorDictReader:
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.state.items()}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        rows: Tensor = self.state[name][start:stop]
+        tensor = self.state[name]
+        rows = tensor[start:stop] if tensor.dim() else tensor.reshape(1)  # a number is its one row
         return rows.cpu()
 
 

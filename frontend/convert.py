@@ -123,8 +123,7 @@ class Converter:
         first = self.first_names[id(tensor)]  # tied parameters share the first one's name
         stable, layer = self.names.stable(first)
         if first in self.binding.weights:
-            weight = weight_lib.cast(self.binding.weights[first], tensor.dtype)
-            self.env[node] = self._get_attr(node, stable, weight, layer)
+            self._bind(node, stable, weight_lib.cast(self.binding.weights[first], tensor.dtype), layer)
         elif first in self.constants:
             self._constant(node, first, self.constants[first].to(tensor.dtype))
         elif node.users:
@@ -134,8 +133,15 @@ class Converter:
         if value.is_meta:
             raise ExportError(f"constant {name} of the model's code has no value on the meta device")
         stable, layer = self.names.stable(name)
-        new = self._get_attr(node, stable, weight_lib.constant(value.reshape(-1) if value.dim() == 0 else value), layer)
-        if value.dim() == 0:  # a weight has an axis, so the graph takes it off again
+        self._bind(node, stable, weight_lib.constant(value if value.dim() else value.reshape(1)), layer)
+
+    def _bind(self, node: fx.Node, stable: str, weight: Weight, layer: int | None) -> None:
+        """Let a weight stand for a node of the exported graph."""
+        is_number = not node.meta["val"].dim()
+        if is_number and not weight.shape:
+            weight = weight_lib.reshape(weight, (1,))
+        new = self._get_attr(node, stable, weight, layer)
+        if is_number:  # a weight of a program has an axis, so the graph takes it off again
             view = self.out.graph.call_function(aten.view.default, (new, []))
             self._describe(view, node, self.names.unique(f"{stable}.view"), layer)
             new = view

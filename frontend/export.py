@@ -22,6 +22,7 @@ from inferc.frontend import trace
 from inferc.frontend.bind import bind
 from inferc.frontend.convert import Converter
 from inferc.frontend.load import Checkpoint, load, load_module
+from inferc.frontend.positions import first_position
 from inferc.frontend.repeat import trace_once
 from inferc.frontend.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
 from inferc.program import Program
@@ -160,6 +161,7 @@ def context_length(config: Any) -> ContextLength:
                 f"the model's config has {name} {trained!r}, expected at least 1; write the longest sequence it was"
                 " trained on into config.json"
             )
+        trained -= first_position(config)
         return ContextLength(trained, longest_context(config, trained))
     return ContextLength(None, None)
 
@@ -182,9 +184,16 @@ def constant_buffers(model: Any, checkpoint: Checkpoint, overrides: Overrides) -
             owner = checkpoint.module.get_submodule(path)
             values = {name: owner.get_buffer(name).detach().cpu() for name in names}
         else:
-            values = _initialised(model, module, names) if names else {}
+            values = _initialised(_owner(model, path), module, names) if names else {}
         found.update({f"{path}.{name}".lstrip("."): value for name, value in values.items()})
     return {**found, **overrides}
+
+
+def _owner(model: Any, path: str) -> Any:
+    """The innermost transformers model around a module: the one whose `_init_weights` knows it."""
+    parts = path.split(".")
+    around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+    return next((each for each in around if hasattr(each, "_init_weights")), model)
 
 
 def _initialised(model: Any, module: Any, names: list[str]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ its short ones.
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -42,6 +43,8 @@ def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[dict[str, 
             buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
             value = _frequencies(module, str(kind), layer_type, max_model_len, path)
             overrides[f"{path}.{buffer}" if path else buffer] = value
+            if "long_mscale" in (getattr(module.config, "rope_parameters", None) or {}):
+                _fix_scale(module, max_model_len)
             if not getattr(module, buffer).is_meta:
                 getattr(module, buffer).copy_(value)
             unscaled = _unscaled_length(module.config, str(kind), layer_type)
@@ -101,6 +104,18 @@ def _unscaled_length(config: Any, kind: str, layer_type: str | None) -> int:
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     name = "original_max_position_embeddings"
     return int(parameters[name] if kind == "longrope" else config.max_position_embeddings)
+
+
+def _fix_scale(module: Any, max_model_len: int) -> None:
+    """Fix what Phi-3.5-MoE's rope does anew in every forward pass: frequencies that no length changes, and one of two scales."""
+    parameters = module.config.rope_parameters
+    is_long = max_model_len > parameters["original_max_position_embeddings"]
+    scale = parameters["long_mscale" if is_long else "short_mscale"]
+    with torch.device("cpu"):
+        inv_freq, _ = module.rope_init_fn(module.config)
+    module.config = copy.deepcopy(module.config)
+    module.config.rope_parameters = {**parameters, "rope_type": "default"}
+    module.rope_init_fn = lambda _config: (inv_freq, scale)
 
 
 def _depends_on_length(kind: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -16,21 +15,23 @@ import torch
 from torch import Tensor, fx
 
 from inferc.errors import ConfigError, ExportError, InfercError
-from inferc.frontend import dense_experts, interfaces
+from inferc.frontend import dense_experts, interfaces, sparse_mixer
+from inferc.frontend.positions import first_position, takes_positions
 
 HINT = 7  # tokens in the traced example: no size of a real model, so that none is mistaken for it
 WRAPPER = "model"  # attribute of _Logits: the first part of every module path in the exported program
 
 
 class _Logits(torch.nn.Module):
-    """Token ids and positions to logits, without a cache."""
+    """Token ids and positions, which count from 0, to logits, without a cache."""
 
-    def __init__(self, model: Any, takes_positions: bool) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.takes_positions = model, takes_positions
+        self.model, self.first = model, first_position(model.config)
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        extra = {"position_ids": positions} if self.takes_positions else {}
+        ids = positions + self.first if self.first else positions
+        extra = {"position_ids": ids} if takes_positions(type(self.model)) else {}
         logits: Tensor = self.model(input_ids=token_ids, use_cache=False, **extra).logits
         return logits
 
@@ -59,7 +60,8 @@ def trace(model: Any) -> Any:
     interfaces.register()
     interfaces.use(model)
     dense_experts.use(model)
-    wrapper = _Logits(model, takes_positions(model)).eval()
+    sparse_mixer.use(model)
+    wrapper = _Logits(model).eval()
     example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
     try:
         # torch prints the whole graph so far when it cannot go on; what is wrong is in the exception.
@@ -116,11 +118,6 @@ def module_path(node: fx.Node) -> str:
     """The path of the innermost module that a call was made in."""
     path = next((str(entry[0]) for entry in reversed(list(node.meta.get("nn_module_stack", {}).values()))), "")
     return path.removeprefix(WRAPPER).removeprefix(".")
-
-
-def takes_positions(model: Any) -> bool:
-    """Whether the model's forward pass takes `position_ids`."""
-    return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 @contextmanager

@@ -217,6 +217,14 @@ def _to_copy(program: Program, node: fx.Node) -> bool:
     return True
 
 
+def _power(program: Program, node: fx.Node) -> bool:
+    """`x ** -0.5` is the reciprocal root that most norms are spelled with."""
+    if node.target != aten.pow.Tensor_Scalar or node.args[1] != -0.5:
+        return False
+    node.target, node.args = aten.rsqrt.default, node.args[:1]
+    return True
+
+
 def _views(program: Program, node: fx.Node) -> bool:
     """One op for all views, reading past the views before it."""
     if node.target not in VIEWS:
@@ -272,6 +280,7 @@ RULES: tuple[Callable[[Program, fx.Node], bool], ...] = (
     _cat,
     _split,
     _to_copy,
+    _power,
     _views,
     _axes_from_end,
 )

@@ -53,6 +53,7 @@ class Flattener:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.on_tokens: set[fx.Node] = set()
+        self.views: dict[tuple[fx.Node, tuple[Any, ...]], fx.Node] = {}  # those whose parts are selected
         token_ids = program.input("token_ids")
         self.tokens = token_ids.meta["val"].shape[1]
 
@@ -110,6 +111,8 @@ class Flattener:
             self.on_tokens.add(node)
             return
         if not inputs:
+            if any(source not in self.new for source in node.all_input_nodes):  # a size that counts tokens
+                raise cannot_run(node)
             self.new[node] = self.graph.node_copy(node, lambda arg: self.new[arg])
             return
         rule = RULES.get(node.target)
@@ -206,6 +209,28 @@ def _view(flat: Flattener, node: fx.Node) -> fx.Node:
     return flat.emit(node, aten.view.default, flat.first(node), [-1, *after])
 
 
+def _select(flat: Flattener, node: fx.Node) -> fx.Node:
+    """One of the parts that lie side by side along an axis: a range of the elements of a view in which they do."""
+    source = flat.old(node)
+    layout, before = flat.layout(source), flat.sizes(source)
+    axis = int(node.args[1]) % layout.rank  # type: ignore[arg-type]
+    if node.meta["val"].is_complex() or axis not in layout.rest:
+        return _along_axes(flat, node)
+    at = layout.rest.index(axis)
+    outer, inner = before[:at], math.prod(before[at + 1 :])
+    index = int(node.args[2]) % before[at]  # type: ignore[arg-type]
+    row = flat.first(node)
+    if row.target == aten.view.default:
+        row = row.args[0]  # type: ignore[assignment]
+    shape = [-1, *outer, before[at] * inner]
+    key = (row, tuple(shape))
+    if key not in flat.views:
+        flat.views[key] = flat.emit(source, aten.view.default, row, shape)
+    part = flat.emit(node, aten.slice.Tensor, flat.views[key], -1, index * inner, (index + 1) * inner)
+    after = flat.sizes(node)
+    return part if [*outer, inner] == after else flat.emit(node, aten.view.default, part, [-1, *after])
+
+
 def _keeps_tokens(before: Layout, after: Layout, source: fx.Node, node: fx.Node) -> bool:
     """Whether as many elements lie before the tokens' axis as did, and so as many behind it."""
 
@@ -277,13 +302,13 @@ _ELEMENTWISE = (
     *(aten._to_copy, aten.clone, aten.neg, aten.abs, aten.cos, aten.sin, aten.exp, aten.log, aten.sqrt, aten.rsqrt),
     *(aten.reciprocal, aten.sigmoid, aten.silu, aten.tanh, aten.relu, aten.gelu, aten.erf, aten.clamp, aten.maximum),
     *(aten.minimum, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor),
-    *(aten.pow.Tensor_Scalar, aten.where.self, aten.square, aten.floor, aten.log1p, aten.expm1),
+    *(aten.pow.Tensor_Scalar, aten.where.self, aten.square, aten.floor, aten.log1p, aten.expm1, aten.softplus),
     *(aten.gt.Scalar, aten.lt.Scalar, aten.bitwise_not, aten.masked_fill.Scalar, aten.zeros_like),
     *(aten.ones_like, aten.polar),
 )
 _ALONG_AXES = (
     *(aten.mean.dim, aten.sum.dim_IntList, aten.amax, aten.amin, aten.softmax.int, aten.log_softmax.int, aten.cumsum),
-    *(aten.slice.Tensor, aten.select.int, aten.cat, aten.stack, aten.split.Tensor, aten.split_with_sizes, aten.topk),
+    *(aten.slice.Tensor, aten.cat, aten.stack, aten.split.Tensor, aten.split_with_sizes, aten.topk),
     *(aten.sort.default, aten.sort.stable, aten.squeeze.dim, aten.gather, aten.scatter.value, aten.max.dim),
 )
 
@@ -303,6 +328,7 @@ RULES: dict[Any, Callable[[Flattener, fx.Node], fx.Node]] = {
     aten.repeat_interleave.self_int: _along_axes,
     aten.view.default: _view,
     aten.unsqueeze.default: _unsqueeze,
+    aten.select.int: _select,
     aten.expand.default: _expand,
     aten.transpose.int: _permute,
     aten.permute.default: _permute,
@@ -310,6 +336,7 @@ RULES: dict[Any, Callable[[Flattener, fx.Node], fx.Node]] = {
     aten.bmm.default: _outer_product,
     inferc.attention.default: _attention,
     inferc.moe_experts.default: _same,
+    inferc.moe_routing.default: _same,
     operator.getitem: _same,
 }
 

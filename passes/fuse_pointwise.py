@@ -33,6 +33,13 @@ def _power(x: str, exponent: str) -> str:
     return f"({known[float(exponent)]})"
 
 
+def _softplus(x: str, beta: str, threshold: str) -> str:
+    """log(1 + exp(beta * x)) / beta; what is lost of a large x is less than a rounding, and torch gives x there."""
+    scaled = x if float(beta) == 1.0 else f"({x} * {beta})"
+    soft = f"log(1.0 + exp(min({scaled}, {threshold})))"
+    return f"where(({scaled} > {threshold}), {x}, {soft if scaled == x else f'({soft} / {beta})'})"
+
+
 def _scaled(x: str, alpha: str) -> str:
     return x if float(alpha) == 1.0 else f"{x} * {alpha}"
 
@@ -54,6 +61,7 @@ OPS: dict[Any, Callable[..., str]] = {
     aten.log1p.default: lambda x: f"log(1.0 + {x})",
     aten.expm1.default: lambda x: f"(exp({x}) - 1.0)",
     aten.gelu.default: lambda x, approximate: f"gelu_tanh({x})" if approximate == "tanh" else f"gelu({x})",
+    aten.softplus.default: _softplus,
     aten.clamp.default: lambda x, low, high: _clamped(x, low, high),
     aten.gt.Scalar: lambda x, y: f"({x} > {y})",
     aten.lt.Scalar: lambda x, y: f"({x} < {y})",
@@ -65,6 +73,7 @@ OPS: dict[Any, Callable[..., str]] = {
     },
 }
 NATIVE = (aten.add.Tensor, aten.mul.Tensor)  # kernels of their own where nothing is to be broadcast
+WRITTEN_TWICE = (aten.square.default, aten.pow.Tensor_Scalar, aten.softplus.default)  # their argument, in a text
 COMPARISONS = (aten.gt.Scalar, aten.lt.Scalar)
 
 
@@ -221,11 +230,7 @@ def _argument(node: fx.Node, index: int, names: dict[fx.Node, str]) -> Any:
 def _reads_twice(node: fx.Node, group: _Group) -> bool:
     """Whether what reads the node is written more than once: by its op, or as a comparison that several read."""
     return any(
-        user in group.members
-        and (
-            user.target in (aten.square.default, aten.pow.Tensor_Scalar)
-            or (user.target in COMPARISONS and len(user.users) > 1)
-        )
+        user in group.members and (user.target in WRITTEN_TWICE or (user.target in COMPARISONS and len(user.users) > 1))
         for user in node.users
     )
 
@@ -257,9 +262,4 @@ def _number(program: Program, node: fx.Node) -> float | None:
     leaves = list(weight.sources())
     if any(leaf.op != "constant" for leaf in leaves):
         return None
-    return float(weight_lib.read_whole(weight, _NoReader()).item())
-
-
-class _NoReader:
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        raise AssertionError(f"{name}: a constant has no checkpoint tensor")
+    return float(weight_lib.read_constant(weight).item())

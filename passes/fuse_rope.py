@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from inferc import weights as weight_lib
 from inferc.passes.rewrite import infer_types, merge_equal, no_rewrite, short_name
 from inferc.passes.rotations import Interpreter, Rotation, Terms, rotation
 from inferc.program import Program, ancestors, name_of
@@ -34,7 +35,7 @@ class FuseRope:
         for node in reversed(list(rotated)):
             if node in covered or all(user in covered for user in node.users):
                 continue
-            found = _rotation(node, rotated[node])
+            found = _rotation(program, node, rotated[node])
             if isinstance(found, str):
                 no_rewrite(self.name, node, found)
                 continue
@@ -48,14 +49,30 @@ class FuseRope:
         return count
 
 
-def _rotation(node: fx.Node, terms: Terms) -> Rotation | str:
+def _is_constant(program: Program, weight: fx.Node) -> bool:
+    return all(leaf.op == "constant" for leaf in program.weight(weight).sources())
+
+
+def _rotation(program: Program, node: fx.Node, terms: Terms) -> Rotation | str:
     value = node.meta["val"]
     if value.dim() != 3:
         return f"it has shape {list(value.shape)}, expected [num_tokens, heads, head_dim]"
     found = rotation(terms, int(value.shape[1]), int(value.shape[2]))
+    if isinstance(found, Rotation) and found.is_backwards and not _is_constant(program, found.table.inv_freq):
+        return "it turns backwards by frequencies that are no constant"
     if isinstance(found, Rotation) and found.source.meta["val"].dtype != value.dtype:
         return f"it makes {value.dtype} of {found.source.meta['val'].dtype}"
     return found
+
+
+def _negated(program: Program, inv_freq: fx.Node) -> fx.Node:
+    """The constant of frequencies that turn the other way."""
+    name = f"{inv_freq.target}.negative"
+    known = next((node for node in program.graph.find_nodes(op="get_attr", target=name)), None)
+    if known is not None:
+        return known
+    value = weight_lib.read_constant(program.weight(inv_freq))
+    return program.add_weight(name, weight_lib.constant(-value), before=inv_freq)
 
 
 def _rewrite(program: Program, node: fx.Node, found: Rotation) -> None:
@@ -70,9 +87,8 @@ def _rewrite(program: Program, node: fx.Node, found: Rotation) -> None:
         if (found.start, found.stop) != (0, x.meta["val"].shape[-1]):
             x = graph.call_function(aten.slice.Tensor, (x, -1, found.start, found.stop))
             made.append(x)
-        table = graph.call_function(
-            inferc.rope_table.default, (found.table.positions, found.table.inv_freq, found.scaling)
-        )
+        inv_freq = _negated(program, found.table.inv_freq) if found.is_backwards else found.table.inv_freq
+        table = graph.call_function(inferc.rope_table.default, (found.table.positions, inv_freq, found.scaling))
         rope = graph.call_function(inferc.rope.default, (x, table, *([found.pairs] if found.pairs != "halves" else [])))
     made += [table, rope]
     infer_types(program, made)

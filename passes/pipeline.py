@@ -18,6 +18,8 @@ from inferc.passes.canonicalise import Canonicalise
 from inferc.passes.choose_kernels import ChooseKernels
 from inferc.passes.dense_kv_cache import DenseKVCache
 from inferc.passes.flatten_batch import FlattenBatch
+from inferc.passes.fold_constants import FoldConstants
+from inferc.passes.fold_uniform import FoldUniform
 from inferc.passes.fold_weights import FoldWeights
 from inferc.passes.fuse_dense_attention import fuse_dense_attention
 from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
@@ -172,6 +174,8 @@ def _model_passes(*of_heads: Pass) -> tuple[Pass, ...]:
     """From what was captured to the ops that models are made of, whatever runs them; `of_heads` is for our own attention."""
     return (
         Canonicalise(),
+        FoldConstants(),
+        FoldUniform(),  # before flatten_batch, which has no rule for a table of what is no token
         FlattenBatch(),  # before every pattern: they are written over rows of tokens
         fuse_rms_norm_wide,  # before fuse_rms_norm, which matches the float32 part of what this one matches whole
         fuse_rms_norm,
@@ -248,6 +252,8 @@ def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, 
 OPTIONAL = frozenset(
     {
         "canonicalise",
+        "fold_constants",
+        "fold_uniform",
         "fuse_rms_norm_wide",
         "fuse_rms_norm",
         "fuse_rms_norm_unscaled",

@@ -7,6 +7,7 @@ of a frequency) * input element`. Terms are followed through the ops as arrays, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Elements [start, stop) of the source's heads, the first 2 * len(inv_freq) of them rotated, in pairs as in `rope`."""
+    """Elements [start, stop) of the source's heads, the first 2 * len(inv_freq) of them rotated, in pairs as in `rope`.
+
+    `is_backwards`: by the negative of the table's angles.
+    """
 
     source: fx.Node
     table: Table
@@ -66,6 +70,7 @@ class Rotation:
     stop: int
     pairs: str
     scaling: float
+    is_backwards: bool = False
 
 
 def _rest(node: fx.Node) -> tuple[int, ...] | None:
@@ -394,15 +399,15 @@ def rotation(terms: Terms, heads: int, dim: int) -> Rotation | str:
     if 2 * count > dim or plain != list(range(start + 2 * count, start + dim)):
         return f"it does not rotate the first {2 * count} elements of {dim}"
     scaling = abs(head[0][0][1])
-    for pairs, inputs, outputs in _PAIRS:
+    for (pairs, inputs, outputs), sign in itertools.product(_PAIRS, (1.0, -1.0)):
         wanted: list[list[tuple[int, float, int, int]]] = [[] for _ in range(2 * count)]
         for at in range(count):
             first, second = (start + element for element in inputs(at, count))
             low, high = outputs(at, count)
-            wanted[low] = [(COS, scaling, at, first), (SIN, -scaling, at, second)]
-            wanted[high] = [(COS, scaling, at, second), (SIN, scaling, at, first)]
+            wanted[low] = [(COS, scaling, at, first), (SIN, -sign * scaling, at, second)]
+            wanted[high] = [(COS, scaling, at, second), (SIN, sign * scaling, at, first)]
         if head[: 2 * count] == wanted:
-            return Rotation(source, table, start, start + dim, pairs, scaling)
+            return Rotation(source, table, start, start + dim, pairs, scaling, sign < 0)
     return "its pairs are no halves and no neighbours"
 
 

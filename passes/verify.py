@@ -74,12 +74,12 @@ LOWERED = frozenset(
 """Every node has a kernel."""
 
 CAPTURED = "captured"
-"""Any ATen op, `inferc.attention` and `inferc.moe_experts`: what the frontend makes."""
+"""Any ATen op, `inferc.attention`, `inferc.moe_experts` and `inferc.moe_routing`: what the frontend makes."""
 
 SERVABLE = "servable"
 """Attention reads the KV cache: nothing else mixes tokens any more."""
 
-_CAPTURED_OPS = frozenset({inferc.attention.default, inferc.moe_experts.default})
+_CAPTURED_OPS = frozenset({inferc.attention.default, inferc.moe_experts.default, inferc.moe_routing.default})
 
 
 def _allowed(checkpoint: Any, target: Any, own_ops: frozenset[str]) -> bool:

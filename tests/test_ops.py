@@ -270,6 +270,17 @@ def test_routing_prefers_the_lower_id_of_equals_and_experts_weigh_their_results(
     torch.testing.assert_close(reference.moe_experts(x, ids, weights, gate_up, down), (expert(1) + expert(2)) / 2)
 
 
+def test_routing_among_those_near_is_transformers_own() -> None:
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = random(40, 7) * torch.logspace(-2, 1, 40)[:, None]
+    ids, weights = reference.moe_routing(logits, None, 2, False, "near_softmax", margin=0.4)
+    expected, chosen = sparsemixer(logits, 0.2, training=False)
+    assert torch.equal(ids.long(), chosen)
+    torch.testing.assert_close(weights, expected)
+    assert ((weights < 1) & (weights > 0.5)).any()
+
+
 def test_quantized_rows_are_within_half_a_step() -> None:
     x = random(7, 33) * torch.logspace(-3, 3, 7)[:, None]
     values, scale = reference.quantize_rows(x)

@@ -83,7 +83,7 @@ def moe_routing(node: fx.Node, values: Values) -> Call:
     ids, _ = b.write(0)
     weights, _ = b.write(1)
     groups = f"{b.arg('group_score').upper()}, {operand.width}, {b.arg('top_k')}, {b.arg('num_groups')}, {b.arg('topk_groups')}"
-    how = f"{b.arg('score').upper()}, {groups}, {cpp_bool(b.arg('renormalize'))}, {cpp_float(b.arg('scale'))}"
+    how = f"{b.arg('score').upper()}, {groups}, {cpp_bool(b.arg('renormalize'))}, {cpp_float(b.arg('scale'))}, {cpp_float(b.arg('margin'))}"
     bias = b.arg("bias")
     types = f"{cpp_type(operand)}, {cpp_type(operand) if bias is None else CPP_TYPES[bias.meta['val'].dtype]}"
     routing = f"Routing{{{{{how}}}}}"

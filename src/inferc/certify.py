@@ -271,14 +271,17 @@ def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeigh
     return logits.reshape(count, -1).float()
 
 
-def run_kernels(artifact: Path, prompts: list[list[int]], num_greedy: int) -> tuple[str, list[Tensor], list[list[int]]]:
+def run_kernels(
+    artifact: Path, prompts: list[list[int]], num_greedy: int, *, token_budget: int = 64
+) -> tuple[str, list[Tensor], list[list[int]]]:
     """Serve an artifact's compiled step: (what runs it, logits [T, vocab_size] per prompt, greedy ids per prompt).
 
+    token_budget: tokens of a step at most; a longer prompt is computed in chunks.
     Raises VerifyError if decoding gave other tokens than a prefill of the same tokens finds most likely: a row's bits
     depend on its own sequence only, so there is no tolerance. Of onnxruntime and TensorRT that is not so, and it is not asked.
     """
     loaded = load_artifact(artifact)
-    engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=64, prefix_cache=False)
+    engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=token_budget, prefix_cache=False)
     runner = engine.runner
     assert isinstance(runner, (ModelRunner, RankGroup, DenseRunner)), "only compiled steps are observed"
     try:

@@ -389,6 +389,16 @@ def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
     return read_rows(weight, reader, 0, num_rows(weight))
 
 
+def read_constant(weight: Weight) -> Tensor:
+    """The whole of a weight whose leaves are all constants of the program, for which no checkpoint is read."""
+    return read_whole(weight, _NoReader())
+
+
+class _NoReader:
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        raise AssertionError(f"{name}: a constant has no checkpoint tensor")
+
+
 def _row_bytes(weight: Weight) -> int:
     """What a row of axis 0 takes while it is computed: integers and their scales come from whole rows in float32."""
     inner = weight.args[0] if weight.op == "pack" else weight

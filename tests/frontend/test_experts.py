@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from odd_models import make_odd_model
 from random_models import make_random_model
 from torch import Tensor
 
@@ -16,7 +17,8 @@ from inferc.frontend.interfaces import Gate, gate_of
 class Experts(torch.nn.Module):
     """As transformers' experts are: a gate, and perhaps the numbers that it uses."""
 
-    alpha, limit = 1.7, 2.0
+    alpha: float | None = 1.7
+    limit = 2.0
 
     def __init__(self, act_fn: Any) -> None:
         super().__init__()
@@ -34,6 +36,17 @@ class Interleaved(Experts):
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
+class Clamped(Experts):
+    """As MiniMax-M3's: the constant has another name, and rows of gate and up do not take turns."""
+
+    alpha, swiglu_alpha = None, 1.7
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.swiglu_alpha)
+
+
 @pytest.mark.parametrize(
     ("module", "activation", "is_interleaved"),
     [
@@ -41,6 +54,7 @@ class Interleaved(Experts):
         (Experts(torch.nn.GELU()), "gelu", False),
         (Experts(torch.nn.GELU("tanh")), "gelu_tanh", False),
         (Interleaved(None), "swiglu_clamped", True),
+        (Clamped(None), "swiglu_clamped", False),
     ],
 )
 def test_a_gate_is_what_it_computes(module: Experts, activation: str, is_interleaved: bool) -> None:
@@ -67,3 +81,10 @@ def test_dense_experts_are_told_by_their_parts(tmp_path: Any) -> None:
     experts = [node for node in program.graph.nodes if "moe_experts" in str(node.target)]
     assert [node.args[-1] for node in experts] == [True]
     assert not is_dense(Experts(torch.nn.SiLU()))
+
+
+def test_experts_weighed_among_those_near_are_one_routing(tmp_path: Any) -> None:
+    program = capture(make_odd_model("phimoe", tmp_path / "m", num_hidden_layers=1), "float32")
+    (routing,) = program.graph.find_nodes(op="call_function", target=torch.ops.inferc.moe_routing.default)
+    assert routing.args[2:5] == (2, False, "near_softmax")
+    assert routing.args[9] == pytest.approx(0.02)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from odd_models import make_odd_model
 from random_models import make_random_model
 
 from inferc import weights as weight_lib
@@ -69,6 +70,20 @@ def test_longrope_is_captured_with_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert "for sequences up to 64 tokens compile with --max-model-len 64" in warning
     found = weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader)
     assert float(found[0]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("length", "scale"), [(32, 1.5), (33, 0.5)])
+def test_a_scale_that_depends_on_length_is_fixed_with_the_rope(length: int, scale: float, tmp_path: Path) -> None:
+    """Phi-3.5-MoE's: its frequencies are made in every forward pass, by its config alone."""
+    rope = {**LONG, "short_factor": [1.0] * 24, "long_factor": [2.0] * 24, "original_max_position_embeddings": 32}
+    folder = tmp_path / "m"
+    scales = {"short_mscale": 1.5, "long_mscale": 0.5}
+    checkpoint = load(make_odd_model("phimoe", folder, num_hidden_layers=1, rope_parameters={**rope, **scales}))
+    program = capture(checkpoint, "float32", length)
+    fixed = reference_model(checkpoint, "float32", length)
+    cos, _ = fixed.model.rotary_emb(torch.zeros(1), torch.zeros(1, 3, dtype=torch.long))
+    assert float(cos.max()) == scale
+    assert program.info["rope"][0]["differs_up_to"] == (0 if length == 32 else 32)
 
 
 ORIGINAL = {"original_max_position_embeddings": 64}

@@ -48,6 +48,17 @@ def test_one_spelling_for_views_softmax_splits_and_axes() -> None:
     example(spelled, {"x": rows(6)}).check(Canonicalise(), 9, golden)
 
 
+def test_a_power_of_minus_a_half_is_a_reciprocal_root() -> None:
+    golden = """
+        %x: float32[s0, 4] = input
+        %0: float32[s0, 4] = aten.square(%x)
+        %1: float32[s0, 4] = aten.rsqrt(%0)
+        return (%1)
+    """
+    norm = example(lambda x: aten.pow.Tensor_Scalar(aten.square.default(x), -0.5), {"x": rows(4)})
+    norm.check(Canonicalise(), 1, golden)
+
+
 def test_a_softmax_that_names_its_dtype_gets_a_cast() -> None:
     golden = """
         %x: bfloat16[s0, 4] = input

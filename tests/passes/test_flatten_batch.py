@@ -28,6 +28,11 @@ def check(made: Example, golden: str) -> None:
     assert FlattenBatch()(made.program) == 0
 
 
+def call(like: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that reads no tensor, in the graph that `like` is of."""
+    return like.tracer.create_proxy("call_function", target, args, kwargs)
+
+
 def attention_block(token_ids: Any, positions: Any, embed: Any, k_proj: Any) -> Any:
     x = aten.embedding.default(embed, token_ids)
     q = aten.transpose.int(aten.view.default(x, [1, -1, 2, 4]), 1, 2)
@@ -88,6 +93,26 @@ def test_rows_without_a_batch_and_reductions() -> None:
     check(example(experts, IDS, {"embed": random(7, 8)}), golden)
 
 
+def test_parts_that_lie_side_by_side_are_ranges_of_one_view() -> None:
+    def packed(token_ids: Any, positions: Any, embed: Any) -> Any:
+        parts = aten.view.default(aten.embedding.default(embed, token_ids), [1, -1, 2, 2, 2])
+        return aten.sub.Tensor(aten.select.int(parts, 3, 0), aten.select.int(parts, -2, -1))
+
+    golden = """
+        %token_ids: int64[s0] = input
+        %positions: int64[s0] = input
+        %0: float32[s0, 8] = aten.embedding(@embed, %token_ids)
+        %1: float32[s0, 2, 4] = aten.view(%0, [-1, 2, 4])
+        %2: float32[s0, 2, 2] = aten.slice.Tensor(%1, -1, 0, 2)
+        %3: float32[s0, 2, 2] = aten.slice.Tensor(%1, -1, 2, 4)
+        %4: float32[s0, 2, 2] = aten.sub.Tensor(%2, %3)
+        return (%4)
+    """
+    made = example(packed, IDS, {"embed": random(7, 8)})
+    made.program.drop_unused()
+    check(made, golden)
+
+
 def test_an_outer_product_with_positions_becomes_a_multiplication() -> None:
     def table(token_ids: Any, positions: Any, inv_freq: Any) -> Any:
         column = aten.expand.default(aten.unsqueeze.default(aten.unsqueeze.default(inv_freq, 0), 2), [1, -1, 1])
@@ -134,6 +159,12 @@ def test_heads_in_front_of_tokens_broadcast_to_rows() -> None:
         (
             lambda x: aten.mean.dim(x, [1], True),
             "cannot run aten.mean.dim as this model uses it .*: axis 1 is the batch's or the tokens'",
+        ),
+        (
+            lambda x: aten.add.Tensor(
+                x, call(x, aten.zeros.default, [1, aten.sym_size.int(x, 1), 1], dtype=torch.float32)
+            ),
+            "cannot run aten.zeros yet",
         ),
         (lambda x: aten.view.default(x, [1, 2, -1, 4]), "mixes tokens with the axes before"),
         (lambda x: aten.mul.Tensor(x, aten.transpose.int(x, 1, 2)), "tokens on different axes|no one axis"),

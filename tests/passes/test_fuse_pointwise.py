@@ -148,6 +148,22 @@ def test_an_option_of_an_op_chooses_what_it_computes(approximate: dict[str, str]
     per_token(graph, {"x": rows(6)}).check(FusePointwise(), 1, golden)
 
 
+def test_a_soft_gate_with_options() -> None:
+    def graph(token_ids: Any, x: Any) -> Any:
+        return aten.add.Tensor(aten.softplus.default(x), aten.softplus.default(aten.tanh.default(x), 2.0, 1.5))
+
+    plain = "where((x0 > 20), x0, log(1.0 + exp(min(x0, 20))))"
+    steep = "where(((t0 * 2.0) > 1.5), t0, (log(1.0 + exp(min((t0 * 2.0), 1.5))) / 2.0))"
+    golden = f"""
+        %token_ids: int64[s0] = input
+        %x: float32[s0, 6] = input
+        %0: float32[s0, 6] = inferc.pointwise([%x], 't0 = tanh(x0); {plain} + {steep}', float32)
+        return (%0)
+    """
+    each = per_token(graph, {"x": 30 * rows(6)})
+    each.check(FusePointwise(), 1, golden)
+
+
 def test_a_comparison_as_a_number_is_one_or_zero() -> None:
     def graph(token_ids: Any, x: Any) -> Any:
         positive = aten._to_copy.default(aten.gt.Scalar(x, 0.5), dtype=torch.float32)

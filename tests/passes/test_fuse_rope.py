@@ -6,6 +6,7 @@ import torch
 from graphs import Example, example, random, rows
 from torch import ops
 
+from inferc import weights as weight_lib
 from inferc.passes.fuse_rope import FuseRope
 from inferc.passes.fuse_rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
 
@@ -164,6 +165,36 @@ def test_a_rotation_is_found_in_any_spelling(spelling: Any, pairs: str) -> None:
         return (%1)
     """
     model(spelling).check(FuseRope(), 1, golden)
+
+
+def backwards(x: Any, cos: Any, sin: Any) -> Any:
+    cos, sin = aten.unsqueeze.default(cos, -2), aten.unsqueeze.default(sin, -2)
+    halves = [aten.slice.Tensor(x, -1, 4, 8), aten.neg.default(aten.slice.Tensor(x, -1, 0, 4))]
+    return aten.add.Tensor(aten.mul.Tensor(x, cos), aten.mul.Tensor(aten.cat.default(halves, -1), sin))
+
+
+def turned_back(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
+    cos, sin = table(positions, inv_freq)
+    return backwards(q, cos, sin), backwards(k, cos, sin)
+
+
+def test_a_turn_the_other_way_is_by_negative_frequencies() -> None:
+    golden = """
+        %q: float32[s0, 4, 8] = input
+        %k: float32[s0, 2, 8] = input
+        %positions: int64[s0] = input
+        %0: float32[s0, 8] = inferc.rope_table(%positions, @inv_freq.negative, 1.0)
+        %1: float32[s0, 4, 8] = inferc.rope(%q, %0)
+        %2: float32[s0, 2, 8] = inferc.rope(%k, %0)
+        return (%1, %2)
+    """
+    each = model(turned_back)
+    each.program.weights["inv_freq"] = weight_lib.constant(random(4).abs())
+    each.check(FuseRope(), 2, golden)
+
+
+def test_keeps_a_turn_the_other_way_whose_frequencies_are_learned() -> None:
+    model(turned_back).check_untouched(FuseRope())
 
 
 def test_the_last_part_of_a_head() -> None:

@@ -91,6 +91,6 @@ def test_a_pass_that_a_fine_model_does_without_is_no_warning(caplog: pytest.LogC
 def test_the_order_is_the_documented_one() -> None:
     names = [each.name for each in build_pipeline(LowerConfig(Target("reference")))]
     assert len(set(names)) == len(names)
-    assert names[:2] == ["canonicalise", "flatten_batch"]
+    assert names[:4] == ["canonicalise", "fold_constants", "fold_uniform", "flatten_batch"]
     assert names[-4:] == ["split_head", "fuse_qkv_rope_kv_write", "choose_kernels", "plan_memory"]
     assert names.index("fuse_rope") < names.index("page_kv_cache") < names.index("fuse_rope_kv_write")

@@ -7,7 +7,7 @@ namespace inferc {
 
 constexpr i64 MAX_EXPERTS = 1024;
 
-enum Score { SOFTMAX, SIGMOID, CHOSEN_SOFTMAX, CHOSEN_SIGMOID };
+enum Score { SOFTMAX, SIGMOID, CHOSEN_SOFTMAX, CHOSEN_SIGMOID, NEAR_SOFTMAX };
 enum GroupScore { MAX, TOP2_SUM };
 
 // How experts are scored and chosen: see ops/experts.py.
@@ -16,7 +16,7 @@ struct Routing {
   GroupScore group_score;
   i64 experts, top_k, groups, kept_groups;
   bool renormalize;
-  float scale;
+  float scale, margin;
 };
 
 // The best `count` of values, falling, equal ones by rising index; those taken become -inf.
@@ -38,6 +38,16 @@ INLINE void softmax(float* p, i64 count) {
   for (i64 i = 0; i < count; i += LANES) store(p + i, exp(sub(load(p + i, count - i), set1(top))), count - i);
   for (i64 i = 0; i < count; ++i) total += p[i];
   for (i64 i = 0; i < count; ++i) p[i] /= total;
+}
+
+// The softmax of the best over those near it that are still a choice.
+INLINE float near_softmax(const Routing& r, const float* choice, i64 best) {
+  float top = choice[best], total = 0.0f;
+  for (i64 e = 0; e < r.experts; ++e) {
+    bool is_far = (top - choice[e]) / fmaxf(fabsf(choice[e]), top) > r.margin;
+    if (choice[e] > -__builtin_inff() && !is_far) total += first(exp(set1(choice[e] - top)));
+  }
+  return 1.0f / total;
 }
 
 // Experts outside of the best groups are no choice any more.
@@ -73,7 +83,7 @@ KERNEL void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 row
       float total = 0.0f;
       take_best(choice, r.experts, r.top_k, [&](i64 k, i64 best) {
         ids[row][k] = i32(best);
-        weights[row][k] = scores[best];
+        weights[row][k] = r.score == NEAR_SOFTMAX ? near_softmax(r, choice, best) : scores[best];
         total += scores[best];
       });
       if (r.score == CHOSEN_SOFTMAX) softmax(weights[row], r.top_k);

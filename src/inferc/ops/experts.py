@@ -9,7 +9,7 @@ from inferc.ops.elementwise import silu_mul
 from inferc.ops.quantize import linear_int4, linear_int8, linear_w4a8, linear_w8a8, quantize_rows
 from inferc.ops.registry import define
 
-SCORES = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
+SCORES = ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid", "near_softmax")
 GROUP_SCORES = ("max", "top2_sum")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
 
@@ -21,7 +21,8 @@ def _moe_routing_fake(router_logits: Tensor, bias: Tensor | None, top_k: int, *_
 
 @define(
     'moe_routing(Tensor router_logits, Tensor? bias, int top_k, bool renormalize, str score="softmax",'
-    ' float scale=1.0, int num_groups=1, int topk_groups=1, str group_score="max") -> (Tensor, Tensor)',
+    ' float scale=1.0, int num_groups=1, int topk_groups=1, str group_score="max", float margin=0.0)'
+    " -> (Tensor, Tensor)",
     _moe_routing_fake,
 )
 def moe_routing(
@@ -34,17 +35,20 @@ def moe_routing(
     num_groups: int = 1,
     topk_groups: int = 1,
     group_score: str = "max",
+    margin: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts of each token and their weights, in float32.
 
     Experts are scored by "softmax" over all or "sigmoid"; for "chosen_softmax" and "chosen_sigmoid" by their logits,
     and weighed by the softmax over the chosen ones or by their sigmoid. `bias` [num_experts] is added for the choice alone. With num_groups > 1 the choice is
     among the experts of the topk_groups groups with the best "max", or the best sum of two ("top2_sum"). Weights sum
-    to 1 if `renormalize`d, and are multiplied by `scale`.
+    to 1 if `renormalize`d, and are multiplied by `scale`. "near_softmax" chooses by logits too, and weighs each by a
+    softmax over the experts near it that were not chosen before: a logit may be `margin` of itself, or of the chosen one's, below that.
 
     router_logits [num_tokens, num_experts]; result: expert ids [num_tokens, top_k] i32, the best choice first (of
     equals the lower id), and weights [num_tokens, top_k] float32.
-    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2 (sigmoid, bias and groups).
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2 (sigmoid, bias and groups); Liu, Gao and Chen 2024,
+    arXiv:2409.12136 (near_softmax, as SparseMixer-v2 is where nothing is trained).
     """
     logits = router_logits.float()
     scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(score, logits)
@@ -57,11 +61,23 @@ def moe_routing(
         choice = groups.masked_fill(dropped[..., None], -torch.inf).flatten(1)
     ids = choice.sort(stable=True, dim=-1, descending=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
+    if score == "near_softmax":
+        weights = _near_softmax(logits, ids, margin)
     if score.startswith("chosen"):
         weights = weights.softmax(-1) if score == "chosen_softmax" else weights.sigmoid()
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return ids.to(torch.int32), (weights * scale).contiguous()
+
+
+def _near_softmax(logits: Tensor, ids: Tensor, margin: float) -> Tensor:
+    left, found = logits.clone(), []
+    for chosen in ids.split(1, -1):
+        best = logits.gather(1, chosen)
+        distance = (best - logits) / torch.maximum(logits.abs(), best)
+        found.append(left.masked_fill(distance > margin, -torch.inf).softmax(-1).gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(found, -1)
 
 
 def activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float) -> Tensor:

@@ -187,6 +187,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "sigmoid with a bias": {"renormalize": True, "score": "sigmoid", "scale": 2.5, "biased": True},
     "softmax of the chosen": {"renormalize": False, "score": "chosen_softmax"},
     "sigmoid of the chosen": {"renormalize": False, "score": "chosen_sigmoid", "scale": 0.5},
+    "softmax of those near": {"renormalize": False, "score": "near_softmax", "margin": 0.4},
     "best groups": {"renormalize": False, "num_groups": 4, "topk_groups": 2},
     "groups by their two best": {
         "renormalize": True,
@@ -201,7 +202,8 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_moe_routing(kernels: Kernels, dtype: torch.dtype, name: str) -> None:
-    how = {"score": "softmax", "scale": 1.0, "num_groups": 1, "topk_groups": 1, "group_score": "max", **ROUTINGS[name]}
+    plain = {"score": "softmax", "scale": 1.0, "num_groups": 1, "topk_groups": 1, "group_score": "max", "margin": 0.0}
+    how = {**plain, **ROUTINGS[name]}
     biased = how.pop("biased", False)
     for rows, experts, top_k in ((1, 8, 2), (7, 40, 8), (130, 16, 3)):
         logits, bias = torch.randn(rows, experts).to(dtype), torch.randn(experts) * 0.2 if biased else None
@@ -211,7 +213,7 @@ def test_moe_routing(kernels: Kernels, dtype: torch.dtype, name: str) -> None:
         sizes = (experts, top_k, how["num_groups"], how["topk_groups"])
         kernels.run(
             *("test_moe_routing", dtype, logits, bias, rows, score, group, *sizes),
-            *(how["renormalize"], how["scale"], ids, weights),
+            *(how["renormalize"], how["scale"], how["margin"], ids, weights),
         )
         expected_ids, expected_weights = ops.moe_routing(logits, bias, top_k, **how)
         assert torch.equal(ids, expected_ids)

@@ -2,8 +2,8 @@
 
 EXPORT void test_moe_routing(void* pool, i64 dtype, const void* logits, const float* bias, i64 rows, i64 score,
                              i64 group_score, i64 experts, i64 top_k, i64 groups, i64 kept_groups, i64 renormalize,
-                             float scale, i32* ids, float* weights) {
-  Routing routing{Score(score), GroupScore(group_score), experts, top_k, groups, kept_groups, renormalize != 0, scale};
+                             float scale, float margin, i32* ids, float* weights) {
+  Routing routing{Score(score), GroupScore(group_score), experts, top_k, groups, kept_groups, renormalize != 0, scale, margin};
   FOR_DTYPE(dtype, {
     on(pool, [&](Team& t) {
       moe_routing<T>(t, rows_of<const T>(logits, experts), bias, rows, routing, rows_of<i32>(ids, top_k),

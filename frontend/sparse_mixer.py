@@ -1,0 +1,33 @@
+"""Routers that weigh each expert by a softmax over those near it (Phi-3.5-MoE), caught at module level.
+
+Their code spells one expert after the other with masks and scatters; where nothing is trained it is `inferc.moe_routing`
+by "near_softmax". Whether it is that, the check of a capture says, which runs the code itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIXER, JITTER = "sparsemixer", "router_jitter_noise"  # the function that such a router calls, and what it passes
+
+
+def use(model: Any) -> None:
+    """Replace the forward pass of every such router of `model`."""
+    for module in model.modules():
+        mixer = getattr(sys.modules[type(module).__module__], MIXER, None)
+        if mixer is not None and isinstance(module, torch.nn.Linear) and hasattr(module, JITTER):
+            module.forward = types.MethodType(_forward, module)
+
+
+def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden_states, self.weight, self.bias)
+    margin = 2.0 * float(getattr(self, JITTER))
+    ids, weights = torch.ops.inferc.moe_routing.default(
+        logits, None, 2, False, "near_softmax", 1.0, 1, 1, "max", margin
+    )
+    return logits, weights, ids

@@ -1,0 +1,61 @@
+"""Families whose test model is made by `odd_models`, of sizes that divide by little: rows of docs/models.md as FAMILIES are.
+
+Each is what it has; `odd_models` sets the sizes and switches on what a class has a switch for.
+"""
+
+from __future__ import annotations
+
+ENCODER = "an encoder run as a causal model, token types"
+AFTER_PADDING = f"{ENCODER}, positions behind the padding's"
+ODD_FAMILIES: dict[str, tuple[str, ...]] = {
+    "afmoe": ("window layers", "attention gate", "sigmoid routing with a bias, shared expert"),
+    "aria_text": ("softmax of the chosen, shared experts",),
+    "axk1": ("latent attention (absorbed)", "routed and shared experts"),
+    "beam": ("window layers", "routed experts"),
+    "bert": (ENCODER,),
+    "bert-generation": ("an encoder run as a causal model",),
+    "biogpt": ("learned positions", "LayerNorm"),
+    "bitnet": ("squared ReLU", "norms inside the blocks"),
+    "camembert": (AFTER_PADDING,),
+    "cohere2_moe": ("window layers", "parallel residual", "routed experts"),
+    "cwm": ("window layers", "llama3 rope"),
+    "data2vec-text": (AFTER_PADDING,),
+    "dots1": ("q and k norms", "sigmoid routing with a bias, shared experts"),
+    "electra": (ENCODER, "embeddings of another width"),
+    "ernie": (ENCODER,),
+    "exaone_moe": ("window layers", "sigmoid routing with a bias, shared expert"),
+    "flex_olmo": ("norms behind the blocks", "softmax routing"),
+    "flint": ("window layers", "shared expert with a gate"),
+    "gemma4_text": ("window layers", "inputs for each layer"),
+    "gemma4_unified_text": ("window layers", "values without a weight in their norm"),
+    "glm4_moe_lite": ("latent attention (absorbed)", "sigmoid routing with a bias, shared experts"),
+    "gpt-sw3": ("learned positions", "LayerNorm"),
+    "granite_swa": ("window layers", "scaled embeddings, residuals and logits"),
+    "granitemoe_swa": ("window layers", "softmax of the chosen"),
+    "granitemoeshared": ("softmax of the chosen, shared expert",),
+    "hunyuan_v1_dense": ("q and k norms behind the rotation",),
+    "hy_v3": ("q and k norms", "sigmoid routing with a bias, shared expert"),
+    "hyperclovax": ("scaled embeddings, residuals and logits", "norms behind the blocks"),
+    "internlm3": ("biases",),
+    "iquestcoder": ("biases",),
+    "jais2": ("squared ReLU", "LayerNorm"),
+    "kolibri1": ("window layers", "shared expert with a gate"),
+    "laguna": ("softplus gate of attention", "window layers", "sigmoid routing with a bias, shared expert"),
+    "lfm2": ("q and k norms", "attention in every layer: layers with a convolution are refused"),
+    "mellum": ("window layers", "softmax routing"),
+    "minimax_m3_vl_text": ("clamped SwiGLU", "sigmoid routing with a bias, shared expert"),
+    "ministral": ("sliding window",),
+    "ministral3": ("attention temperature",),
+    "modernbert-decoder": ("window layers", "LayerNorm", "GeGLU"),
+    "nanochat": ("rotation the other way", "norms without weights", "squared ReLU", "logit softcap"),
+    "olmo3": ("window layers", "norms behind the blocks"),
+    "persimmon": ("partial rope", "q, k and v packed by heads", "q and k norms", "squared ReLU"),
+    "phimoe": ("LayerNorm", "each expert weighed among those near it"),
+    "roberta": (AFTER_PADDING,),
+    "roberta-prelayernorm": (AFTER_PADDING,),
+    "solar_open": ("sigmoid routing with a bias, shared experts",),
+    "vaultgemma": ("window layers", "attention softcap, logit softcap"),
+    "xlm-roberta": (AFTER_PADDING,),
+    "xlm-roberta-xl": (AFTER_PADDING,),
+    "youtu": ("latent attention (absorbed)",),
+}
