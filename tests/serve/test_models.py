@@ -20,6 +20,7 @@ from inferc.serve.async_engine import AsyncEngine
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.models import ModelOptions, Models, ModelSource, ServedModel
+from inferc.serve.rendering import Rendering
 from inferc.serve.streams import EngineUnavailable, ModelFacts
 from inferc.serve.supervisor import Supervisor
 
@@ -43,6 +44,7 @@ class Scripted(ServedModel):
         Scripted.latest = self
         self.source, self.kv_events = source, kv_events
         self.processes: list[Process] = []
+        self._rendering = Rendering()
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
         self.supervisor = Supervisor(self.engine, self._launch, on_state=lambda _: on_state(), places=places)
 
