@@ -171,8 +171,8 @@ class Artifact:
 
     def read(self, name: str) -> bytes:
         """A file of it, small enough to be checked by its SHA-256. Raises ArtifactError."""
-        if name not in self.manifest["files"]:
-            raise ArtifactError(f"{self.path / MANIFEST} names no {name}; {AGAIN}")
+        if "sha256" not in self.manifest["files"].get(name, ()):
+            raise ArtifactError(f"{self.path / MANIFEST} names no {name} that has a sha256; {AGAIN}")
         return self.contents.get(name) or read_checked(self.path, name, self.manifest["files"][name])
 
     def read_json(self, name: str) -> Any:

@@ -42,7 +42,7 @@ MAX_CONCURRENCY = 1024
 # Options of an engine in this process.
 OF_AN_ENGINE = (
     *("threads", "isa", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "pin", "deterministic"),
-    *("prefix_cache", "policy", "special_tokens_in_text"),
+    *("prefix_cache", "policy", "trusted_keys", "special_tokens_in_text"),
 )
 OF_A_SERVER = ("api_key", "ca")
 

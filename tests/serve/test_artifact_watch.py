@@ -176,8 +176,9 @@ def test_models_that_are_loaded_while_it_runs_are_held_to_the_same_keys(tiny_art
     options = ("--model-folder", str(folder), "--kv-memory", "8MB", "--trusted-keys", str(tmp_path / "release.key.pub"))
     with Server(first, *options) as server, Client(server.address) as client:
         client.load_model("signed")
-        with pytest.raises(InfercError, match=r"unsigned is not signed, and only what a key of"):
+        with pytest.raises(InfercError, match=r"FAILED_PRECONDITION: the model cannot be loaded"):
             client.load_model("unsigned")
+        assert f"{folder / 'unsigned'} is not signed, and only what a key of" in server.log
         states = {model.model: model.state for model in client.models()}
         assert states == {"first": "serving", "signed": "serving", "unsigned": "unloaded"}
         flip(weights_of(first))
