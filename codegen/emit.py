@@ -262,7 +262,8 @@ class ArtifactWriter:
         message = f"tensor {name} has {count} numbers that are NaN or infinite{become}"
         if not self.allow_broken:
             raise ArtifactError(
-                f"{message}; expected finite weights: download it again (--allow-drift compiles it all the same)"
+                f"{message}; expected finite weights: the checkpoint was saved so, or changed since; take another one (--allow-drift"
+                " compiles it all the same)"
             )
         log.warning("%s", message)
 

@@ -17,6 +17,7 @@ import torch
 
 from inferc import weights as weight_lib
 from inferc.errors import ArtifactError, UnsupportedError
+from inferc.frontend import unreadable
 from inferc.frontend.checkpoint import TensorSpec
 from inferc.frontend.load import Checkpoint
 from inferc.program import dtype_name
@@ -56,9 +57,10 @@ def bind(model: Any, checkpoint: Checkpoint) -> Binding:
         binding = Binding({name: _source(name, spec) for name, spec in checkpoint.tensors.items()})
         unused: list[str] = []
     else:
+        _refuse_packed(checkpoint, specs)
         binding, unused = _convert(model, checkpoint.tensors, specs)
         _tie(model, binding, checkpoint)
-    _check(model, specs, binding, unused, checkpoint.name)
+    _check(model, specs, binding, unused, checkpoint)
     return binding
 
 
@@ -118,7 +120,9 @@ def _unpacked(tensors: dict[str, TensorSpec]) -> dict[str, Weight]:
         try:
             numbers = weight_lib.mxfp4(*(_source(part, tensors[part]) for part in (name, f"{base}_scales")))
         except ValueError as error:
-            raise ArtifactError(f"{base}: not MXFP4 ({error}); download the checkpoint again") from error
+            raise ArtifactError(
+                f"{base}: not MXFP4 ({error}); the checkpoint needs a newer inferc, or is damaged"
+            ) from error
         found[base] = weight_lib.permute(numbers, (0, 2, 1)) if len(numbers.shape) == 3 else numbers
     return found
 
@@ -222,13 +226,37 @@ def _untie(model: Any, name: str) -> None:
     setattr(owner, attribute, torch.nn.Parameter(torch.empty_like(getattr(owner, attribute)), requires_grad=False))
 
 
-def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str], where: str) -> None:
+def _refuse_packed(checkpoint: Checkpoint, specs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a checkpoint that is quantized though its config.json does not say so."""
+    packed = unreadable.packed_tensor(name for name in checkpoint.tensors if name not in specs)
+    if packed is None:
+        return
+    name, kind = packed
+    if kind == "LoRA":
+        raise UnsupportedError(f"{checkpoint.name}: {name}: a LoRA adapter; merge it into its model, and give that")
+    raise UnsupportedError(
+        f"{checkpoint.name}: {name}: a {kind} checkpoint, whose packed weights are not read yet; use the original,"
+        " unquantized model"
+    )
+
+
+def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str], checkpoint: Checkpoint) -> None:
+    where, kind = checkpoint.name, type(model).__name__
     optional = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
     missing = [name for name in specs if name not in binding.weights and not (optional and optional.search(name))]
     if missing:
+        names = unreadable.other_names(checkpoint.tensors, specs)
+        if names:
+            raise ArtifactError(
+                f"{where}: {names}: they are of another model than config.json's {kind}, or a part of a larger one;"
+                " give a checkpoint whose names transformers loads into that class, or the config.json of this one"
+            )
+        head = unreadable.missing_head(model, missing)
         raise ArtifactError(
-            f"{where}: no tensor for {missing[0]}{_more(missing)}; the checkpoint is incomplete or of another model than"
-            f" config.json ({type(model).__name__}): download it again"
+            f"{where}: {head}"
+            if head
+            else f"{where}: no tensor for {missing[0]}{_more(missing)}; the checkpoint is incomplete or of another model than"
+            f" config.json ({kind}): is a file of it missing, or is config.json another's?"
         )
     _check_dtypes(specs, binding, where)
     for name, weight in binding.weights.items():
@@ -240,11 +268,15 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
                 f" {list(expected)}; config and weights are of different models"
             )
     ignorable = _any_of(getattr(model, "_keys_to_ignore_on_load_unexpected", None), *_old_buffers(model))
-    binding.ignored = [name for name in unused if ignorable and ignorable.search(name)]
+    binding.ignored = [
+        name
+        for name in unused
+        if (ignorable and ignorable.search(name)) or unreadable.is_old_mask(name, checkpoint.tensors[name][0])
+    ]
     unexpected = [name for name in unused if name not in set(binding.ignored)]
     if unexpected:
         raise ArtifactError(
-            f"{where}: tensor {unexpected[0]}{_more(unexpected)} has no use in {type(model).__name__}; config and weights"
+            f"{where}: tensor {unexpected[0]}{_more(unexpected)} has no use in {kind}; config and weights"
             " are of different models, or the checkpoint needs a newer transformers"
         )
     if binding.ignored:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -108,12 +109,33 @@ def random_copy(
 def check_attention_count(program: Program, where: str) -> None:
     """Every layer has one attention node."""
     expected = program.info["num_attention_layers"]
-    layers = [node.meta["layer"] for node in program.graph.nodes if _is(node, "inferc.attention")]
-    if sorted(layers, key=str) != sorted(range(expected), key=str):
-        raise ExportError(
-            f"{where}: {len(layers)} attention nodes were captured, expected {expected}, one a layer; the model's code goes"
-            " past transformers' attention interface, and its mask would be lost"
-        )
+    layers = Counter(node.meta["layer"] for node in program.graph.nodes if _is(node, "inferc.attention"))
+    found = {layer: layers.get(layer, 0) for layer in range(expected) if layers.get(layer, 0) != 1}
+    outside = sum(count for layer, count in layers.items() if layer not in range(expected))
+    if not found and not outside:
+        return
+    said = [
+        f"{_listed([layer for layer, count in found.items() if count == many])} {'none' if not many else many}"
+        for many in sorted(set(found.values()))
+    ]
+    said += [f"{outside} in no layer"] if outside else []
+    why = (
+        "the model's code goes past transformers' attention interface, and its mask would be lost"
+        if any(not many for many in found.values())
+        else "the cache holds K and V of one attention for each layer"
+    )
+    raise ExportError(
+        f"{where}: {layers.total()} attention nodes were captured in {expected} layers, expected one in each, and"
+        f" {', '.join(said)}; {why}"
+    )
+
+
+def _listed(layers: list[int]) -> str:
+    """`layer 3 has`, or `layers 0, 2 and 4 have` of a few."""
+    if len(layers) == 1:
+        return f"layer {layers[0]} has"
+    first = ", ".join(str(layer) for layer in layers[:3])
+    return f"layers {first}{f' and {len(layers) - 3} more' if len(layers) > 3 else ''} have"
 
 
 def distinct_prefix(program: Program) -> int:

@@ -197,6 +197,12 @@ def _no_weights(folder: Path) -> ArtifactError | UnsupportedError:
             f"{folder}: weights are pickled ({pickled[0]}) and a pickle can run any code; expected {SINGLE_NAME}:"
             " convert with transformers (from_pretrained, then save_pretrained)"
         )
+    gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    if gguf and not others:
+        return UnsupportedError(
+            f"{folder}: {gguf[0]} is a GGUF file, which is not read yet; expected {SINGLE_NAME}: give the folder that it was"
+            " made from"
+        )
     if others:
         return ArtifactError(
             f"{folder}: found {others[0]}, expected {SINGLE_NAME} or {INDEX_NAME} with its shards; download these too"

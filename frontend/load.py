@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.frontend import trace
+from inferc.frontend import trace, unreadable
 from inferc.frontend.checkpoint import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def find_folder(path: str | Path, files: list[str] | None = None) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError(f"{path} is a file; expected a Hugging Face folder with config.json and model.safetensors")
+        raise ConfigError(unreadable.file_instead_of_folder(folder))
     if not HUB_ID.fullmatch(str(path)):
         raise ConfigError(f"{path}: no such folder; give a Hugging Face folder or a hub id like org/name")
     import huggingface_hub
@@ -137,11 +137,11 @@ def read_config(folder: Path) -> Any:
     """The transformers config of a folder, of a kind that can be compiled."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise ConfigError(f"{folder}: no config.json; expected a Hugging Face model folder (a LoRA adapter is not one)")
+        raise ConfigError(unreadable.folder_without_config(folder))
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error}); download it again") from error
+        raise ConfigError(f"{file}: not JSON ({error}); mend it, or fetch it anew if it was cut short") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise ConfigError(f"{file}: no model_type; expected the config.json of a transformers model")
     from transformers import AutoConfig
@@ -176,7 +176,8 @@ def _check_raw(raw: dict[str, Any], where: str) -> None:
         if method == "mxfp4":  # its numbers are read as they are, in bfloat16
             return
         raise UnsupportedError(
-            f"{where}: the checkpoint is quantized ({method}), which cannot be read yet; use the original, unquantized model"
+            f"{where}: a {unreadable.quantized(str(method))} checkpoint (quantization_config in config.json), whose packed"
+            " weights are not read yet; use the original, unquantized model"
         )
 
 
@@ -186,24 +187,56 @@ def check_config(config: Any, raw: dict[str, Any], where: str) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{where}: {kind} is an encoder-decoder model; expected a decoder-only language model")
-    parts = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
-    if parts:
-        raise UnsupportedError(
-            f"{where}: {kind} is multimodal ({', '.join(parts)}); expected a text-only model: give the language model alone"
-        )
-    model_class = _model_class(config)
-    types = [str(layer) for layer in getattr(config, "layer_types", None) or ()]
-    other = [index for index, layer in enumerate(types) if not layer.endswith("attention") or "linear" in layer]
-    if other or getattr(model_class, "_is_stateful", False):
-        found = f"layer {other[0]} of type {types[other[0]]}" if other else "a recurrent state"
-        raise UnsupportedError(
-            f"{where}: {kind} has {found}; expected attention in every layer (sequence state is not built)"
-        )
+    _refuse_several_models(config, where)
+    _refuse_state(config, where)
     if getattr(config, "index_topk", None):
         raise UnsupportedError(
             f"{where}: {kind} chooses the {config.index_topk} keys that each query sees (index_topk, in the attention of"
             " every layer): dynamic sparse attention; expected causal, sliding or chunked attention"
         )
+
+
+def _refuse_several_models(config: Any, where: str) -> None:
+    """Raise UnsupportedError for a model of several models, one a modality or not.
+
+    A part of a config that has no layers (dbrx's attn_config) is a group of fields, and no model.
+    """
+    named = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    parts = [name for name, part in named.items() if hasattr(part, "num_hidden_layers") or _is_modality(name, part)]
+    if not parts:
+        return
+    if any(_is_modality(name, named[name]) for name in parts) or "text_config" in parts:
+        raise UnsupportedError(
+            f"{where}: {config.model_type} is multimodal ({', '.join(parts)}); expected a text-only model: give the"
+            " language model alone"
+        )
+    raise UnsupportedError(
+        f"{where}: {config.model_type} is made of several models ({', '.join(parts)}); expected one decoder of text tokens"
+    )
+
+
+MODALITIES = ("vision", "image", "audio", "video", "speech")
+
+
+def _is_modality(name: str, part: Any) -> bool:
+    return part is not None and any(modality in name for modality in MODALITIES)
+
+
+def _refuse_state(config: Any, where: str) -> None:
+    """Raise UnsupportedError for a model with layers that are no attention; a class that can have some may have none."""
+    types = [str(layer) for layer in getattr(config, "layer_types", None) or ()]
+    other = [index for index, layer in enumerate(types) if not layer.endswith("attention") or "linear" in layer]
+    if not other and (types or not getattr(_model_class(config), "_is_stateful", False)):
+        return
+    if other and types[other[0]] in ("mlp", "moe"):
+        raise UnsupportedError(
+            f"{where}: layer {other[0]} of {config.model_type} is of type {types[other[0]]} and has no attention;"
+            " expected attention in every layer"
+        )
+    found = f"layer {other[0]} of type {types[other[0]]}" if other else "a recurrent state"
+    raise UnsupportedError(
+        f"{where}: {config.model_type} has {found}; expected attention in every layer (sequence state is not built)"
+    )
 
 
 def _model_class(config: Any) -> type[Any]:

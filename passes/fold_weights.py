@@ -77,8 +77,7 @@ def _order(node: fx.Node, weights: list[Weight]) -> Folded:
         order: Any = node.args[1]
         perm = [int(axis) % len(perm) for axis in order]
     else:
-        axes: Any = (0, 1) if node.target == aten.t.default else node.args[1:3]
-        first, second = axes
+        first, second = (0, 1) if node.target == aten.t.default else (int(axis) for axis in arguments(node)[1:3])
         perm[first], perm[second] = perm[second], perm[first]
     return "_".join(map(str, perm)), weight_lib.permute(weights[0], tuple(perm))
 

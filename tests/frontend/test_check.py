@@ -115,7 +115,10 @@ def test_attention_past_the_interface_is_counted(tmp_path: Path, monkeypatch: py
 
     folder = make_random_model("llama", tmp_path / "m", num_key_value_heads=4, num_hidden_layers=1)
     monkeypatch.setattr(interfaces, "attention", plain)
-    with pytest.raises(ExportError, match="0 attention nodes were captured, expected 1, one a layer"):
+    with pytest.raises(
+        ExportError,
+        match="0 attention nodes were captured in 1 layers, expected one in each, and layer 0 has none; the model",
+    ):
         capture(folder, "float32")
 
 

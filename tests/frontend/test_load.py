@@ -64,7 +64,7 @@ def test_weights_that_the_config_names(tmp_path: Path) -> None:
         (
             {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
             UnsupportedError,
-            r"quantized \(gptq\)",
+            r"a GPTQ checkpoint \(quantization_config in config.json\), whose packed weights are not read yet",
         ),
         ({**LLAMA, "hidden_size": "wide"}, ConfigError, "not a valid llama config"),
     ],
@@ -85,10 +85,49 @@ def test_no_config(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ConfigError, match="is a file"):
-        load(tmp_path / "model.gguf")
+@pytest.mark.parametrize(
+    ("name", "start", "message"),
+    [
+        (
+            "model.gguf",
+            b"",
+            "is a GGUF file, which is not read yet; give the Hugging Face folder that it was made from",
+        ),
+        ("ggml-model-q4", b"GGUF\3\0\0\0", "is a GGUF file, which is not read yet"),
+        ("model.safetensors", b"", "is a file, one file of a model; give its folder"),
+        ("pytorch_model.bin", b"", "is a file, pickled weights, which can run any code; give a Hugging Face folder"),
+        ("model.onnx", b"", "is a file, an ONNX model; give a Hugging Face folder"),
+        ("README", b"hello", "is a file; give a Hugging Face folder with config.json and model.safetensors"),
+    ],
+)
+def test_a_file_is_not_a_folder(name: str, start: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(start)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model-Q4_K_M.gguf", "no config.json, and model-Q4_K_M.gguf is a GGUF file, which is not read yet"),
+        ("adapter_config.json", "a LoRA adapter; merge it into its model"),
+        ("consolidated.safetensors", "weights in their maker's own format; give a Hugging Face folder"),
+        ("notes.txt", "no config.json; expected a Hugging Face model folder"),
+    ],
+)
+def test_a_folder_of_something_else(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def test_a_folder_whose_weights_are_a_gguf_file(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").rename(tmp_path / "llama.gguf")
+    with pytest.raises(
+        UnsupportedError, match="llama.gguf is a GGUF file, which is not read yet; expected model.safetens"
+    ):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "nothing", "a/b/c"])

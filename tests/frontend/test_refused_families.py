@@ -24,8 +24,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rwkv": ({}, "rwkv has a recurrent state"),
     "deepseek_v32": ({}, r"deepseek_v32 chooses the 2048 keys .* \(index_topk.*: dynamic sparse attention"),
     "glm_moe_dsa": ({}, "glm_moe_dsa chooses the .* dynamic sparse attention"),
+    "nemotron_h": (
+        {"layer_types": ["full_attention", "mlp"], "head_dim": 16},
+        "layer 1 of nemotron_h is of type mlp and has no attention; expected attention in every layer",
+    ),
     "t5": ({}, "t5 is an encoder-decoder model"),
     "gemma3": ({}, r"gemma3 is multimodal \(text_config, vision_config\)"),
+    "blt": ({}, r"blt is made of several models \(patcher_config, .*\); expected one decoder of text tokens"),
     "falcon": ({}, PAST),
     "bloom": ({"n_layer": 2, "n_head": 4}, PAST),
     "gptj": ({**OLD, "rotary_dim": 8}, PAST),

@@ -1,0 +1,120 @@
+"""What somebody has that cannot be read, in the words of whoever has it: a GGUF file, a GPTQ checkpoint, another model's tensors.
+
+A file that is whole is never called damaged: to fetch it again would bring the same one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+QUANTIZED_NAMES = {
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+}
+# Parts of a tensor's name that only such checkpoints have, told apart from the top down.
+PACKED = (
+    (r"\.g_idx$", "GPTQ"),
+    (r"\.qweight$", "GPTQ or AWQ"),
+    (r"\.(absmax|nested_absmax|SCB|quant_state\.bitsandbytes__\w+)$", "bitsandbytes"),
+    (r"\.weight_packed$", "compressed-tensors"),
+    (r"\.weight_scale(_inv)?$", "FP8"),
+    (r"\.lora_[AB]\.", "LoRA"),
+)
+FILES = {
+    ".gguf": "a GGUF file, which is not read yet",
+    ".safetensors": "one file of a model",
+    ".bin": "pickled weights, which can run any code",
+    ".pt": "pickled weights, which can run any code",
+    ".pth": "pickled weights, which can run any code",
+    ".onnx": "an ONNX model",
+}
+FOLDER = "give a Hugging Face folder with config.json and model.safetensors"
+# Causal masks that the modules of old transformers versions stored, and a number that stood for minus infinity.
+OLD_MASK = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)(\.attention)?\.(bias|masked_bias)$")
+
+
+def quantized(method: str) -> str:
+    """How a message calls the checkpoints of a `quant_method`."""
+    return QUANTIZED_NAMES.get(method.lower(), method)
+
+
+def packed_tensor(names: Iterable[str]) -> tuple[str, str] | None:
+    """A tensor that only quantized checkpoints (or adapters) have, and whose it is; None without one."""
+    every = sorted(names)
+    for pattern, kind in PACKED:
+        found = next((name for name in every if re.search(pattern, name)), None)
+        if found is not None:
+            return found, kind
+    return None
+
+
+def file_instead_of_folder(path: Path) -> str:
+    """What a file is that was given where a folder is expected, and what to give."""
+    kind = FILES.get(path.suffix.lower())
+    with path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            kind = FILES[".gguf"]
+    if kind == FILES[".gguf"]:
+        return f"{path} is {kind}; give the Hugging Face folder that it was made from, with config.json and model.safetensors"
+    if kind == FILES[".safetensors"]:
+        return f"{path} is a file, {kind}; give its folder, with config.json beside it"
+    return f"{path} is a file{f', {kind}' if kind else ''}; {FOLDER}"
+
+
+def folder_without_config(folder: Path) -> str:
+    """What a folder holds that has no config.json, and what to give."""
+    names = sorted(path.name for path in folder.iterdir())
+    gguf = [name for name in names if name.lower().endswith(".gguf")]
+    if gguf:
+        return f"{folder}: no config.json, and {gguf[0]} is {FILES['.gguf']}; give the Hugging Face folder that it was made from"
+    if "adapter_config.json" in names:
+        return (
+            f"{folder}: no config.json but adapter_config.json: a LoRA adapter; merge it into its model, and give that"
+        )
+    if "params.json" in names or "consolidated.safetensors" in names:
+        return f"{folder}: no config.json but params.json: weights in their maker's own format; {FOLDER}"
+    return f"{folder}: no config.json; expected a Hugging Face model folder"
+
+
+def is_old_mask(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is a buffer of old attention modules: a mask [1, 1, length, length], or one number."""
+    if not OLD_MASK.search(name):
+        return False
+    return len(shape) == 4 if name.endswith(".bias") else all(size == 1 for size in shape)
+
+
+def other_names(found: Iterable[str], expected: Iterable[str]) -> str:
+    """How the names of a file's tensors begin where a model's do not begin so; empty where most are the model's."""
+    heads = Counter(_head(name) for name in found)
+    wanted = Counter(_head(name) for name in expected)
+    strange = {head: count for head, count in heads.items() if head not in wanted}
+    if not strange or sum(strange.values()) * 2 < sum(heads.values()):
+        return ""
+    most, usual = max(strange, key=lambda head: strange[head]), max(wanted, key=lambda head: wanted[head])
+    return f"the file's tensors begin with `{most}.`, where the model's begin with `{usual}.`"
+
+
+def _head(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def missing_head(model: Any, missing: Sequence[str]) -> str:
+    """What to say of a checkpoint in which the LM head alone is missing; empty if it is something else."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight:
+        return ""
+    names = {name for name, value in model.named_parameters(remove_duplicate=False) if value is head.weight}
+    if set(missing) - names:
+        return ""
+    return (
+        f"no tensor for {missing[0]}, the LM head, which config.json does not tie to the embedding (tie_word_embeddings is"
+        " false): transformers would make up random numbers for it; set tie_word_embeddings to true if the model's head"
+        " is its embedding, or give a checkpoint of the language model, not of its base alone"
+    )
