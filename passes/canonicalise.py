@@ -31,6 +31,7 @@ ALIASES = (
 )
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+EXTREMES = {aten.min.other: aten.minimum.default, aten.max.other: aten.maximum.default}
 NEW_TENSORS = (aten.new_empty.default, aten.new_zeros.default, aten.empty.memory_format)
 ASSERTIONS = (
     aten._assert_tensor_metadata.default,
@@ -217,6 +218,14 @@ def _to_copy(program: Program, node: fx.Node) -> bool:
     return True
 
 
+def _extreme(program: Program, node: fx.Node) -> bool:
+    """The smaller or larger of two values by one name."""
+    if node.target not in EXTREMES:
+        return False
+    node.target = EXTREMES[node.target]
+    return True
+
+
 def _power(program: Program, node: fx.Node) -> bool:
     """`x ** -0.5` is the reciprocal root that most norms are spelled with."""
     if node.target != aten.pow.Tensor_Scalar or node.args[1] != -0.5:
@@ -280,6 +289,7 @@ RULES: tuple[Callable[[Program, fx.Node], bool], ...] = (
     _cat,
     _split,
     _to_copy,
+    _extreme,
     _power,
     _views,
     _axes_from_end,

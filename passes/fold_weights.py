@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from inferc import weights as weight_lib
-from inferc.passes.fuse_pointwise import EXPONENTS, OPS, weight_behind
+from inferc.passes.fuse_pointwise import EXPONENTS, OPS, endless_argument, text_of, weight_behind
 from inferc.passes.rewrite import no_rewrite
 from inferc.program import Program, arguments, dtype_name, target_name
 from inferc.weights import Weight
@@ -110,17 +110,11 @@ def _arithmetic(node: fx.Node, weights: list[Weight]) -> Folded | None:
         return None
     if node.target == aten.pow.Tensor_Scalar and float(node.args[1]) not in EXPONENTS:  # type: ignore[arg-type]
         return None
+    if endless_argument(node) is not None:
+        return None
     names = {each: f"x{index}" for index, each in enumerate(node.all_input_nodes)}
-    text = OPS[node.target](*(_argument(arg, names) for arg in arguments(node)))
-    weight = weight_lib.elementwise(tuple(weights), text, node.meta["val"].dtype)
+    weight = weight_lib.elementwise(tuple(weights), text_of(node, names), node.meta["val"].dtype)
     return (target_name(node.target).split(".")[1], weight) if weight.shape == _shape(node) else None
-
-
-def _argument(arg: Any, names: dict[fx.Node, str]) -> Any:
-    """What the table of expressions gets of an argument: texts for values and numbers, all else as it is."""
-    if isinstance(arg, fx.Node):
-        return names[arg]
-    return repr(arg) if isinstance(arg, (int, float)) else arg
 
 
 RULES: dict[Any, Callable[[fx.Node, list[Weight]], Folded | None]] = {

@@ -132,8 +132,8 @@ def _why_not(program: Program, node: fx.Node) -> str | None:
     if not value.is_floating_point() and node.target not in COMPARISONS:
         # Integers in float32 would be wrong beyond 2^24; positions alone stay below.
         return f"it makes {dtype_name(value.dtype)}, expected floating point"
-    endless = [arg for arg in arguments(node) if isinstance(arg, float) and not math.isfinite(arg)]
-    return f"its argument {endless[0]} is no finite number" if endless else None
+    endless = endless_argument(node)
+    return None if endless is None else f"its argument {endless} is no finite number"
 
 
 def _per_row(program: Program, node: fx.Node) -> bool:
@@ -202,7 +202,7 @@ def _expression(group: _Group, names: dict[fx.Node, str]) -> str:
     """The members' texts put together; one that is read twice gets a name."""
     named: list[str] = []
     for node in sorted(group.members):
-        text = OPS[node.target](*(_argument(node, index, names) for index in range(len(arguments(node)))))
+        text = text_of(node, names)
         reads = sum(list(user.all_input_nodes).count(node) for user in node.users if user in group.members)
         twice = reads > 1 or _reads_twice(node, group)
         if twice and node is not group.root and node.target not in COMPARISONS and not text.isidentifier():
@@ -211,6 +211,16 @@ def _expression(group: _Group, names: dict[fx.Node, str]) -> str:
         names[node] = text
     result = names[group.root]
     return "; ".join([*named, _without_brackets(result)])
+
+
+def endless_argument(node: fx.Node) -> float | None:
+    """An argument that is infinite or no number, which an expression cannot hold."""
+    return next((arg for arg in arguments(node) if isinstance(arg, float) and not math.isfinite(arg)), None)
+
+
+def text_of(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    """The expression of a call of one of OPS over the texts of the values it reads."""
+    return OPS[node.target](*(_argument(node, index, names) for index in range(len(arguments(node)))))
 
 
 def _argument(node: fx.Node, index: int, names: dict[fx.Node, str]) -> Any:

@@ -48,6 +48,18 @@ def test_one_spelling_for_views_softmax_splits_and_axes() -> None:
     example(spelled, {"x": rows(6)}).check(Canonicalise(), 9, golden)
 
 
+def test_the_smaller_and_the_larger_of_two_have_one_name() -> None:
+    golden = """
+        %x: float32[s0, 4] = input
+        %y: float32[s0, 4] = input
+        %0: float32[s0, 4] = aten.minimum(%x, %y)
+        %1: float32[s0, 4] = aten.maximum(%0, %y)
+        return (%1)
+    """
+    both = example(lambda x, y: aten.max.other(aten.min.other(x, y), y), {"x": rows(4), "y": rows(4, seed=1)})
+    both.check(Canonicalise(), 2, golden)
+
+
 def test_a_power_of_minus_a_half_is_a_reciprocal_root() -> None:
     golden = """
         %x: float32[s0, 4] = input

@@ -38,6 +38,20 @@ def test_a_norm_that_scales_by_one_plus_its_weight_reads_the_sum_as_the_graph_ro
     example(graph, {"x": rows(8, dtype=torch.bfloat16)}, weights).check(FoldWeights(), 1, golden, tolerance=0)
 
 
+def test_a_mode_of_arithmetic_on_a_weight_is_the_graphs() -> None:
+    def graph(x: Any, weight: Any) -> Any:
+        return aten.mul.Tensor(x, aten.softplus.default(aten.gelu.default(weight, approximate="tanh")))
+
+    golden = """
+        %x: float32[s0, 8] = input
+        %0: float32[s0, 8] = aten.mul.Tensor(%x, @weight.gelu.softplus)
+        return (%0)
+    """
+    each = example(graph, {"x": rows(8)}, {"weight": random(8)})
+    each.check(FoldWeights(), 2, golden)
+    assert "gelu_tanh(x0)" in str(each.program.weights["weight.gelu.softplus"])
+
+
 def test_arithmetic_orders_parts_and_joints_of_weights_are_weights() -> None:
     def graph(x: Any, first: Any, second: Any, scale: Any) -> Any:
         both = aten.cat.default([aten.neg.default(first), aten.mul.Tensor(second, scale)], -2)
