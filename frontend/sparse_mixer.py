@@ -19,9 +19,14 @@ MIXER, JITTER = "sparsemixer", "router_jitter_noise"  # the function that such a
 def use(model: Any) -> None:
     """Replace the forward pass of every such router of `model`."""
     for module in model.modules():
-        mixer = getattr(sys.modules[type(module).__module__], MIXER, None)
-        if mixer is not None and isinstance(module, torch.nn.Linear) and hasattr(module, JITTER):
+        if is_mixer(module):
             module.forward = types.MethodType(_forward, module)
+
+
+def is_mixer(module: Any) -> bool:
+    """Whether a module is a router whose own code mixes: by what it calls and has, not by its name."""
+    mixer = getattr(sys.modules[type(module).__module__], MIXER, None)
+    return mixer is not None and isinstance(module, torch.nn.Linear) and hasattr(module, JITTER)
 
 
 def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

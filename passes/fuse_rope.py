@@ -68,9 +68,9 @@ def _rotation(program: Program, node: fx.Node, terms: Terms) -> Rotation | str:
 def _negated(program: Program, inv_freq: fx.Node) -> fx.Node:
     """The constant of frequencies that turn the other way."""
     name = f"{inv_freq.target}.negative"
-    known = next((node for node in program.graph.find_nodes(op="get_attr", target=name)), None)
-    if known is not None:
-        return known
+    known: list[fx.Node] = [node for node in program.graph.nodes if (node.op, node.target) == ("get_attr", name)]
+    if known:
+        return known[0]
     value = weight_lib.read_constant(program.weight(inv_freq))
     return program.add_weight(name, weight_lib.constant(-value), before=inv_freq)
 

@@ -215,7 +215,8 @@ def test_options_that_are_not_built_are_unknown(option: str) -> None:
 
 def test_json_has_the_pass_table(tiny_artifact: Path) -> None:
     found = explain_json(tiny_artifact, "--device", "l4")
-    assert [row["name"] for row in found["passes"]][:2] == ["canonicalise", "flatten_batch"]
+    first = ["canonicalise", "fold_constants", "fold_uniform", "flatten_batch"]
+    assert [row["name"] for row in found["passes"]][:4] == first
     assert found["passes"][-1]["name"] == "plan_memory"
     before = found["captured"]
     for row in found["passes"]:

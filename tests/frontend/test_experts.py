@@ -17,7 +17,7 @@ from inferc.frontend.interfaces import Gate, gate_of
 class Experts(torch.nn.Module):
     """As transformers' experts are: a gate, and perhaps the numbers that it uses."""
 
-    alpha: float | None = 1.7
+    alpha: Any = 1.7
     limit = 2.0
 
     def __init__(self, act_fn: Any) -> None:

@@ -55,6 +55,8 @@ ALWAYS = {
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 LEFT_OUT = "left out"  # as a value of OWN: a field of SIZES that the class is to choose by itself
 OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"n_embd": 256, "n_head": 4},  # whose heads are packed in fours
+    "kolibri1": {"num_experts": EXPERTS["num"]},
     "lfm2": {"layer_types": ["full_attention"] * LAYERS},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3n_text": {
@@ -93,7 +95,11 @@ def config_of(model_type: str, **overrides: Any) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
     known: set[str] = set()
     for each in kind.__mro__:
-        known |= {*getattr(each, "__annotations__", ()), *inspect.signature(each.__init__).parameters}
+        made_with: Any = vars(each).get("__init__")
+        known |= {
+            *getattr(each, "__annotations__", ()),
+            *(inspect.signature(made_with).parameters if made_with else ()),
+        }
     renamed = getattr(kind, "attribute_map", None) or {}
     fields = {name: value for name, value in SIZES.items() if name in known and name not in renamed}
     fields.update(ALWAYS)
