@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 from inferc.errors import ConfigError
 from inferc.frontend import sentencepiece_file
 from inferc.frontend.chat_template import chat_template, golden_chat
+from inferc.frontend.generation import eos_token_ids, generation_defaults
 from inferc.frontend.golden_texts import golden_vectors, warn_of_differences
 from inferc.frontend.load import Checkpoint
 from inferc.frontend.tokenizer_source import NAMED, TOKENIZER_JSON, WithIds, from_folder, from_object
@@ -23,28 +23,6 @@ from inferc.frontend.tokenizer_source import NAMED, TOKENIZER_JSON, WithIds, fro
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (TOKENIZER_JSON, *sentencepiece_file.FILES, "vocab.json", "tokenizer_config.json")
-# Of a generation config: what sampling or stopping depends on.
-GENERATION_FIELDS = {
-    "bos_token_id": "token id",
-    "eos_token_id": "token ids",
-    "pad_token_id": "token id",
-    "do_sample": "bool",
-    "temperature": "number",
-    "top_k": "whole number",
-    "top_p": "number",
-    "min_p": "number",
-    "repetition_penalty": "number",
-    "max_new_tokens": "whole number",
-    "stop_strings": "strings",
-}
-EXPECTED = {
-    "token id": "a token id",
-    "token ids": "a token id or a list of them",
-    "bool": "true or false",
-    "number": "a number",
-    "whole number": "a whole number",
-    "strings": "a string or a list of them",
-}
 
 
 def tokenizer_files(
@@ -99,72 +77,6 @@ def special_tokens(tokenizer: Any) -> dict[str, Any]:
         "add_bos_token": bool(ids) and ids[0] == tokenizer.bos_token_id,
         "add_eos_token": bool(ids) and ids[-1] == tokenizer.eos_token_id,
     }
-
-
-def generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the model's makers set for generation (GENERATION_FIELDS), as transformers' `generate` would take it.
-
-    Token ids that the generation config leaves out come from the model config. Ids to stop at that the model does not
-    have are left out. Raises ConfigError for a value of another kind, and where no id to stop at remains.
-    """
-    found: dict[str, Any] = {}
-    file = checkpoint.folder / "generation_config.json" if checkpoint.folder else None
-    if file is not None and file.is_file():
-        try:
-            found = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{file}: not a JSON object ({error}); download it again or delete it") from error
-    elif checkpoint.module is not None and getattr(checkpoint.module, "generation_config", None) is not None:
-        found = checkpoint.module.generation_config.to_diff_dict()  # type: ignore[union-attr, operator]
-    where = f"{checkpoint.name}: generation_config" if file is None else str(file)
-    defaults = {
-        name: _generation_value(name, found[name], where) for name in GENERATION_FIELDS if found.get(name) is not None
-    }
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(checkpoint.config, name, None)
-        if name not in defaults and value is not None:
-            defaults[name] = _generation_value(name, value, f"{checkpoint.name}: config.json")
-    _drop_unknown_eos(defaults, int(checkpoint.config.vocab_size), checkpoint.name)
-    return defaults
-
-
-def eos_token_ids(defaults: dict[str, Any]) -> list[int]:
-    """Every id that ends a sequence, from `generation_defaults`."""
-    ids = defaults.get("eos_token_id")
-    return [] if ids is None else [int(token) for token in ids] if isinstance(ids, list) else [int(ids)]
-
-
-def _generation_value(name: str, value: Any, where: str) -> Any:
-    """The value as its field wants it; a whole number may be written as a float."""
-    kind = GENERATION_FIELDS[name]
-    parts = value if isinstance(value, list) and kind in ("token ids", "strings") else [value]
-    if kind in ("token id", "token ids", "whole number"):
-        fits = all(type(part) is int or (isinstance(part, float) and part.is_integer()) for part in parts)
-        parts = [int(part) for part in parts] if fits else parts
-    elif kind == "number":
-        fits = type(value) in (int, float) and math.isfinite(value)
-    else:
-        fits = all(isinstance(part, str if kind == "strings" else bool) for part in parts)
-    if not fits:
-        raise ConfigError(
-            f"{where}: {name} is {json.dumps(value, default=str)[:80]}, expected {EXPECTED[kind]}; correct it, or delete"
-            " the field"
-        )
-    return parts if isinstance(value, list) else parts[0]
-
-
-def _drop_unknown_eos(defaults: dict[str, Any], vocab_size: int, where: str) -> None:
-    ids = eos_token_ids(defaults)
-    known = [token for token in ids if 0 <= token < vocab_size]
-    unknown = ", ".join(str(token) for token in ids if token not in known)
-    if ids and not known:
-        raise ConfigError(
-            f"{where}: eos_token_id is {unknown}, and the model has the ids 0 to {vocab_size - 1}: no text would end;"
-            " correct generation_config.json or config.json"
-        )
-    if unknown:
-        log.warning("%s: eos_token_id %s left out: the model has %d ids", where, unknown, vocab_size)
-        defaults["eos_token_id"] = known
 
 
 def _check_ids(text: str, golden: list[dict[str, Any]], vocab_size: int, where: str) -> None:

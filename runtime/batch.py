@@ -29,10 +29,12 @@ class _Lists:
     bias_ids: I32
     bias_values: F32
     allowed: I32
-    ends: I32  # banned while fewer than `min_tokens` are out
+    banned: I32
+    banned_early: I32  # while fewer than `min_tokens` are out: end tokens too
 
 
-_NO_LISTS = _Lists(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+_NO_IDS = np.zeros(0, np.int32)
+_NO_LISTS = _Lists(_NO_IDS, np.zeros(0, np.float32), _NO_IDS, _NO_IDS, _NO_IDS)
 
 
 @dataclass
@@ -52,7 +54,7 @@ class _Shape:
     query_start_loc: I32
     row_slots: I64  # slot of each row
     logits_rows: I32
-    sample: SampleRows  # but for counters and banned ids
+    sample: SampleRows  # but for counters, and the end tokens that are banned at first
     has_min_output: bool
     row_of: I64 | None = None  # [num_slots] of each slot that is in it; where tables are kept
     tables: tuple[_Tables, _Tables] = field(default_factory=lambda: (_Tables(), _Tables()))
@@ -203,12 +205,13 @@ class Batch:
         self.num_logprobs[slot] = 0 if params.logprobs is None else max(params.logprobs, 1)
         self.min_output[slot] = params.min_tokens
         self._lists.pop(slot, None)
-        if params.logit_bias or params.allowed_token_ids or params.min_tokens:
+        if params.logit_bias or params.allowed_token_ids or params.banned_token_ids or params.min_tokens:
             self._lists[slot] = _Lists(
                 bias_ids=np.array(list(params.logit_bias), np.int32),
                 bias_values=np.array(list(params.logit_bias.values()), np.float32),
                 allowed=np.unique(np.array(params.allowed_token_ids, np.int32)),
-                ends=np.array(sorted(seq.stop_ids), np.int32),
+                banned=np.unique(np.array(params.banned_token_ids, np.int32)),
+                banned_early=np.unique(np.array((*params.banned_token_ids, *seq.stop_ids), np.int32)),
             )
 
     def rows_of(self, seq_slots: I32) -> Rows:
@@ -337,21 +340,26 @@ class Batch:
         if shape.has_min_output:
             early = counters < self.min_output[slots]
             if early.any():  # end tokens are banned until `min_tokens` are out
-                lists = zip(slots.tolist(), early.tolist(), strict=True)
+                lists = [self._lists.get(slot, _NO_LISTS) for slot in slots.tolist()]
                 rows.banned = TokenLists.of(
-                    [self._lists[slot].ends if is_early else _NO_LISTS.ends for slot, is_early in lists]
+                    [
+                        each.banned_early if is_early else each.banned
+                        for each, is_early in zip(lists, early.tolist(), strict=True)
+                    ]
                 )
         return rows
 
     def _gather(self, slots: I64) -> SampleRows:
-        bias = allowed = TokenLists()
+        bias = allowed = banned = TokenLists()
         if self._lists:
             lists = [self._lists.get(slot, _NO_LISTS) for slot in slots.tolist()]
             bias = TokenLists.of([each.bias_ids for each in lists], [each.bias_values for each in lists])
             allowed = TokenLists.of([each.allowed for each in lists])
+            banned = TokenLists.of([each.banned for each in lists])
         return SampleRows(
             logit_bias=bias,
             allowed=allowed,
+            banned=banned,
             seq_slots=slots.astype(np.int32),
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],

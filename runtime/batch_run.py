@@ -16,6 +16,7 @@ from inferc.runtime.batch_file import BatchInput, BatchOutput, BatchRequest, Lin
 from inferc.runtime.llm import LLM, RequestOutput
 from inferc.runtime.openai_answer import Answer, Token, error_body, response_body
 from inferc.runtime.openai_request import OpenAIRequest, Prompt, parse_request
+from inferc.runtime.sampling_params import from_chat, from_request
 
 OF_A_REQUEST = (RequestError, ObjectiveError, GenerationError)  # other errors end the run
 Report: TypeAlias = Callable[[str, int, int], None]
@@ -70,8 +71,8 @@ class LocalBackend:
         return self._concurrency - num_open
 
     def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
-        params = self._llm.sampling_params(**sampling)
         is_chat = ticket[0].request.kind == "chat"
+        params = (from_chat if is_chat else from_request)(sampling, self._llm.defaults)
         ids = self._llm.text.encode_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
         self._llm.submit(ids, params, lambda result: self._results.put((ticket, result)))  # type: ignore[arg-type]
 

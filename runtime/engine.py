@@ -186,6 +186,7 @@ class Engine:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        self._check_ids("banned_token_ids", params.banned_token_ids)
         # The last token's K and V are never read, hence the one more than the cache holds.
         longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
         wanted = self.model.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -196,11 +197,7 @@ class Engine:
             )
         eos = () if params.ignore_eos else self.model.eos_token_ids
         ends = frozenset((*eos, *params.stop_token_ids))
-        if params.min_tokens and params.allowed_token_ids and ends.issuperset(params.allowed_token_ids):
-            raise RequestError(
-                "allowed_token_ids has end tokens only, and min_tokens forbids these at first: nothing is left to"
-                " choose; allow more, or set min_tokens to 0"
-            )
+        self._check_choices(params, ends)
         if params.tap:
             if self.taps is None:
                 raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
@@ -336,6 +333,21 @@ class Engine:
 
     def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         check_ids(what, ids, self.model.vocab_size)
+
+    def _check_choices(self, params: SamplingParams, ends: frozenset[int]) -> None:
+        """Raise RequestError if a request leaves no token to choose."""
+        if not params.allowed_token_ids and not params.banned_token_ids:
+            return
+        banned = frozenset(params.banned_token_ids)
+        left = frozenset(params.allowed_token_ids or range(self.model.vocab_size)) - banned
+        if not left:
+            what = "allowed_token_ids are all" if params.allowed_token_ids else "all tokens are"
+            raise RequestError(f"{what} in banned_token_ids: nothing is left to choose; ban fewer")
+        if params.min_tokens and ends.issuperset(left):
+            raise RequestError(
+                "allowed_token_ids and banned_token_ids leave end tokens only, and min_tokens forbids these at first: nothing"
+                " is left to choose; allow more, or set min_tokens to 0"
+            )
 
     def _forget(self, seq: Sequence, reason: str, recorded: str | None = None) -> None:
         seqs = self._requests[seq.request_id]

@@ -15,7 +15,7 @@ from inferc.runtime.artifact import load_artifact
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.engine_loop import Embedded, EngineThread, Event, Failed, Scored
 from inferc.runtime.load import load_engine, model_defaults
-from inferc.runtime.sampling_params import SamplingParams, from_request
+from inferc.runtime.sampling_params import SamplingParams, from_chat, from_request
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
 from inferc.runtime.step import Logprobs
@@ -74,7 +74,7 @@ class LLM:
         artifact = load_artifact(path, target=options.get("target"), trusted_keys=options.get("trusted_keys"))
         files = artifact.tokenizer
         self._text = Text(files, in_text) if files.has_tokenizer else None
-        self._defaults = model_defaults(artifact)
+        self._defaults = dict(model_defaults(artifact))
         self._client = EngineThread(lambda: load_engine(artifact, **options))
 
     @property
@@ -83,6 +83,11 @@ class LLM:
         if self._text is None:
             raise RequestError("this artifact has no tokenizer: give prompts as token ids, and read token_ids")
         return self._text
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The sampling parameters that the model's makers set, where they set any."""
+        return dict(self._defaults)
 
     def sampling_params(self, **values: Any) -> SamplingParams:
         """SamplingParams with the model's own defaults where nothing is said."""
@@ -117,9 +122,12 @@ class LLM:
         progress: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, by the model's chat template. A message has `role` and `content`."""
+        """Answer one conversation or several, by the model's chat template. A message has `role` and `content`.
+
+        params: None takes the model's defaults, by which an answer may be as long as fits unless they limit it.
+        """
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        params = params or self.sampling_params(max_tokens=None)
+        params = params or from_chat({}, self._defaults)
         prompts = [self.text.encode_chat(each, **template_options) for each in many]  # type: ignore[arg-type]
         return self._run([_Request.begin(self, prompt, params) for prompt in prompts], progress)
 

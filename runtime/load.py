@@ -20,7 +20,7 @@ from inferc.runtime.engine import Engine, ModelLimits, Runner
 from inferc.runtime.hidden_rows import has_hidden_rows
 from inferc.runtime.recorder import Recorder
 from inferc.runtime.recording import Header, Identity
-from inferc.runtime.sampling_params import generation_defaults
+from inferc.runtime.sampling_params import generation_defaults, without_text
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.scoring import Pooling
 from inferc.runtime.tapped import TapCollector
@@ -240,7 +240,8 @@ def pooling_of(artifact: Artifact) -> Pooling | None:
 
 def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
     """The sampling parameters the model's makers want where a request says nothing."""
-    return generation_defaults(artifact.model.get("generation") or {})
+    found = generation_defaults(artifact.model.get("generation") or {})
+    return found if artifact.tokenizer.has_tokenizer else without_text(found)
 
 
 def _open_driver() -> Driver:

@@ -198,6 +198,7 @@ _SAMPLING: Fields = {
     "skip_special_tokens": Field(FLAG),
     "include_stop_str_in_output": Field(FLAG),
     "allowed_token_ids": Field(IDS),
+    "banned_token_ids": Field(IDS),
     "prompt_logprobs": Field(INTEGER, "Of the prompt's tokens, with so many likeliest ones."),
     "priority": Field(INTEGER, "Higher goes first, under --policy priority."),
     "ttft_ms": Field(NUMBER, "To the first token; refused (429) where it cannot be kept."),

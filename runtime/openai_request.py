@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from inferc.errors import RequestError, shown
 from inferc.runtime import openai_fields
 from inferc.runtime.openai_fields import check_fields
-from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams, check_integer, from_request
+from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams, check_integer, from_chat, from_request
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
@@ -24,7 +24,7 @@ MAX_PROMPTS = 2048  # of one request, as OpenAI has it
 SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens", "cache_salt"),
-    *("include_stop_str_in_output", "allowed_token_ids", "cache_priority", "ttft_ms", "tbt_ms"),
+    *("include_stop_str_in_output", "allowed_token_ids", "banned_token_ids", "cache_priority", "ttft_ms", "tbt_ms"),
 )
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 NOT_BUILT = (
@@ -117,7 +117,8 @@ def parse_request(
         raise _not_built("best_of", body["best_of"])
     read = _chat if url == CHAT else _completion
     request = read(body, sampling, is_served)
-    return replace(request, params=from_request(request.sampling, defaults))
+    make = from_chat if url == CHAT else from_request
+    return replace(request, params=make(request.sampling, defaults or {}))
 
 
 def model_of(body: Mapping[str, Any]) -> str:

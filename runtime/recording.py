@@ -17,7 +17,7 @@ from typing import Any
 
 from inferc.errors import ArtifactError, ConfigError, InfercError
 from inferc.json_text import parse_json
-from inferc.runtime.sampling_params import SamplingParams, from_json
+from inferc.runtime.sampling_params import SamplingParams, from_request
 
 VERSION = 1
 KEY = "inferc_recording"  # of a header, with the version
@@ -174,7 +174,10 @@ def _decode_request(path: Path, number: int, entry: Mapping[str, Any]) -> Record
         ]
         if not values["prompt"] or any(len(seq.token_ids) != len(seq.logprobs) for seq in sequences):
             raise ValueError("a prompt or the log probabilities of tokens are missing")
-        return RecordedRequest(**{**values, "params": from_json(values["params"]), "sequences": sequences})
+        params = values["params"]  # of a file, which anybody may have written: checked as a request's
+        bias = {int(token): value for token, value in params["logit_bias"].items()}
+        checked = from_request({**params, "logit_bias": bias})
+        return RecordedRequest(**{**values, "params": checked, "sequences": sequences})
     except (KeyError, TypeError, ValueError, AttributeError, InfercError) as error:
         raise ArtifactError(_damaged(path, number, str(error))) from None
 

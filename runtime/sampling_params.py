@@ -20,7 +20,7 @@ MAX_ALL_STOP_CHARACTERS = 4096  # of all of a request
 MAX_LOGIT_BIAS = 1024
 MAX_ITEMS = 1 << 18  # of a list of token ids, as many as there are in the largest vocabularies
 MAX_N = 128
-LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "tap")
 MAX_NAME = 256
 MAX_UNKNOWN = 8  # that a message names
@@ -36,7 +36,8 @@ class SamplingParams:
     the model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
     probability and the k most likely tokens'. `stop` strings end a sequence and are cut off the text, unless
     `include_stop_str_in_output`; `stop_token_ids` come on top of the model's own end tokens, which `ignore_eos` turns
-    off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all. Only requests with the same
+    off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all; `banned_token_ids` are
+    never chosen. Only requests with the same
     `cache_salt` share cached prefixes: whoever has another can not learn from its latency what was asked before.
 
     `tap` keeps the values of this request that the engine was started to tap (EngineConfig.tap).
@@ -69,6 +70,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     cache_priority: int = 0
     priority: int = 0
@@ -146,7 +148,7 @@ class SamplingParams:
             raise RequestError(
                 f"stop: the strings have {count} characters together, at most {MAX_ALL_STOP_CHARACTERS} are allowed; shorten them"
             )
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             for token in getattr(self, name):
                 check_integer(name, token, 0, 2**31 - 1)
 
@@ -162,11 +164,7 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
         listed = ", ".join(f"{name:.40}" for name in unknown[:MAX_UNKNOWN])
         raise RequestError(f"unknown sampling parameter {listed}; known: {', '.join(sorted(names))}")
     said = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
-    merged = {**(defaults or {}), **said}
-    least, most = merged.get("min_tokens"), merged.get("max_tokens")
-    if "max_tokens" not in said and isinstance(least, int) and isinstance(most, int):
-        merged["max_tokens"] = max(least, most)  # the model's limit gives way to what was asked for
-    return SamplingParams(**merged)
+    return SamplingParams(**{**_give_way(dict(defaults or {}), said), **said})
 
 
 def changed(params: SamplingParams, **values: Any) -> SamplingParams:
@@ -187,26 +185,93 @@ def from_json(values: Mapping[str, Any]) -> SamplingParams:
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling defaults that a Hugging Face generation config asks for.
 
-    `do_sample: false` means greedy there; its other sampling values are then not used. A value that no request could
-    give (top_p 0, say) is left out with a warning, or every request that says nothing would fail by it.
+    `do_sample: false` means greedy there: of its values those that choose among tokens are then not used, and penalties,
+    lengths and ends are. A value that no request could give (top_p 0, say) is left out with a warning, or every request
+    that says nothing would fail by it.
     """
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     found: dict[str, Any] = {}
-    for name, theirs in {**names, "max_tokens": "max_new_tokens"}.items():
-        value = config.get(theirs)
-        if value is None:
-            continue
-        if name in ("top_k", "max_tokens") and isinstance(value, float) and value.is_integer():
+    for name, value in _theirs(config).items():
+        if name in ("top_k", "max_tokens", "min_tokens") and isinstance(value, float) and value.is_integer():
             value = int(value)
         try:
-            from_request({name: value})
+            # Each alone: how many tokens there must be and may be is brought together below.
+            from_request({name: value, **({"max_tokens": None} if name == "min_tokens" else {})})
         except RequestError as error:
-            log.warning("the model's generation config is not followed in %s: %s", theirs, error)
+            log.warning("the model's generation config is not followed in %s: %s", THEIR_NAMES[name], error)
         else:
             found[name] = value
+    least, most = found.get("min_tokens", 0), found.get("max_tokens", SamplingParams.max_tokens)
+    if least > most:
+        if "max_tokens" in found:
+            log.warning(
+                "the model's generation config is not followed in min_new_tokens: %d is more than max_new_tokens %d",
+                least,
+                most,
+            )
+            found["min_tokens"] = most
+        else:
+            found["max_tokens"] = least  # else no request that says nothing of lengths could be served
     return found
+
+
+# What a generation config calls our parameters.
+THEIR_NAMES = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop": "stop_strings",
+    "banned_token_ids": "suppress_tokens and bad_words_ids",
+}
+OF_CHOOSING = ("temperature", "top_p", "top_k", "min_p")
+
+
+def _theirs(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a generation config sets, by our names."""
+    values = {name: config.get(theirs) for name, theirs in THEIR_NAMES.items()}
+    if isinstance(values["stop"], str):
+        values["stop"] = [values["stop"]]
+    ends, words = _listed(config.get("eos_token_id")), _listed(config.get("bad_words_ids"))
+    # An end token is no bad word, as transformers has it, and may be suppressed.
+    banned = [each[0] for each in words if isinstance(each, list) and each and each[0] not in ends]
+    banned += _listed(config.get("suppress_tokens"))
+    if banned:
+        values["banned_token_ids"] = sorted(set(banned)) if all(type(token) is int for token in banned) else banned
+    if config.get("do_sample") is False:
+        values.update(dict.fromkeys(OF_CHOOSING))
+        values["temperature"] = 0.0
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def without_text(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a model that is served without its tokenizer: no text is there to find stop strings in."""
+    return {name: value for name, value in defaults.items() if name != "stop"}
+
+
+def of_chat(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a conversation's answer: without a limit of the model's own it may be as long as fits."""
+    return {"max_tokens": None, **defaults}
+
+
+def from_chat(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """As `from_request`, for a conversation's answer: a max_tokens of None is not said either."""
+    said = {name: value for name, value in values.items() if value is not None}
+    return from_request(said, of_chat(defaults))
+
+
+def _give_way(defaults: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults, less what contradicts what was said: how long an answer may and must be, and of which tokens."""
+    least, most = said.get("min_tokens"), said.get("max_tokens")
+    if isinstance(least, int) and "max_tokens" not in said and isinstance(defaults.get("max_tokens"), int):
+        defaults["max_tokens"] = max(least, defaults["max_tokens"])
+    if isinstance(most, int) and least is None and "min_tokens" in defaults:
+        defaults["min_tokens"] = min(max(most, 0), defaults["min_tokens"])
+    if said.get("allowed_token_ids"):
+        defaults.pop("banned_token_ids", None)
+    return defaults
 
 
 def _items(name: str, value: Any) -> Iterable[Any]:

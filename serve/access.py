@@ -78,10 +78,10 @@ class Limits:
         """The model's sampling defaults within the limits: who says nothing is not refused for what the model says."""
         if self.max_output_tokens is None:
             return of_model
-        return {
-            **of_model,
-            "max_tokens": min(self.max_output_tokens, of_model.get("max_tokens", SamplingParams.max_tokens)),
-        }
+        most = of_model.get("max_tokens", SamplingParams.max_tokens)
+        most = self.max_output_tokens if most is None else min(self.max_output_tokens, most)
+        least = {"min_tokens": min(most, of_model["min_tokens"])} if "min_tokens" in of_model else {}
+        return {**of_model, **least, "max_tokens": most}
 
     def apply(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
         """The parameters with what they leave open bounded. Raises RequestError for what is over a limit."""

@@ -52,6 +52,7 @@ class EndpointBackend:
             raise
         self.model = info.model
         self._max_num_seqs = info.max_num_seqs
+        self._has_limit = info.defaults.HasField("max_tokens")  # of the model's own, for who says none
         self._spare = max(1, info.max_num_seqs // 8)  # of ours that may wait, so that a place is taken at once
         self._concurrency = concurrency or self._max_num_seqs + self._spare
         self._results: queue.SimpleQueue[tuple[Ticket, Future[Answer]]] = queue.SimpleQueue()
@@ -94,7 +95,7 @@ class EndpointBackend:
         values = {**sampling, "client": CLIENT, "priority": PRIORITY}
         if ticket[0].request.kind == "chat":
             prompt = joined(prompt)  # type: ignore[arg-type]
-        if values.get("max_tokens", 0) is None:
+        if values.get("max_tokens", 0) is None and not self._has_limit:
             values["unlimited"] = True
         count = ticket[0].request.num_outputs
         self._count_waiting(count)

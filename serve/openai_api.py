@@ -28,6 +28,7 @@ from inferc.runtime.openai_request import (
     model_of,
     parse_request,
 )
+from inferc.runtime.sampling_params import of_chat
 from inferc.serve import text_calls
 from inferc.serve.access import CALLER
 from inferc.serve.embedding import embed
@@ -184,7 +185,8 @@ def _spelled(model: ServedModel, ids: list[int]) -> list[str]:
 async def _generate(models: Models, url: str, http: Request) -> Response:
     body = await read_body(http)
     model = models.get(model_of(body.values))
-    defaults = CALLER.get().limits.defaults(model.engine.facts.defaults)
+    of_model = model.engine.facts.defaults
+    defaults = CALLER.get().limits.defaults(of_chat(of_model) if url == CHAT else of_model)
     request = await body.read_as(partial(parse_request, url, is_served=True, defaults=defaults))
     form = _Completions(secrets.token_hex(12), int(time.time()), model, body.values.get("stream_options") or {})
     return await answered(http, model, request, form.id_of(request), form, bool(body.values.get("stream")))

@@ -24,6 +24,7 @@ from inferc.runtime.openai_responses import (
     status_of,
     text_part,
 )
+from inferc.runtime.sampling_params import of_chat
 from inferc.serve.access import CALLER
 from inferc.serve.http_answers import STREAMED, answered
 from inferc.serve.http_bodies import described, read_body
@@ -44,7 +45,7 @@ def responses_routes(models: Models) -> APIRouter:
         """Answer a conversation; nothing of it is stored."""
         body = await read_body(http)
         model = models.get(model_of(body.values))
-        defaults = CALLER.get().limits.defaults(model.engine.facts.defaults)
+        defaults = CALLER.get().limits.defaults(of_chat(model.engine.facts.defaults))
         request = await body.read_as(partial(parse_response_request, defaults=defaults))
         form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, body.values)
         return await answered(http, model, request, f"resp_{form.name}", form, bool(body.values.get("stream")))

@@ -40,7 +40,12 @@ if TYPE_CHECKING:
     from inferc.runtime.llm import LLM, Prompt
     from inferc.runtime.sampling_params import SamplingParams
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", metavar="N", help="New tokens at most; by default the model's own limit, else 128 (chat: 512)."
+    ),
+]
 Temperature = Annotated[float | None, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="The K most likely tokens; 0 is off.")]
@@ -53,7 +58,7 @@ def generate(
         list[str],
         typer.Option("--prompt", metavar="TEXT|-", help="May be given many times; - is standard input, in UTF-8."),
     ],
-    max_tokens: MaxTokens = 128,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
@@ -94,7 +99,7 @@ def generate(
     from inferc.runtime.llm import LLM
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    asked.update(max_tokens=max_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, tap=bool(tap))
+    asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap))
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(
         out,
@@ -113,7 +118,7 @@ def generate(
             trusted_keys=trusted_keys,
         ),
     ) as llm:
-        params = llm.sampling_params(**asked)
+        params = llm.sampling_params(**asked, max_tokens=_limit(llm, max_tokens, 128))
         if stream:
             for piece in _pieces(llm, texts[0], params):
                 say(piece, end="", flush=True)
@@ -130,6 +135,11 @@ def generate(
         return
     for answer in answers:
         say(answer.outputs[0].text)
+
+
+def _limit(llm: LLM, given: int | None, otherwise: int) -> int:
+    """New tokens at most: as given, else as the model's makers say, else a number that suits the command."""
+    return given if given is not None else int(llm.defaults.get("max_tokens", otherwise))
 
 
 def check_tap(tap: list[str] | None, tap_out: Path | None) -> None:
@@ -158,7 +168,7 @@ def _keep_tapped(llm: LLM, path: Path | None) -> dict[str, Any]:
 def chat(
     out: Out,
     system: Annotated[str, typer.Option("--system", metavar="TEXT", help="How the model shall behave.")] = "",
-    max_tokens: MaxTokens = 512,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
@@ -180,13 +190,13 @@ def chat(
     """
     from inferc.runtime.llm import LLM
 
-    asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "max_tokens": max_tokens}
+    asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     start = [{"role": "system", "content": system}] if system else []
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:
             raise ConfigError(f"{out} has no chat template: its model does not chat; use `inferc generate`")
-        params = llm.sampling_params(**asked)
+        params = llm.sampling_params(**asked, max_tokens=_limit(llm, max_tokens, 512))
         messages = list(start)
         try:
             for line in _lines(as_json):

@@ -39,9 +39,10 @@ from inferc.errors import ConfigError, RequestError
 from inferc.expert_loads import ExpertLoads
 from inferc.frontend.check import random_copy
 from inferc.frontend.export import capture, context_length
+from inferc.frontend.generation import eos_token_ids, generation_defaults
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.pooling import pooling
-from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
+from inferc.frontend.tokenizer import tokenizer_files
 from inferc.manifest import (
     CERTIFICATE,
     COSTS,
@@ -59,6 +60,7 @@ from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipel
 from inferc.passes.plan_memory import NO_PLAN, SAMPLE_ROWS, MemoryPlan, memory_plan
 from inferc.passes.user_passes import UserPass, load_passes
 from inferc.program import Program
+from inferc.runtime import sampling_params
 from inferc.runtime.abi import detect_isa
 from inferc.runtime.text import Text
 
@@ -114,6 +116,7 @@ def compile(
         resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
         too_large = config.certify == "auto" and resolved.certify == "layers"
         generation = generation_defaults(checkpoint)
+        sampling_params.generation_defaults(generation)  # says what of it no request could have, while it can be mended
         build = _Build(
             checkpoint, resolved, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
         )

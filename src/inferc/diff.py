@@ -126,6 +126,7 @@ def _is_greedy(params: SamplingParams) -> bool:
         "frequency_penalty",
         "logit_bias",
         "allowed_token_ids",
+        "banned_token_ids",
         "min_tokens",
     )
     return params.greedy and all(getattr(params, name) == getattr(plain, name) for name in names)

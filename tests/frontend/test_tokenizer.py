@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.frontend.golden_texts import GOLDEN_TEXTS
-from inferc.frontend.load import Checkpoint, load, load_module
-from inferc.frontend.tokenizer import eos_token_ids, generation_defaults, tokenizer_files
+from inferc.frontend.load import load, load_module
+from inferc.frontend.tokenizer import tokenizer_files
 
 
 @pytest.fixture
@@ -108,76 +108,6 @@ def test_no_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert tokenizer_files(load(folder)) == {}
-
-
-@pytest.mark.parametrize(
-    ("generation", "expected"),
-    [
-        ({"eos_token_id": [3, 4], "temperature": 0.6, "top_p": 0.9, "do_sample": True}, [3, 4]),
-        ({"eos_token_id": 5}, [5]),
-        ({"temperature": 0.6}, [1]),  # from config.json
-        (None, [1]),
-    ],
-)
-def test_eos_ids(generation: dict[str, Any] | None, expected: list[int], folder: Path) -> None:
-    file = folder / "generation_config.json"
-    file.unlink()
-    if generation is not None:
-        file.write_text(json.dumps({**generation, "transformers_version": "9"}))
-    defaults = generation_defaults(load(folder))
-    assert eos_token_ids(defaults) == expected
-    assert defaults["bos_token_id"] == 0
-    assert "transformers_version" not in defaults
-    assert defaults.get("temperature") == (generation or {}).get("temperature")
-
-
-def test_no_eos(folder: Path) -> None:
-    (folder / "generation_config.json").unlink()
-    edit(folder / "config.json", eos_token_id=None)
-    assert eos_token_ids(generation_defaults(load(folder))) == []
-
-
-def test_generation_defaults_of_a_module(folder: Path) -> None:
-    module: Checkpoint = load_module(transformers.AutoModelForCausalLM.from_pretrained(folder))
-    assert generation_defaults(module)["eos_token_id"] == 1
-    (folder / "generation_config.json").write_text("nonsense")
-    with pytest.raises(ConfigError, match="not a JSON object"):
-        generation_defaults(load(folder))
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("eos_token_id", "</s>", '"</s>", expected a token id or a list of them'),
-        ("eos_token_id", [1, "</s>"], "expected a token id or a list of them"),
-        ("temperature", "hot", '"hot", expected a number'),
-        ("top_k", 1.5, "1.5, expected a whole number"),
-        ("top_p", [0.9], "expected a number"),
-        ("do_sample", "yes", "expected true or false"),
-        ("stop_strings", [3], "expected a string or a list of them"),
-        ("bos_token_id", True, "expected a token id"),
-    ],
-)
-def test_a_generation_field_of_another_kind(field: str, value: Any, expected: str, folder: Path) -> None:
-    edit(folder / "generation_config.json", **{field: value})
-    with pytest.raises(ConfigError, match=f"generation_config.json: {field} is .*{expected}") as caught:
-        generation_defaults(load(folder))
-    assert "\n" not in str(caught.value)
-
-
-def test_whole_numbers_may_be_written_as_floats(folder: Path) -> None:
-    edit(folder / "generation_config.json", top_k=50.0, temperature=1, eos_token_id=[1.0])
-    defaults = generation_defaults(load(folder))
-    assert (repr(defaults["top_k"]), defaults["temperature"], repr(defaults["eos_token_id"])) == ("50", 1, "[1]")
-
-
-def test_eos_ids_that_the_model_does_not_have(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit(folder / "generation_config.json", eos_token_id=[1, 4000, -1])
-    assert eos_token_ids(generation_defaults(load(folder))) == [1]
-    assert "eos_token_id 4000, -1 left out" in caplog.text
-    edit(folder / "generation_config.json", eos_token_id=4000)
-    with pytest.raises(ConfigError, match="eos_token_id is 4000, and the model has the ids 0 to 319"):
-        generation_defaults(load(folder))
 
 
 def test_a_vocabulary_larger_than_the_models(folder: Path) -> None:

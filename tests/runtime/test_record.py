@@ -47,7 +47,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 1.0, "stop": ("e", "th"), "max_tokens": 40},
         {"temperature": 0.7, "top_k": 20, "logprobs": 4, "max_tokens": 18},
         {"temperature": 1.0, "min_p": 0.05, "min_tokens": 6, "logit_bias": {9: 2.0}, "max_tokens": 30},
-        {"temperature": 1.0, "allowed_token_ids": tuple(range(10, 90)), "max_tokens": 10},
+        {"temperature": 1.0, "allowed_token_ids": tuple(range(10, 90)), "max_tokens": 10, "banned_token_ids": (11, 50)},
         {"temperature": 0.0, "repetition_penalty": 0.9, "max_tokens": 150, "ignore_eos": True},
         {"temperature": 1.0, "stop_token_ids": tuple(range(40, 60)), "max_tokens": 50},
     ]

@@ -23,6 +23,7 @@ CASES = {
     ),
     "bias": SamplingParams(temperature=0, logit_bias={7: 50.0, 9: 49.0}, frequency_penalty=2.0, max_tokens=12),
     "allowed": SamplingParams(temperature=2.0, allowed_token_ids=(30, 10, 20), seed=6, max_tokens=12),
+    "banned": SamplingParams(temperature=1.0, banned_token_ids=tuple(range(0, 320, 2)), seed=7, max_tokens=12),
     "min_tokens": SamplingParams(temperature=0, allowed_token_ids=(1, 30), min_tokens=4, max_tokens=12),
 }
 
@@ -65,6 +66,11 @@ def test_generating(reference: LLM, compiled: LLM, case: str) -> None:
 def test_min_tokens_holds_the_end_back(compiled: LLM) -> None:
     output = compiled.generate(PROMPTS[0], CASES["min_tokens"])[0].outputs[0]
     assert 1 not in output.token_ids[:4]
+
+
+def test_banned_tokens_never_come(compiled: LLM) -> None:
+    output = compiled.generate(PROMPTS[0], CASES["banned"])[0].outputs[0]
+    assert all(token % 2 for token in output.token_ids)
 
 
 def test_scoring(reference: LLM, compiled: LLM) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from inferc.errors import RequestError
-from inferc.runtime.sampling_params import SamplingParams, changed, from_json, from_request, generation_defaults
+from inferc.runtime.sampling_params import (
+    SamplingParams,
+    changed,
+    from_chat,
+    from_json,
+    from_request,
+    generation_defaults,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,7 @@ NUMBERS = (
 )
 INTEGERS = (
     *("n", "top_k", "seed", "logprobs", "max_tokens", "min_tokens", "cache_priority", "priority"),
-    *("stop_token_ids", "allowed_token_ids"),
+    *("stop_token_ids", "allowed_token_ids", "banned_token_ids"),
 )
 
 
@@ -119,6 +126,38 @@ def test_a_request_goes_over_the_models_defaults() -> None:
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.1, 20, 50, 7)
     assert from_request({"max_tokens": None}, defaults).max_tokens is None
     assert generation_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "message"),
+    [
+        ({"top_p": 0}, {}, "not followed in top_p: top_p is 0"),
+        ({"max_new_tokens": 0}, {}, "not followed in max_new_tokens: max_tokens is 0"),
+        ({"min_new_tokens": -1}, {}, "not followed in min_new_tokens: min_tokens is -1"),
+        ({"stop_strings": [""]}, {}, "not followed in stop_strings: stop: expected strings that are not empty"),
+        ({"suppress_tokens": [-1]}, {}, "not followed in suppress_tokens and bad_words_ids: banned_token_ids is -1"),
+        ({"suppress_tokens": "x", "bad_words_ids": [5, []]}, {}, "banned_token_ids: expected an integer, found 'x'"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 4},
+            {"min_tokens": 4, "max_tokens": 4},
+            "not followed in min_new_tokens: 9 is more than max_new_tokens 4",
+        ),
+    ],
+)
+def test_a_default_that_no_request_could_ask_for_is_left_out(
+    config: dict[str, Any], wanted: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    defaults = generation_defaults(config)
+    assert defaults == wanted and message in caplog.text
+    from_request({}, defaults)
+
+
+def test_a_chat_is_as_long_as_fits_unless_its_model_has_a_limit() -> None:
+    assert from_chat({}, {}).max_tokens is None
+    assert from_chat({"max_tokens": None, "top_k": 3}, {"max_tokens": 9}) == SamplingParams(max_tokens=9, top_k=3)
+    assert from_chat({"max_tokens": 5}, {"max_tokens": 9, "min_tokens": 7}) == SamplingParams(
+        max_tokens=5, min_tokens=5
+    )
 
 
 def test_an_unknown_parameter_is_named() -> None:

@@ -310,6 +310,34 @@ def test_one_request_gives_n_sequences_with_seeds_of_their_own() -> None:
     assert texts[0][0] == next_id([1, 2, 3], 5, 0)
 
 
+def test_banned_tokens_never_come_and_end_tokens_not_early() -> None:
+    """Each sequence of a batch has its own, also those that join and leave while others run."""
+    free = next_id([1, 2, 3])
+    asked = {
+        "plain": SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+        "banned": SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, banned_token_ids=(free, 7, free)),
+        "early": SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, stop_token_ids=tuple(range(40))),
+        "both": SamplingParams(
+            temperature=0.0, max_tokens=8, min_tokens=5, stop_token_ids=tuple(range(30)), banned_token_ids=(45, 46, 47)
+        ),
+    }
+    engine = make_engine()
+    texts: dict[str, list[int]] = {name: [] for name in asked}
+    for name, params in asked.items():
+        engine.add_request(name, [1, 2, 3], params)
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request_id] += output.token_ids
+    for name, params in asked.items():
+        context = [1, 2, 3]
+        for count in range(len(texts[name])):
+            early = params.stop_token_ids if count < params.min_tokens else ()
+            context.append(next_id(context, banned=frozenset((*params.banned_token_ids, *early))))
+        assert texts[name] == context[3:], name
+        assert len(texts[name]) == params.max_tokens or texts[name][-1] in params.stop_token_ids
+        assert len(texts[name]) >= params.min_tokens
+
+
 def test_a_request_without_a_seed_is_random() -> None:
     texts = set()
     for _ in range(3):
@@ -332,6 +360,9 @@ def test_a_request_without_a_seed_is_random() -> None:
         ([-1], {}, "token id -1"),
         ([1], {"logit_bias": {50: 1.0}}, "logit_bias: token id 50"),
         ([1], {"stop_token_ids": (99,)}, "stop_token_ids: token id 99"),
+        ([1], {"banned_token_ids": (99,)}, "banned_token_ids: token id 99"),
+        ([1], {"banned_token_ids": tuple(range(50))}, "all tokens are in banned_token_ids: nothing is left to choose"),
+        ([1], {"banned_token_ids": (5,), "allowed_token_ids": (5,)}, "allowed_token_ids are all in banned_token_ids"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: dict[str, object], message: str) -> None:

@@ -61,6 +61,7 @@ def arrivals(draw: st.DrawFn, max_prompt_len: int) -> Arrival:
         min_tokens=draw(st.integers(0, 3)),
         ignore_eos=draw(st.booleans()),
         stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))),
+        banned_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3))),
         presence_penalty=draw(st.sampled_from([0.0, 0.5])),
         logprobs=draw(st.sampled_from([None, 0, 2])),
         priority=draw(st.integers(-1, 2)),

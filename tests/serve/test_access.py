@@ -100,6 +100,8 @@ def test_limits_of_a_request() -> None:
         with pytest.raises(RequestError, match=message):
             limits.apply(prompt, params)
     assert limits.defaults({"top_k": 5, "max_tokens": 2048}) == {"top_k": 5, "max_tokens": 20}
+    assert limits.defaults({"max_tokens": None}) == {"max_tokens": 20}
+    assert limits.defaults({"min_tokens": 30, "max_tokens": 40}) == {"min_tokens": 20, "max_tokens": 20}
     assert limits.defaults({})["max_tokens"] == 16 and Limits(max_output_tokens=5).defaults({})["max_tokens"] == 5
     assert Limits().defaults({"max_tokens": 2048}) == {"max_tokens": 2048}
     narrower = limits.over(Limits(max_prompt_tokens=5, max_n=9, max_request_seconds=3.0))

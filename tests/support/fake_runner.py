@@ -110,12 +110,8 @@ def oracle(
         if ids == broken:
             return output, "error"
         sampled = (0, 0) if params.greedy else (params.seed if seed is None else seed, len(output))
-        early = len(output) < params.min_tokens
-        output.append(
-            next_id(
-                seen_of(ids, len(ids) - 1, group, size), sampled[0] or 0, sampled[1], stops if early else frozenset()
-            )
-        )
+        banned = frozenset(params.banned_token_ids) | (stops if len(output) < params.min_tokens else frozenset())
+        output.append(next_id(seen_of(ids, len(ids) - 1, group, size), sampled[0] or 0, sampled[1], banned))
         ids.append(output[-1])
         if output[-1] in stops:
             return output, "stop"
