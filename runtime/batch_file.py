@@ -18,7 +18,7 @@ from typing import Any, final
 
 from typing_extensions import Self
 
-from inferc.errors import ConfigError, InfercError
+from inferc.errors import ConfigError, InfercError, shown
 from inferc.json_text import parse_json
 from inferc.private_files import open_private
 from inferc.runtime.openai_request import URLS
@@ -113,7 +113,7 @@ class BatchInput:
                 before = seen.setdefault(request.custom_id, number)
                 if before != number:
                     raise self._wrong(
-                        number, f"custom_id is {request.custom_id!r:.80}, as in line {before}; give each its own"
+                        number, f"custom_id is {shown(request.custom_id)}, as in line {before}; give each its own"
                     )
                 self.lines.append(Line(number, offset, _key(_beginning(request.body))))
             offset += len(data)
@@ -132,17 +132,17 @@ class BatchInput:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise self._wrong(number, f"no JSON ({reason}); expected one object in each line") from None
         if not isinstance(value, dict):
-            raise self._wrong(number, f"found {value!r:.80}; expected an object with custom_id, method, url and body")
+            raise self._wrong(number, f"found {shown(value)}; expected an object with custom_id, method, url and body")
         custom_id, method, url, body = (value.get(name) for name in ("custom_id", "method", "url", "body"))
         if not isinstance(custom_id, str) or not custom_id or SURROGATE.search(custom_id):
-            found = f"{custom_id!r:.80}" if "custom_id" in value else "none"
+            found = f"{shown(custom_id)}" if "custom_id" in value else "none"
             raise self._wrong(number, f"found custom_id {found}; expected a text of its own for each request")
         if method != "POST":
-            raise self._wrong(number, f"method is {method!r:.80}; expected 'POST'")
+            raise self._wrong(number, f"method is {shown(method)}; expected 'POST'")
         if url not in URLS:
-            raise self._wrong(number, f"url is {url!r:.80}; expected one of {', '.join(URLS)}")
+            raise self._wrong(number, f"url is {shown(url)}; expected one of {', '.join(URLS)}")
         if not isinstance(body, dict):
-            raise self._wrong(number, f"body is {body!r:.80}; expected an object, the parameters of the request")
+            raise self._wrong(number, f"body is {shown(body)}; expected an object, the parameters of the request")
         return BatchRequest(number, custom_id, url, body)
 
     def _wrong(self, number: int, what: str) -> ConfigError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inferc.chat_form import ChatForm, Message
-from inferc.errors import RequestError
+from inferc.errors import RequestError, shown
 
 
 def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Message]:
@@ -24,7 +24,7 @@ def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Messag
 
 def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}: expected an object with a role and a content, found {message!r:.80}")
+        raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
     found = {name: value for name, value in message.items() if value is not None and name != "content"}
     if found["role"] == "tool" and not form.tool_results:
         raise RequestError(f"{where}: the model's chat template leaves out what tools answer; leave the message out")
@@ -32,7 +32,7 @@ def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
     calls = found.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise RequestError(f"{where}.tool_calls: expected a list, found {calls!r:.80}")
+            raise RequestError(f"{where}.tool_calls: expected a list, found {shown(calls)}")
         found["tool_calls"] = [
             _tool_call(f"{where}.tool_calls[{index}]", call, form) for index, call in enumerate(calls)
         ]
@@ -54,11 +54,11 @@ def _content(where: str, content: Any, form: ChatForm) -> Message:
 
 def _texts(where: str, content: Any) -> list[str]:
     if not isinstance(content, Sequence):
-        raise RequestError(f"{where}: expected text, found {content!r:.80}")
+        raise RequestError(f"{where}: expected text, found {shown(content)}")
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             found = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"{where}: this model takes text parts only, found {found!r:.80}")
+            raise RequestError(f"{where}: this model takes text parts only, found {shown(found)}")
     return [part["text"] for part in content]
 
 
@@ -68,10 +68,10 @@ def _tool_call(where: str, call: Any, form: ChatForm) -> Message:
         raise RequestError(f"{where}: the model's chat template leaves out calls of tools; leave it out")
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where}: expected an object with a function that has a name, found {call!r:.80}")
+        raise RequestError(f"{where}: expected an object with a function that has a name, found {shown(call)}")
     given = function.get("arguments")
     if not isinstance(given, (str, Mapping)) and given is not None:
-        raise RequestError(f"{where}.function.arguments: expected an object or JSON, found {given!r:.80}")
+        raise RequestError(f"{where}.function.arguments: expected an object or JSON, found {shown(given)}")
     arguments = given or {}
     if form.tool_calls == "object" and isinstance(arguments, str):
         arguments = _parsed(f"{where}.function.arguments", arguments)
@@ -87,5 +87,5 @@ def _parsed(where: str, text: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise RequestError(f"{where}: expected a JSON object, found {text!r:.80}")
+        raise RequestError(f"{where}: expected a JSON object, found {shown(text)}")
     return found

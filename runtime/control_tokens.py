@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from tokenizers import Tokenizer
 
-from inferc.errors import ConfigError, RequestError
+from inferc.errors import ConfigError, RequestError, shown
 
 InText: TypeAlias = Literal["allow", "refuse", "escape"]
 CHOICES: tuple[InText, ...] = ("allow", "refuse", "escape")
@@ -87,7 +87,7 @@ class ControlTokens:
             where, role = f"messages[{index}]", message["role"]
             if role not in ROLES:
                 raise RequestError(
-                    f"{where}: its role is {role!r:.40}; where control tokens are told apart, it is one of"
+                    f"{where}: its role is {shown(role, 40)}; where control tokens are told apart, it is one of"
                     f" {', '.join(ROLES)}"
                 )
             pattern = self._special if role == "assistant" else self._all

@@ -174,11 +174,13 @@ class KServeService:
 
     def _check_repository(self, name: str) -> None:
         if name:
-            raise RequestError(f"repository_name is {name!r:.80}: models are known by their own names; leave it out")
+            raise RequestError(f"repository_name is {shown(name)}: models are known by their own names; leave it out")
 
     def _model(self, name: str, version: str) -> ServedModel:
         if version not in ("", VERSION):
-            raise NotServed(f"model {name!r:.150} has no version {version!r:.50}; its only one is {VERSION!r}")
+            raise NotServed(
+                f"model {shown(name, 150)} has no version {shown(version, 50)}; its only one is {VERSION!r}"
+            )
         return self.models.get(name)
 
     async def _statistics(self, model: ServedModel) -> pb.ModelStatistics:
@@ -362,13 +364,13 @@ def _tensors(request: pb.ModelInferRequest, max_model_len: int) -> dict[str, Any
     for index, tensor in enumerate(request.inputs):
         name, kind = tensor.name, tensor.datatype
         if name not in known:
-            raise RequestError(f"input {name!r:.80} is unknown; known: {', '.join(known)}")
+            raise RequestError(f"input {shown(name)} is unknown; known: {', '.join(known)}")
         if name in found:
             raise RequestError(f"input {name} is there twice")
         _check_no_parameters(f"input {name}", tensor.parameters)
         allowed = ("INT32", "INT64", "UINT32", "UINT64") if known[name] == "INT32" else (known[name],)
         if kind not in allowed:
-            raise RequestError(f"input {name}: found datatype {kind!r:.40}, expected {' or '.join(allowed)}")
+            raise RequestError(f"input {name}: found datatype {shown(kind, 40)}, expected {' or '.join(allowed)}")
         count = _count(name, tensor.shape)
         if count > most.get(name, 1):
             raise RequestError(f"input {name} has {count} values; at most {most.get(name, 1)} are taken")
@@ -476,7 +478,7 @@ def _sampling(
         value = getattr(parameter, choice)
         if name == "timeout":  # microseconds
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise RequestError(f"parameter timeout is {value!r:.40}; expected microseconds")
+                raise RequestError(f"parameter timeout is {shown(value, 40)}; expected microseconds")
             timeout = value / 1e6 if value else None
         elif name == "priority" and choice == "uint64_param":
             continue  # of Triton's queue, which is not here
@@ -494,7 +496,7 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     asked = tuple(output.name for output in request.outputs)
     for name in asked:
         if name not in known:
-            raise RequestError(f"output {name!r:.80} is unknown; known: {', '.join(known)}")
+            raise RequestError(f"output {shown(name)} is unknown; known: {', '.join(known)}")
     for output in request.outputs:
         _check_no_parameters(f"output {output.name}", output.parameters)
     return asked or ("text_output",)

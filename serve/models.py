@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from inferc.config import EngineConfig
-from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.errors import ConfigError, InfercError, RequestError, shown
 from inferc.log_format import REQUEST_ID, LogFormat
 from inferc.runtime.artifact import Artifact, load_artifact
 from inferc.runtime.control_tokens import InText
@@ -387,10 +387,10 @@ class Models:
         if (model := self._served.get(name)) is not None:
             return model
         if self._busy.get(name) == "loading":
-            raise EngineUnavailable(f"model {name!r} is being loaded", retry_after=1.0)
+            raise EngineUnavailable(f"model {shown(name, 150)} is being loaded", retry_after=1.0)
         if not name:
             raise EngineUnavailable("no model is loaded", retry_after=1.0)
-        raise NotServed(f"model {name!r:.150} is not served here; this server has {self._listed()}")
+        raise NotServed(f"model {shown(name, 150)} is not served here; this server has {self._listed()}")
 
     @property
     def served(self) -> list[ServedModel]:
@@ -516,7 +516,7 @@ class Models:
         if name not in self._unloading:
             async with self._lock(name):  # a load that is under way comes first
                 if (model := self._served.get(name)) is None:
-                    raise NotServed(f"model {name!r:.150} is not loaded; this server has {self._listed()}")
+                    raise NotServed(f"model {shown(name, 150)} is not loaded; this server has {self._listed()}")
                 if name not in self._unloading:
                     self._begin_unload(name, model)
         await asyncio.shield(self._unloading[name])
@@ -563,12 +563,12 @@ class Models:
             return source
         if self.folder is None:
             raise ModelsFixed(
-                f"model {name!r:.150} is unknown, and this server was not told where others are; start it with"
+                f"model {shown(name, 150)} is unknown, and this server was not told where others are; start it with"
                 " --model-folder DIR"
             )
         if not NAME.fullmatch(name) or name in (".", "..") or not (self.folder / name / "engine.json").is_file():
             found = ", ".join(map(repr, self._in_folder())) or "none"
-            raise NotServed(f"there is no model {name!r:.150} to load; there are {found}")
+            raise NotServed(f"there is no model {shown(name, 150)} to load; there are {found}")
         return ModelSource(name, self.folder / name)
 
     def _set_busy(self, name: str, state: ModelState | None) -> None:

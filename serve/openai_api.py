@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from inferc.errors import RequestError
+from inferc.errors import RequestError, shown
 from inferc.runtime import openai_fields
 from inferc.runtime.openai_answer import Answer, response_body
 from inferc.runtime.openai_fields import check_fields
@@ -71,7 +71,7 @@ def openai_routes(models: Models) -> APIRouter:
         model = models.get(values.get("model") or "")
         form = values.get("encoding_format") or "float"
         if form not in ("float", "base64"):
-            raise RequestError(f"encoding_format is {form!r:.40}; expected float or base64")
+            raise RequestError(f"encoding_format is {shown(form, 40)}; expected float or base64")
         request.scope["started"]()  # what follows waits for the engine
         async with while_client_waits(request.receive):
             vectors = await embed(model, inputs, values.get("dimensions"))

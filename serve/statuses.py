@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 # Until whoever watches /live has started a server again whose engine was given up; and where else nobody knows.
 GIVEN_UP_SECONDS = 30.0
+MAX_MESSAGE = 2000  # characters: gRPC sends it as a header
 OUR_FAULT = "internal error; the server's log has the details"
 
 
@@ -70,10 +71,15 @@ def told(error: Exception) -> Told:
             retry_after = getattr(error, "retry_after", None)
             if retry_after is None and isinstance(error, EngineUnavailable):
                 retry_after = GIVEN_UP_SECONDS
-            return Told(status, str(error), retry_after)
+            return Told(status, _sendable(str(error)), retry_after)
     if isinstance(error, NOT_LOADABLE):
         log.error("%s", error)
         status = Status("FAILED_PRECONDITION", 409, "invalid_request_error", "model_not_loadable")
         return Told(status, "the model cannot be loaded; the server's log has the details")
     log.error("a call failed", exc_info=error)
     return Told(INTERNAL, OUR_FAULT)
+
+
+def _sendable(message: str) -> str:
+    """A message that every protocol can carry: it may quote half of a surrogate pair, or a name of any length, that a client sent."""
+    return message[:MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()

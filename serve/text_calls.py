@@ -31,7 +31,7 @@ async def tokenize_chat(
     model: ServedModel, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None
 ) -> list[int]:
     """The same of a conversation. variables: of its template."""
-    _check_characters(model, sum(len(str(value)) for message in messages for value in message.values()))
+    _check_characters(model, sum(map(_num_characters, messages)))
     with _counted():
         return await model.encode_chat(messages, variables, is_prompt=False)
 
@@ -43,6 +43,13 @@ async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callabl
         raise RequestError(f"tokens: found {len(token_ids)}; at most {limit} are turned into text at once, send parts")
     with _counted():
         return await asyncio.to_thread(made)
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    """Of a message's text, or of its parts'."""
+    content = message.get("content")
+    parts = [part["text"] for part in content] if isinstance(content, list) else [content]
+    return len(message["role"]) + sum(len(part) for part in parts if isinstance(part, str))
 
 
 def _check_characters(model: ServedModel, count: int) -> None:

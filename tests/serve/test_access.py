@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from inferc.errors import ConfigError, RequestError
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.openai_request import COMPLETIONS, parse_request
+from inferc.runtime.sampling_params import SamplingParams, changed
 from inferc.serve import access
 from inferc.serve.access import (
     Access,
@@ -242,3 +243,21 @@ def test_a_file_that_became_something_else_leaves_the_keys_as_they_were(
     clock.now += access.LOOK_SECONDS
     assert known.caller("secret").name == "a", "and are not read again and again"
     assert caplog.text.count("stay as they were") == 1
+
+
+def test_parameters_that_were_checked_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body's are checked where it comes in, with the model's defaults under them; not by whoever bounds and names them."""
+    body = {"prompt": "a", "max_tokens": 5}
+    defaults = {"temperature": 0.0, "max_tokens": 9}
+    params = parse_request(COMPLETIONS, body, is_served=True, defaults=defaults).params
+    assert (params.temperature, params.max_tokens) == (0.0, 5)
+    open_ended = changed(params, max_tokens=None)
+
+    def check(self: SamplingParams) -> None:
+        raise AssertionError("checked a second time")
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", check)
+    caller = Caller(Key("me", "0" * 64, salted=True), Limits(max_output_tokens=7))
+    ours = caller.begin(3, open_ended)
+    assert (ours.client, ours.max_tokens, ours.cache_salt) == ("me", 7, "0" * 16 + ":")
+    caller.end(0)

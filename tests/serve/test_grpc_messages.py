@@ -151,6 +151,13 @@ def test_long_prompts_are_refused_by_their_length_alone(client: Client) -> None:
         ("text_input", "BYTES", [1] * 10_000, bytes(4), "its shape has 10000 axes; at most 8 are taken"),
         ("text_input", "BYTES", [2000], bytes(8000), "found 2000 sequences"),
         ("sampling_parameters", "BYTES", [1], struct.pack("<I", 300_000) + b" " * 300_000, "has 300000 bytes; at most"),
+        (
+            "sampling_parameters",
+            "BYTES",
+            [1],
+            struct.pack("<I", 12) + b'{"\\ud800":1}',
+            r"unknown sampling parameter \\ud800;",
+        ),
         ("sampling_parameters", "BYTES", [1], struct.pack("<I", 9000) + b"[" * 9000, "brackets are nested too deeply"),
         (
             "sampling_parameters",

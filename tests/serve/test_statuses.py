@@ -1,10 +1,11 @@
 """What a client is told of an error, and when to come again."""
 
+import msgspec
 import pytest
 
-from inferc.errors import InfercError, ObjectiveError
-from inferc.serve.http_edge import response_of
-from inferc.serve.statuses import GIVEN_UP_SECONDS, told
+from inferc.errors import InfercError, ObjectiveError, RequestError
+from inferc.serve.http_edge import body_of, response_of
+from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, told
 from inferc.serve.streams import EngineUnavailable, QueueFull
 
 
@@ -22,3 +23,9 @@ def test_whether_and_when_another_try_is_worth_while(error: InfercError, status:
     reply = response_of(told(error))
     assert reply.status_code == status
     assert {name: reply.headers[name] for name in ("retry-after", "x-should-retry") if name in reply.headers} == headers
+
+
+def test_a_message_can_be_sent_whatever_it_quotes() -> None:
+    assert told(RequestError("unknown: \ud800é")).message == "unknown: \\ud800é"
+    assert len(told(RequestError("x" * 100_000)).message) == MAX_MESSAGE
+    msgspec.json.encode(body_of(RequestError("\udc00")))
