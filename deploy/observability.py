@@ -118,6 +118,14 @@ ALERT_RULES: tuple[Alert, ...] = (
         holds=False,
     ),
     Alert(
+        "InfercModelDamaged",
+        'inferc_model_state{state="damaged"} == 1',
+        "critical",
+        "A file of a model's artifact was cut short, changed or removed.",
+        "The server's log names it. Put it back as it was: the model serves again by itself.",
+        holds=False,
+    ),
+    Alert(
         "InfercServerSlow",
         "avg_over_time(inferc_event_loop_lag_seconds[W]) > 0.1",
         "warning",

@@ -146,6 +146,10 @@ SERIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {'inferc_model_state{LABELS,state="dead"}': "0x30"},
         {'inferc_model_state{LABELS,state="dead"}': "1x30"},
     ),
+    "InfercModelDamaged": (
+        {'inferc_model_state{LABELS,state="damaged"}': "0x30"},
+        {'inferc_model_state{LABELS,state="damaged"}': "1x30"},
+    ),
     "InfercServerSlow": (
         {"inferc_event_loop_lag_seconds{LABELS}": "0.02x30"},
         {"inferc_event_loop_lag_seconds{LABELS}": "0.3x30"},
@@ -163,7 +167,7 @@ def test_an_alert_fires_and_is_silent(name: str, tmp_path: Path) -> None:
         labels |= {} if name == "InfercDown" else {"model_name": "m"}
         if re.search(r"\bsum by|histogram", rule.expr) is None:
             labels["job"] = "inferc"
-        labels |= {"state": "dead"} if name == "InfercModelDead" else {}
+        labels |= {"state": name.removeprefix("InfercModel").lower()} if name.startswith("InfercModel") else {}
         expected = [{"exp_labels": labels, "exp_annotations": {"summary": rule.summary, "description": rule.action}}]
         inputs = [{"series": key.replace("LABELS", LABELS), "values": values} for key, values in series.items()]
         test = {"eval_time": "25m", "alertname": name, "exp_alerts": expected if fires else []}
