@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inferc import __version__
 from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict, has_dense_cache, runs_cuda_steps
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_pools import CacheGroup, Eviction, cache_groups
@@ -206,7 +206,7 @@ def _make_recorder(artifact: Artifact, target: str, runner: Runner, config: Engi
     header = Header(
         identity=identity(artifact, target, runner, config),
         artifact=str(artifact.path.resolve()),
-        producer=f"inferc {version('inferc')}",
+        producer=f"inferc {__version__}",
         started=time.time(),
         # Who replays it trusts whom they trust.
         engine=dataclasses.asdict(dataclasses.replace(config, trusted_keys=None)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import socket
 import ssl
@@ -15,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from inferc import __version__
 from inferc.errors import InfercError
 from inferc.serve.access import Access
 from inferc.serve.connections import Connections, Listener
@@ -42,7 +42,7 @@ def make_app(
     app = FastAPI(
         title="inferc",
         description="OpenAI's interface over compiled models.",
-        version=importlib.metadata.version("inferc"),
+        version=__version__,
         # The pages about it would fetch scripts from elsewhere; /openapi.json is there for tools.
         docs_url=None,
         redoc_url=None,

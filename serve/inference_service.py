@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import AsyncGenerator
 from contextlib import closing
 
+from inferc import __version__
 from inferc.errors import RequestError
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.sampling_params import changed
@@ -132,7 +132,7 @@ class InferenceService:
         facts = model.engine.facts
         return pb.GetModelInfoResponse(
             model=model.name,
-            server_version=importlib.metadata.version("inferc"),
+            server_version=__version__,
             model_type=model.info.model_type,
             dtype=model.info.dtype,
             max_model_len=facts.max_model_len,

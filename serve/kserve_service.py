@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from inferc import __version__
 from inferc.errors import InfercError, RequestError, shown
 from inferc.json_text import parse_json
 from inferc.runtime.openai_request import MAX_PROMPTS
@@ -108,8 +108,7 @@ class KServeService:
         return pb.ModelReadyResponse(ready=model.is_ready)
 
     async def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        version = importlib.metadata.version("inferc")
-        return pb.ServerMetadataResponse(name="inferc", version=version, extensions=EXTENSIONS)
+        return pb.ServerMetadataResponse(name="inferc", version=__version__, extensions=EXTENSIONS)
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         model = self._model(request.name, request.version)

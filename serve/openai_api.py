@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib.metadata
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from inferc import __version__
 from inferc.errors import RequestError, shown
 from inferc.runtime import openai_fields
 from inferc.runtime.openai_answer import Answer, response_body
@@ -161,7 +161,7 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.get("/version", tags=["server"])
     async def version() -> Json:
-        return Json({"version": importlib.metadata.version("inferc")})
+        return Json({"version": __version__})
 
     return routes
 

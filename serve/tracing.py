@@ -7,7 +7,6 @@ request is over, of times that were noted, so that a token costs a request that 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import threading
@@ -23,6 +22,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from inferc import __version__
 from inferc.serve.metrics import Ended
 from inferc.serve.streams import StepNote, Stream
 from inferc.serve.trace_context import TRACE_CONTEXT
@@ -38,7 +38,7 @@ class Tracing:
     decision of their client's."""
 
     def __init__(self, endpoint: str, ratio: float = 1.0) -> None:
-        resource = Resource.create({"service.name": "inferc", "service.version": importlib.metadata.version("inferc")})
+        resource = Resource.create({"service.name": "inferc", "service.version": __version__})
         sampler = ParentBased(TraceIdRatioBased(ratio))
         self._provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=5)

@@ -142,6 +142,20 @@ def test_only_the_command_line_prints() -> None:
     assert not wrong
 
 
+def test_nothing_needs_inferc_to_be_installed() -> None:
+    """A checkout on the path has no metadata: its version is `inferc.__version__`."""
+    files = [path for folder in (*STAGES, "src/inferc", "benchmarks") for path in modules(ROOT / folder)]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] in {"version", "distribution", "metadata", "requires", "files"}
+        and [ast.unparse(each) for each in node.args] == ["'inferc'"]
+    ]
+    assert not wrong
+
+
 def test_modules_stay_readable() -> None:
     too_long = {
         str(path.relative_to(ROOT)): lines

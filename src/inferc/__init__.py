@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from inferc.runtime.llm import LLM
     from inferc.runtime.sampling_params import SamplingParams
 
+__version__ = "0.1.0"  # the one place that says it: pyproject.toml reads it here, installed or not
+
 __all__ = [
     "LLM",
     "ArtifactError",

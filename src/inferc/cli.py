@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inferc import debug
+from inferc import __version__, debug
 from inferc.cli_batch import batch
 from inferc.cli_bench import bench_app
 from inferc.cli_common import (
@@ -78,8 +78,18 @@ def main() -> None:
         sys.exit(fail(str(error), error.exit_code))
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        say(f"inferc {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _common() -> None:
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     level = logging.INFO if debug.level() else logging.WARNING
     log.setLevel(level)  # `serve` raises the root's; tracebacks stay for INFERC_DEBUG
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inferc import __version__
 from inferc import program as program_lib
 from inferc.certify import Certifier, encoder, make_prompts, run_kernels
 from inferc.check_target import check_target, tensorrt_for
@@ -243,7 +243,7 @@ class _Build:
         manifest = make_manifest(
             self.config,
             targets=self.target.each,
-            producer=f"inferc {version('inferc')}",
+            producer=f"inferc {__version__}",
             host=f"{platform.system()}-{platform.machine()}".lower() if self.libraries else None,
             model={**self._model_facts(program), **_quantization(stages)},
             programs=programs,
@@ -322,7 +322,7 @@ class _Build:
         from inferc.codegen.onnx.emit import emit
 
         weights = {weight.name: weight for weight in self.writer.weights}
-        self.writer.add(ONNX_MODEL, emit(program, weights, f"inferc {version('inferc')}", self.lower_config.kernels))
+        self.writer.add(ONNX_MODEL, emit(program, weights, f"inferc {__version__}", self.lower_config.kernels))
 
     def _write_tensorrt(self, program: Program) -> None:
         """The step as one plan, which takes the weights in: their own files go."""

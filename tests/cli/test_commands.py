@@ -14,6 +14,7 @@ from random_models import make_random_model
 from serving import ENV, INFERC, Server, run_inferc, wait_until
 from typer.testing import CliRunner
 
+from inferc import __version__
 from inferc.cli import app
 from inferc.client import Client
 from inferc.runtime.abi import detect_isa
@@ -53,6 +54,11 @@ def test_help_names_what_is_built_and_nothing_else() -> None:
     listed = re.findall(r"^  (\w+)  ", run_inferc("--help").stdout, re.MULTILINE)
     assert tuple(listed) == COMMANDS
     assert CliRunner().invoke(app, ["quantize"]).exit_code == 2
+
+
+def test_the_version_is_the_packages() -> None:
+    done = run_inferc("--version")
+    assert (done.returncode, done.stdout) == (0, f"inferc {__version__}\n")
 
 
 def test_help_of_every_command_is_light() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from inferc import __version__
+
 ROOT = Path(__file__).parents[2]
 STAGES = ("frontend", "passes", "codegen", "runtime", "serve")
 
@@ -26,7 +28,7 @@ for stage in {stages!r}:
     assert importlib.util.find_spec(stage) is None, stage + " is importable beside inferc." + stage
 heavy = [name for name in ("torch", "transformers", "triton", "grpc") if name in sys.modules]
 assert not heavy, heavy
-assert importlib.metadata.version("inferc") == {version!r}
+assert importlib.metadata.version("inferc") == inferc.__version__ == {version!r}
 files = importlib.resources.files("inferc")
 assert (files / "py.typed").is_file()
 assert (files / "serve/protos/inferc/v1/inference.proto").is_file()
@@ -34,11 +36,6 @@ assert (files / "serve/web/index.html").is_file() and (files / "serve/web/main.j
 assert any(path.name.endswith(".h") for path in (files / "codegen/cpp/kernels").iterdir())
 print(inferc.__file__)
 """
-
-
-def version() -> str:
-    lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    return next(line.split('"')[1] for line in lines if line.startswith("version"))
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
@@ -67,7 +64,7 @@ def install(python: Path, *what: str | Path) -> None:
 
 def check(python: Path, folder: Path) -> str:
     """Import the installed package away from the repository; returns where it lies."""
-    code = CHECK.format(stages=STAGES, version=version())
+    code = CHECK.format(stages=STAGES, version=__version__)
     return run(python, "-c", code, cwd=folder).strip()
 
 
@@ -111,7 +108,7 @@ def test_the_wheel_holds_every_file_once(archives: tuple[Path, Path]) -> None:
     }
     assert not wanted - packed, "left out of the wheel"
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"inferc", f"inferc-{version()}.dist-info"}
+    assert tops == {"inferc", f"inferc-{__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
