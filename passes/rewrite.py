@@ -56,8 +56,14 @@ def _polar_type(length: Tensor, angle: Tensor) -> Tensor:
     return (length + angle).to(torch.complex64)
 
 
-# polar's fake kernel makes a symbolic size a number.
-TYPED_AS: dict[Any, Any] = {aten.polar.default: _polar_type}
+def _linear_type(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Leave the checks to the product of one row, whose sizes are numbers."""
+    row = aten.linear.default(x.new_empty((1, x.shape[-1])), weight, bias)
+    return row.new_empty((*x.shape[:-1], row.shape[-1]))
+
+
+# polar's fake kernel makes a symbolic size a number, and linear's asks for one in torch 2.11 where x has a batch.
+TYPED_AS: dict[Any, Any] = {aten.polar.default: _polar_type, aten.linear.default: _linear_type}
 
 
 def infer_type(program: Program, node: fx.Node) -> Any:

@@ -369,8 +369,7 @@ def _hints(program: Program) -> dict[Any, Any]:
             for size in sizes:
                 if isinstance(size, torch.SymInt):
                     used |= size.node.expr.free_symbols
-    # torch 2.13 renamed the map from symbols to their hints.
-    hints = getattr(program.shape_env, "backed_var_to_val", None) or program.shape_env.var_to_val
+    hints = program.shape_env.backed_var_to_val
     return {symbol: hints[symbol] for symbol in sorted(used, key=str)}
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import example, random, rows
+from graphs import TOKENS, example, random, rows
 from torch import Tensor, ops
 
 from inferc.passes.rewrite import Rewrite, infer_type, merge_equal, shared
+from inferc.passes.verify import type_text
+from inferc.program import new_program
 
 aten = ops.aten
 
@@ -30,6 +32,32 @@ def test_a_float_capture_takes_constants_only() -> None:
     made = example(lambda x: aten.mul.Tensor(aten.relu.default(x), 2.0), inputs)
     assert scale_to_neg(made.program) == 1
     assert "aten.neg(%x)" in made.program.to_text()
+
+
+def product_type(row: tuple[int, ...], *others: tuple[int, ...]) -> str:
+    """The type of rows of these sizes, in any number, multiplied by a weight; others: the weight's sizes, and a bias's."""
+    made = new_program()
+    num_rows = made.new_symbol(TOKENS)
+    node = made.graph.call_function(aten.linear.default)
+    shapes: list[tuple[int | torch.SymInt, ...]] = [(num_rows, *row), *others]
+    for index, sizes in enumerate(shapes):
+        source = made.graph.placeholder(f"x{index}")
+        source.meta["val"] = made.fake(sizes, torch.float32)
+        node.args = (*node.args, source)
+    return type_text(infer_type(made, node)).replace(type_text(num_rows), "rows")
+
+
+@pytest.mark.parametrize("bias", [(), ((6,),)])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_a_product_of_any_batch_is_typed(batch: tuple[int, ...], bias: tuple[tuple[int, ...], ...]) -> None:
+    sizes = ", ".join(map(str, ("rows", *batch, 6)))
+    assert product_type((*batch, 8), (6, 8), *bias) == f"float32[{sizes}]"
+
+
+@pytest.mark.parametrize("others", [((6, 9),), ((6, 8), (5,))])
+def test_a_product_that_does_not_fit_is_refused(others: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim|expected shape should be"):
+        product_type((3, 8), *others)
 
 
 def test_new_nodes_are_typed_and_take_the_old_name_and_layer() -> None:
