@@ -7,6 +7,9 @@ SHELL := /bin/bash
 
 VENV := .venv
 GPU_VENV := .venv-gpu-versions
+GPU_PYTHON := 3.12
+LOWEST_VENV := .venv-lowest
+LOWEST_PYTHON := 3.10
 CLIENT_VENVS := .venv-clients
 JOBS ?= 2
 ARGS ?=
@@ -27,7 +30,8 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo test test-all sanitize lint types unit peers bench bench-ladder wheel protos dashboards gpu-test gpu-bench gpu-tune clean
+.PHONY: help install demo test test-all test-gpu-versions sanitize lint types unit peers bench bench-ladder wheel protos \
+    dashboards gpu-test gpu-bench gpu-all gpu-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,13 +54,27 @@ demo: $(READY)  ## compile, generate, serve and stream with the model that ships
 
 test: lint types unit  ## lint, types and tests: what every change must pass
 
-test-all: lint types $(READY) $(CLIENTS)  ## test, the slow tests, sanitizers, and the frontend against a second set of versions
+test-all: lint types $(READY) $(CLIENTS)  ## test, the slow tests, sanitizers, the lowest versions and a second set of them
+ifndef PYTHON
+	$(call with_python,$(LOWEST_PYTHON),$(LOWEST_VENV)/.installed)
+endif
 	$(PYTEST) -m 'not gpu' $(ARGS)
 	$(MAKE) sanitize
 ifndef PYTHON
-	$(MAKE) $(GPU_VENV)/.installed
-	$(GPU_VENV)/bin/python -m pytest -n $(JOBS) -m 'not gpu' tests/frontend tests/end_to_end/test_families.py
+	$(call with_python,$(GPU_PYTHON),test-gpu-versions)
 endif
+
+# A machine may lack a Python: the rest of test-all runs, and says what did not. Under CI nothing may be left out.
+with_python = @if .ci/find_python $(1) >/dev/null; then $(MAKE) $(2); \
+    elif [ -n "$${CI:-}" ]; then exit 1; else echo "$@: NOT done without Python $(1): $(2)" >&2; fi
+
+# From a checkout on the path, as on a machine with a GPU where nothing is installed. Of the tests that need a GPU, all that
+# they compile.
+GPU_PYTEST := PYTHONPATH=$(CURDIR)/src $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadscope
+VERSIONED := tests/frontend tests/passes tests/codegen/triton tests/codegen/onnx tests/end_to_end/test_families.py
+test-gpu-versions: $(GPU_VENV)/.installed  ## what compiles, against the second set of versions (constraints-gpu.txt)
+	$(GPU_PYTEST) -m 'not gpu' $(VERSIONED) $(ARGS)
+	$(GPU_PYTEST) -m gpu -rs $(ARGS)
 
 unit: $(READY) $(CLIENTS)  ## the tests alone: make unit ARGS='tests/passes -x'
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
@@ -70,13 +88,19 @@ sanitize: $(READY)  ## the C++ under the address, undefined-behaviour and thread
 	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66 \
 	    $(PY) -m pytest -p sanitize --sanitize thread -n 0 tests/codegen/cpp $(ARGS)
 
-# torch comes from .venv (by the .pth file): the same CPU build under another transformers.
-$(GPU_VENV)/.installed: constraints-gpu.txt $(VENV)/.installed
-	test -x $(GPU_VENV)/bin/python || python3 -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-gpu.txt \
-	    transformers tokenizers safetensors sentencepiece 'huggingface_hub'
-	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	    > "$$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_venv.pth"
+# Exactly the versions of the file: 5 GB with torch's build for CUDA. inferc itself is not installed.
+$(GPU_VENV)/.installed: constraints-gpu.txt
+	rm -rf $(GPU_VENV)
+	"$$(.ci/find_python $(GPU_PYTHON))" -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+# What runs artifacts, under the bounds of pyproject.toml: no torch, and no inferc.
+$(LOWEST_VENV)/.installed: pyproject.toml tests/support/lowest_versions.py $(READY)
+	rm -rf $(LOWEST_VENV)
+	"$$(.ci/find_python $(LOWEST_PYTHON))" -m venv $(LOWEST_VENV)
+	$(PY) tests/support/lowest_versions.py > $(LOWEST_VENV)/requirements.txt
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(LOWEST_VENV)/requirements.txt
 	touch $@
 
 # A given interpreter may lack the two checkers: say so and go on. In .venv they are always there.
@@ -117,12 +141,13 @@ dashboards: $(READY)  ## deploy/prometheus/alerts.yml and deploy/grafana/inferc.
 	$(PY) deploy/observability.py
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
-	@$(PY) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null \
-	    || { echo "gpu-test: no NVIDIA driver on this machine; run this where a GPU is" >&2; exit 1; }
-	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) benchmarks/gpu_tests.py $(ARGS)
 
 gpu-bench: $(READY)  ## kernels and models on an NVIDIA GPU, measured: make gpu-bench ROWS='bandwidth 8b-decode'
 	$(PY) benchmarks/gpu.py $(ROWS) $(ARGS)
+
+gpu-all: $(READY)  ## gpu-test, then gpu-bench: what came of both is in benchmarks/results/gpu.json
+	failed=0; $(PY) benchmarks/gpu_tests.py $(ARGS) || failed=1; $(PY) benchmarks/gpu.py $(ROWS) || failed=1; exit $$failed
 
 gpu-tune: $(READY)  ## measure tiles and cuBLASLt on an NVIDIA GPU, for codegen/triton/configs: make gpu-tune ARGS='llama-3.1-8b --int8'
 	$(PY) benchmarks/gpu_tune.py $(ARGS)

@@ -1,14 +1,51 @@
-"""Under continuous integration a test that is skipped for want of a package fails: it would never run otherwise.
+"""What a test run makes of what its machine lacks: packages, and a GPU.
 
-Tests that need a GPU are skipped where there is none; `make gpu-test` asks for one before it runs them.
+A test file that imports a package of an extra which is not there is skipped, and says which. Under continuous integration
+a test that is skipped for want of a package fails: it would never run otherwise.
+
+Tests marked `gpu` compile for the GPU at hand, or for one that is not there, and run where there is one (real_gpu.py).
 """
 
-import ctypes
-import functools
 import os
+import re
 from collections.abc import Generator
 
 import pytest
+
+# What the extras of pyproject.toml bring, by the names that are imported. `make gpu-test` runs on machines where nothing can
+# be installed.
+OF_EXTRAS = frozenset(
+    [
+        "aiohttp",
+        "axe_playwright_python",
+        "cryptography",
+        "fastapi",
+        "google",
+        "grpc",
+        "grpc_health",
+        "grpc_reflection",
+        "httptools",
+        "hypothesis",
+        "matplotlib",
+        "msgspec",
+        "onnx",
+        "onnx_ir",
+        "onnxruntime",
+        "opentelemetry",
+        "playwright",
+        "prometheus_client",
+        "psutil",
+        "safetensors",
+        "sentencepiece",
+        "starlette",
+        "tensorrt_rtx",
+        "triton",
+        "uvicorn",
+        "yaml",
+        "zmq",
+    ]
+)
+MISSING = re.compile(r"^E? *ModuleNotFoundError: No module named '(\w+)[.\w]*'$", re.MULTILINE)
 
 
 def is_for_want_of_a_package(report: pytest.TestReport | pytest.CollectReport) -> bool:
@@ -20,6 +57,14 @@ def fail_if_wanting(report: pytest.TestReport | pytest.CollectReport) -> None:
     if os.environ.get("CI") and is_for_want_of_a_package(report):
         report.outcome = "failed"
         report.longrepr = f"skipped under CI: {report.longrepr}"
+
+
+def skip_without_its_package(report: pytest.CollectReport, path: str) -> None:
+    """Make a file's failed import of a package of an extra a skip that names it."""
+    found = MISSING.findall(str(report.longrepr)) if report.failed else []
+    if found and found[-1] in OF_EXTRAS:
+        report.outcome = "skipped"
+        report.longrepr = (path, 0, f"Skipped: {found[-1]} is not installed")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,19 +79,6 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
+    skip_without_its_package(report, str(collector.path))
     fail_if_wanting(report)
     return report
-
-
-@functools.cache
-def has_gpu() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not has_gpu():
-        pytest.skip("needs an NVIDIA GPU")

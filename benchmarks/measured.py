@@ -10,6 +10,7 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from inferc.config import available_cores
 from inferc.machine import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy", "triton")
 CHANGES = ("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")  # but what was measured before
 
 
@@ -28,7 +29,10 @@ def circumstances() -> dict[str, Any]:
         "commit": commit(),
         "cpu": cpu_model(),
         "cores": available_cores(),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in PACKAGES if find_spec(name)},
+        },
         "command": shlex.join(["python", *_without_root(sys.argv)]),
     }
 

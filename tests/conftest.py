@@ -1,5 +1,7 @@
 """Fixtures shared by every stage's tests: one tiny random model and its artifact, made once a session."""
 
+from __future__ import annotations
+
 import gc
 import os
 import signal
@@ -10,22 +12,28 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 from random_models import make_random_model
-from serving import Server
 
 from inferc.runtime.abi import detect_isa
+
+if TYPE_CHECKING:
+    from serving import Server
 
 # What tests compile gets the one library that this machine runs best, also in processes of theirs: each takes seconds.
 for name in detect_isa()[:1]:
     os.environ.setdefault("INFERC_ISAS", name)
 
 # The same examples in every run; what searches for new ones is marked slow and says so.
-settings.register_profile("deterministic", derandomize=True)
-settings.load_profile("deterministic")
+if find_spec("hypothesis"):  # where it is not, tests of properties are skipped
+    from hypothesis import settings
+
+    settings.register_profile("deterministic", derandomize=True)
+    settings.load_profile("deterministic")
 
 # A shell that starts its jobs in the background has them ignore SIGINT, and the processes that tests interrupt would
 # inherit that.
@@ -63,6 +71,8 @@ def tiny_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def server(tiny_artifact: Path) -> Iterator[Server]:
     """An `inferc serve` of `tiny_artifact`, for tests that leave it as it is."""
+    from serving import Server
+
     with Server(tiny_artifact) as server:
         yield server
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gpu_families import REFUSED
 from library_data import library_preferred
 from lowered import as_torch, make_plan
 from random_models import make_random_model
+from real_gpu import chip, need_gpu
 
 import inferc
 from inferc.compiler import compile
@@ -35,7 +37,7 @@ from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.runner import CudaRunner
 from inferc.runtime.reference_runner import ReferenceRunner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]  # the first waits for a process that compiles
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 MODELS = [*(name for name in FAMILIES if name not in REFUSED), *(path.name for path in sorted(SHIPPED.glob("tiny-*")))]
 BF16 = ("llama", "qwen3", "tiny-llama")
@@ -75,31 +77,38 @@ def make(name: str, folder: Path, target: str, dtype: str, library: bool = False
     return ""
 
 
-Made = tuple[Path, dict[tuple[str, str], str]]
+@dataclass
+class Made:
+    """Artifacts that are compiled side by side. folder: of all; faults: what went wrong with those of each (model, dtype)."""
+
+    folder: Path
+    faults: dict[tuple[str, str], list[Future[str]]]
 
 
 @pytest.fixture(scope="session")
-def driver() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def made(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """All artifacts, compiled side by side, and what went wrong with each (model, dtype)."""
-    folder = tmp_path_factory.mktemp("gpu")
-    wanted = [(name, f"cuda:{driver.arch}", "float32") for name in MODELS]
-    wanted += [(name, target, "bfloat16") for name in BF16 for target in (f"cuda:{driver.arch}", "reference")]
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    """What the tests that were chosen need, in their order; each waits for its own."""
+    made, target = Made(tmp_path_factory.mktemp("gpu"), {}), f"cuda:{chip()}"
+    chosen: dict[str, list[str]] = {"float32": [], "bfloat16": []}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path == Path(__file__):
+            in_float32 = item.function is test_tokens_are_the_references
+            chosen["float32" if in_float32 else "bfloat16"].append(str(item.callspec.params["name"]))
     context = multiprocessing.get_context("spawn")  # a fork would inherit the GPU's context
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
-        done = [(name, dtype, pool.submit(make, name, folder, target, dtype)) for name, target, dtype in wanted]
-        left = pool.submit(make, LIBRARY, folder, f"cuda:{driver.arch}", "bfloat16", library=True)
-        done.append((LIBRARY, "bfloat16", left))
-        found: dict[tuple[str, str], str] = {}
-        for name, dtype, each in done:
-            found[name, dtype] = found.get((name, dtype)) or each.result()
-    return folder, found
+
+        def submit(name: str, dtype: str, *options: Any) -> None:
+            made.faults.setdefault((name, dtype), []).append(pool.submit(make, name, made.folder, *options))
+
+        for name in dict.fromkeys(chosen["float32"]):
+            submit(name, "float32", target, "float32")
+        for name in dict.fromkeys(chosen["bfloat16"]):
+            for each in (target, "reference"):
+                submit(name, "bfloat16", each, "bfloat16")
+        if LIBRARY in chosen["bfloat16"]:
+            submit(LIBRARY, "bfloat16", target, "bfloat16", True)
+        yield made
+        pool.shutdown(cancel_futures=True)
 
 
 def reference_greedy(folder: Path) -> list[list[int]]:
@@ -115,10 +124,11 @@ def reference_greedy(folder: Path) -> list[list[int]]:
 
 
 def sound(made: Made, name: str, dtype: str) -> Path:
-    """The folder of all artifacts, if there was no fault in making this one."""
-    folder, faults = made
-    assert not faults[name, dtype], faults[name, dtype]
-    return folder
+    """The folder of all artifacts, if there was no fault in making this one. Where there is no GPU a test ends with it."""
+    faults = [each.result() for each in made.faults[name, dtype]]
+    assert not any(faults), faults
+    need_gpu(f"{name} in {dtype}")
+    return made.folder
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,10 +11,11 @@ import onnx
 import onnxruntime
 import pytest
 from fake_cuda import FakeCuda
+from real_gpu import need_gpu
 
 import inferc
 from inferc.compiler import compile
-from inferc.config import CompileConfig
+from inferc.config import CompileConfig, Quantize
 from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.runtime import load, onnx_model
 from inferc.runtime.artifact import inspect_artifact, load_artifact
@@ -114,14 +115,15 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     """Where onnxruntime-gpu is: the text's likelihood is that of the same ops on the CPU."""
+    schemes: tuple[Quantize | None, ...] = (None, "int4")
+    for quantize in schemes:
+        compile(SHIPPED / "tiny-llama", tmp_path / f"gpu {quantize}", replace(ON_GPU, quantize=quantize))
+    need_gpu(f"{len(schemes)} artifacts")
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime has no CUDAExecutionProvider here: install inferc[onnx-gpu]")
-    for quantize in (None, "int4"):
-        compile(SHIPPED / "tiny-llama", tmp_path / "gpu", replace(ON_GPU, quantize=quantize))
+    for quantize in schemes:
         on_cpu = replace(ON_GPU, target="onnx", dtype="float16", quantize=quantize)
-        compile(SHIPPED / "tiny-llama", tmp_path / "cpu", on_cpu)
-        same = [
-            ours == theirs
-            for ours, theirs in zip(tokens_of(tmp_path / "gpu"), tokens_of(tmp_path / "cpu"), strict=True)
-        ]
+        compile(SHIPPED / "tiny-llama", tmp_path / f"cpu {quantize}", on_cpu)
+        ours, theirs = (tokens_of(tmp_path / f"{where} {quantize}") for where in ("gpu", "cpu"))
+        same = [mine == other for mine, other in zip(ours, theirs, strict=True)]
         assert sum(same) >= len(same) - 2, "but for ties and rows that a CPU rounds"

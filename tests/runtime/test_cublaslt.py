@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda
+from real_gpu import need_gpu
 from triton_cases import SUMS, TOLERANCE, UNTOUCHED, dtype_name, numbers
 
 from inferc.codegen.triton.launch import CUBLASLT, LibraryChoice, Product
@@ -90,6 +91,7 @@ def any_bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
     if request.param == "fake":
         yield request.getfixturevalue("bed")
         return
+    need_gpu()
     driver = Driver()
     made = Bed(driver, cublaslt.open_library(driver.version[0]))
     yield made

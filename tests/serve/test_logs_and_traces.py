@@ -4,10 +4,8 @@ import json
 import logging
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from http_calls import request
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_collector import Collector
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import Client
@@ -86,35 +84,6 @@ def test_requests_are_not_logged_unasked(server: Server) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ traces
-
-
-class Collector:
-    """Takes what an exporter sends over HTTP."""
-
-    def __init__(self) -> None:
-        spans = self.spans = []  # type: ignore[var-annotated]
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                data = self.rfile.read(int(self.headers["content-length"]))
-                for of_resource in ExportTraceServiceRequest.FromString(data).resource_spans:
-                    for scope in of_resource.scope_spans:
-                        spans.extend(scope.spans)
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                return
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from typing import final
 import psutil
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+CHECKOUT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+"""The environment variables of another interpreter than the tests', which has packages of its own."""
 INFERC = (sys.executable, "-m", "inferc")
 START_SECONDS = 60.0
 
@@ -40,16 +42,19 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) 
 class Server:
     """A running `inferc serve`; killed at the end of the block if it has not ended by itself."""
 
-    def __init__(self, artifact: Path | str, *options: str, under: tuple[str, ...] = ()) -> None:
-        """under: a command that runs it."""
+    def __init__(
+        self, artifact: Path | str, *options: str, under: tuple[str, ...] = (), python: Path | None = None
+    ) -> None:
+        """under: a command that runs it; python: another interpreter than the tests'."""
+        command = INFERC if python is None else (str(python), *INFERC[1:])
         self.artifact = artifact
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the server is)
         self.process = subprocess.Popen(
-            [*under, *INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0", *options],
+            [*under, *command, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=ENV,
+            env=ENV if python is None else CHECKOUT,
         )
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline().strip()

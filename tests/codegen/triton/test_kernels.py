@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from ctypes import c_void_p
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ pytest.importorskip("triton")
 from all_cases import KERNELS, MORE
 from attention_cases import depend_on_chunks, depend_on_their_step
 from gemm_cases import depend_on_their_step as products_that_do
+from real_gpu import chip, need_gpu
 from triton_cases import Case
 
-from inferc.codegen.triton.build import build
+from inferc.codegen.triton.build import Cubin, build
 from inferc.runtime.cuda.driver import Driver
 
 INTERPRETED = Path(__file__).parent / "interpreted.py"
@@ -82,26 +83,36 @@ def test_the_activation_leaves_no_thread_of_a_chip_unused(arch: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_numbers_on_the_gpu(kernel: str) -> None:
     """The cubin through the driver API, as a runner launches it, with a grid larger than the step."""
+    cases = [(case, build(case.source, kernel, "", chip())) for case in KERNELS[kernel]()]
+    need_gpu(f"{len(cases)} kernels")
     driver = Driver()
-    for case in KERNELS[kernel]():
-        assert_on_gpu(driver, kernel, case)
+    for case, built in cases:
+        for error, tolerance in case.errors(launched(driver, built, case)):
+            assert error <= tolerance, case.name
 
 
 @pytest.mark.gpu
 def test_the_invariant_order_depends_on_neither_on_the_gpu() -> None:
+    num_built = 0
+
+    def compiled(case: Case) -> dict[str, torch.Tensor]:
+        nonlocal num_built
+        build(case.source, "a kernel", "", chip())
+        num_built += 1
+        return case.tensors
+
+    depending(compiled)
+    need_gpu(f"{num_built} launches")
     driver = Driver()
-    run = partial(launched, driver, "a kernel")
-    assert [*depend_on_their_step(run), *depend_on_chunks(run), *products_that_do(run)] == []
+    assert depending(lambda case: launched(driver, build(case.source, "a kernel", "", driver.arch), case)) == []
 
 
-def assert_on_gpu(driver: Driver, kernel: str, case: Case) -> None:
-    for error, tolerance in case.errors(launched(driver, kernel, case)):
-        assert error <= tolerance, case.name
+def depending(run: Callable[[Case], dict[str, torch.Tensor]]) -> list[str]:
+    return [*depend_on_their_step(run), *depend_on_chunks(run), *products_that_do(run)]
 
 
-def launched(driver: Driver, kernel: str, case: Case) -> dict[str, torch.Tensor]:
+def launched(driver: Driver, built: Cubin, case: Case) -> dict[str, torch.Tensor]:
     """The case's tensors after it."""
-    built = build(case.source, kernel, "", driver.arch)
     moved = {name: on_gpu(tensor) for name, tensor in case.tensors.items()}
     pointers = {name: tensor.data_ptr() for name, tensor in moved.items()}
     counts = {name: count + 3 for name, count in case.counts.items()}
