@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odd_models import OnlyConfigError, make_odd_model
+from odd_models import LENGTH, OnlyConfigError, make_odd_model
 
 RESULTS = Path(__file__).with_suffix(".json")
 NEW_TOKENS = 8
@@ -99,13 +99,18 @@ def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
     from inferc.compiler import compile
     from inferc.config import CompileConfig
     from inferc.errors import InfercError
+    from inferc.frontend.export import context_length
+    from inferc.frontend.load import load
 
     try:
         make_odd_model(model_type, folder / "model", **overrides)
     except OnlyConfigError:
         pass
     try:
-        compile(folder / "model", folder / "out", CompileConfig(dtype="float32", certify="none"))
+        checkpoint = load(folder / "model")
+        length = "auto" if context_length(checkpoint.config).trained else LENGTH
+        how = CompileConfig(dtype="float32", certify="none", max_model_len=length)  # type: ignore[arg-type]
+        compile(folder / "model", folder / "out", how)
     except InfercError as error:
         says = str(error).replace(f"{folder}/model", model_type).replace(f"{folder}/", "")
         return Found(feature_of(says) or f"refused without a feature: {type(error).__name__}", says)

@@ -53,6 +53,7 @@ ALWAYS = {
     "is_decoder": True,
 }
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+MOST_PARAMETERS = 20_000_000
 LEFT_OUT = "left out"  # as a value of OWN: a field of SIZES that the class is to choose by itself
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 256, "n_head": 4},  # whose heads are packed in fours
@@ -84,7 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 class OnlyConfigError(Exception):
-    """The class has parts beside the language model, or an encoder: it is refused by its config, which was written."""
+    """No model was made, as the class has more parts than a language model, or is too large: its config was written."""
 
 
 def config_of(model_type: str, **overrides: Any) -> Any:
@@ -129,7 +130,9 @@ def make_odd_model(model_type: str, folder: Path, seed: int = 3, **overrides: An
         raise OnlyConfigError(", ".join(parts) or "an encoder")
     with torch.device("meta"):
         size = sum(each.numel() for each in transformers.AutoModelForCausalLM.from_config(config).parameters())
-    assert size < 2e7, f"{model_type}: {size} parameters; make it smaller in OWN"
+    if size > MOST_PARAMETERS:
+        config.save_pretrained(folder)
+        raise OnlyConfigError(f"{size} parameters; what is not refused by its config is to be made smaller in OWN")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
