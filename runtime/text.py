@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from inferc.runtime.chat_template import ChatTemplate
 
 LONG_TEXT = 10_000  # characters: a hundredth of a second
+LONG_IDS = 10_000  # the same to make a text of
 WINDOW = 16  # ids a decoder that is not by bytes may hold back while its text ends in half a character
 
 
@@ -126,7 +127,11 @@ class Text:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence of ids."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) < LONG_IDS:
+            return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        # Without the interpreter lock: a second of a million.
+        return self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     @property
     def template_source(self) -> str | None:

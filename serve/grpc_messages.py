@@ -8,6 +8,7 @@ Source: protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,8 @@ from inferc.errors import RequestError
 
 MAX_FIELDS = 1 << 15  # at any depth: the texts of a call for vectors are 8,192
 MAX_NUMBERS = 1 << 21  # of one list: more than any prompt
+COUNTED_AT_ONCE = 1 << 20  # bytes, which a cache holds
+LARGE_BYTES = 256 << 10  # of a message that is read beside the event loop
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 SIZES = {FIXED64: 8, FIXED32: 4}
 
@@ -35,6 +38,11 @@ class _Known:
     wire: int
     packed: bool
     inner: Descriptor | None
+
+
+async def read(kind: type[Parsed], data: bytes) -> Parsed:
+    """As `parse`, beside the event loop where that may take long."""
+    return parse(kind, data) if len(data) < LARGE_BYTES else await asyncio.to_thread(parse, kind, data)
 
 
 def parse(kind: type[Parsed], data: bytes) -> Parsed:
@@ -91,7 +99,9 @@ def _unknown(path: str, number: int) -> RequestError:
 
 def _check_numbers(path: str, wire: int, data: bytes, at: int, size: int) -> None:
     if wire == VARINT:  # each ends in a byte without the highest bit
-        count = int(np.count_nonzero(np.frombuffer(data, np.uint8, size, at) < 0x80))
+        view = np.frombuffer(data, np.uint8, size, at)
+        parts = (view[start : start + COUNTED_AT_ONCE] for start in range(0, size, COUNTED_AT_ONCE))
+        count = sum(int(np.count_nonzero(part < 0x80)) for part in parts)
     else:
         count = size // SIZES[wire]
     if count > MAX_NUMBERS:

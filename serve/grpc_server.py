@@ -21,7 +21,7 @@ from inferc.errors import ConfigError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.serve.access import CALLER, Access, secret_of
 from inferc.serve.admission import ARRIVED_AT, WITHIN
-from inferc.serve.grpc_messages import parse
+from inferc.serve.grpc_messages import read
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
 from inferc.serve.models import Models
@@ -154,7 +154,7 @@ def _unary(
 ) -> Callable[[bytes, Context], Awaitable[Message]]:
     async def handler(data: bytes, context: Context) -> Message:
         async with edge.around(context):
-            return await run(parse(kind, data))
+            return await run(await read(kind, data))
 
     return handler
 
@@ -163,7 +163,7 @@ def _streaming(
     kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]], edge: _Edge, greets: bool
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def handler(data: bytes, context: Context) -> None:
-        async with edge.around(context), aclosing(run(parse(kind, data))) as messages:
+        async with edge.around(context), aclosing(run(await read(kind, data))) as messages:
             if greets:
                 await context.send_initial_metadata(())
             await _write(messages, context)
@@ -176,7 +176,7 @@ def _both_streaming(
 ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
-            yield parse(kind, data)
+            yield await read(kind, data)
 
     async def handler(requests: AsyncIterator[bytes], context: Context) -> None:
         async with edge.around(context), aclosing(run(parsed(requests))) as messages:
