@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.codegen.triton.launch import RECORDS
 from inferc.config import EngineConfig, available_cores
 from inferc.cost import CostLog
 from inferc.errors import ArtifactError
@@ -38,8 +39,8 @@ from inferc.manifest import (
     is_sealed,
     segment_plan,
 )
-from inferc.manifest_types import Manifest, Program, ProgramEntry, read_typed
-from inferc.runtime.artifact_checks import manifest_fault, program_fault
+from inferc.manifest_types import Manifest, Program, ProgramEntry, Record, read_typed
+from inferc.runtime.artifact_checks import manifest_fault, program_fault, records_fault
 from inferc.runtime.artifact_files import AGAIN, ChunkSums, WeightsCheck, map_file, read_checked
 from inferc.runtime.libraries import Library
 from inferc.runtime.text_files import TextFiles
@@ -249,6 +250,7 @@ def load_artifact(
     ranks: list[Artifact] = []
     for entry, types in zip(manifest["programs"], typed.programs, strict=True):
         program = _read_program(folder, types, contents[entry["file"]], maps)
+        _check_records(folder, types, contents)
         ranks.append(Artifact(folder, manifest, entry, program, _weight_table(program), maps, sums, kept, data, ranks))
     return ranks[0]
 
@@ -268,6 +270,18 @@ def _read_program(folder: Path, entry: ProgramEntry, data: bytes, maps: Mapping[
     if fault is not None:
         raise ArtifactError(f"{folder / entry.file} is not of the format: {fault}; {AGAIN}")
     return program
+
+
+def _check_records(folder: Path, entry: ProgramEntry, contents: Mapping[str, bytes]) -> None:
+    """Raises ArtifactError for launch records of other types than manifest_types.Record, or without their code."""
+    for kernels in entry.cubins.values():
+        name = f"{kernels}/{RECORDS}"
+        try:
+            fault = records_fault(read_typed(contents[name], list[Record])[1], kernels, contents)
+        except ValueError as error:
+            fault = str(error)
+        if fault is not None:
+            raise ArtifactError(f"{folder / name} is not of the format: {fault}; {AGAIN}")
 
 
 def _weight_table(program: Mapping[str, Any]) -> tuple[StoredWeight, ...]:

@@ -7,15 +7,15 @@ while a step runs. Every function returns what is wrong, beginning with the fiel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from msgspec import UNSET
 
-from inferc.codegen.triton.launch import RECORDS
+from inferc.codegen.triton.launch import PTX, RECORDS
 from inferc.kv_pools import num_parts, row_size
 from inferc.manifest import ALIGNMENT, CERTIFICATE, CHUNK_BYTES, PROGRAM, STORED_DTYPES
-from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, ProgramEntry, WeightRow
+from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, ProgramEntry, Record, WeightRow
 
 
 def manifest_fault(manifest: Manifest) -> str | None:
@@ -82,6 +82,15 @@ def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int
     if program.launches is not UNSET and (fault := _launches_fault(program.launches, program, entry)) is not None:
         return fault
     return _graph_fault(program.program)
+
+
+def records_fault(records: Sequence[Record], folder: str, files: Container[str]) -> str | None:
+    """Of the launch records of a folder of kernels: the code of each is there."""
+    suffix = PTX if PurePosixPath(folder).name == PTX else "cubin"
+    for index, record in enumerate(records):
+        if f"{folder}/{record.name}.{suffix}" not in files:
+            return f"[{index}].name: there is no {folder}/{record.name}.{suffix}"
+    return None
 
 
 def _weight_fault(row: WeightRow, sizes: Mapping[str, int]) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from inferc.codegen.triton.launch import ARCHS, PTX, RECORDS, LaunchRecord, record_from_json
-from inferc.errors import ArtifactError, InfercError, UnsupportedError
+from inferc.errors import InfercError, UnsupportedError
 from inferc.json_text import parse_json
 from inferc.runtime.cuda.driver import Driver, Kernel
 
@@ -57,7 +57,7 @@ def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver, comma
     files: the contents of the artifact's files, by name, as they were checked; command: as `choose` takes it. Raises
     UnsupportedError, before any is loaded, where the GPU or its driver has not what one of them needs.
     """
-    records = read_records(folder, files)
+    records = [record_from_json(entry) for entry in parse_json(files[f"{folder}/{RECORDS}"])]
     for record in records:
         _check_driver(record, driver)
         _check_shared_memory(record, driver, command)
@@ -72,23 +72,6 @@ def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver, comma
                 f" {'.'.join(map(str, driver.version))}, the kernel is by {record.compiler}; update the driver"
             ) from None
     return kernels
-
-
-def read_records(folder: Path, files: Mapping[str, bytes]) -> list[LaunchRecord]:
-    """How the kernels of a folder are launched; their code is there. Raises ArtifactError."""
-    name = f"{folder}/{RECORDS}"
-    suffix = PTX if folder.name == PTX else "cubin"
-    try:
-        records = [record_from_json(entry) for entry in parse_json(files[name])]
-        missing = [record.name for record in records if f"{folder}/{record.name}.{suffix}" not in files]
-        if missing:
-            raise ValueError(f"it names {missing[0]}, of which there is no {suffix}")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ArtifactError(
-            f"{name} is not of the format: {why}; copy the artifact again, or compile it again"
-        ) from None
-    return records
 
 
 def _check_shared_memory(record: LaunchRecord, driver: Driver, command: str) -> None:

@@ -331,6 +331,52 @@ class Program(Struct, frozen=True):
     shared_prefixes: dict[str, SharedPrefixes] | UnsetType = UNSET
 
 
+# ------------------------------------------------------------------------------------------ records.json
+
+
+class RecordArgument(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    kind: str
+    num_bytes: Count
+    divisible_by: Positive = 1
+
+
+class RecordProduct(Struct, frozen=True, forbid_unknown_fields=True):
+    n: Positive
+    k: Positive
+    dtype: str
+    out_dtype: str
+    x_stride: Count
+    out_stride: Count
+    has_bias: bool
+    residual_stride: Count | None
+
+
+class RecordLibrary(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    from_rows: Count
+    product: RecordProduct
+
+
+class Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a kernel of a GPU is launched (codegen/triton/launch.py, LaunchRecord)."""
+
+    name: str
+    op: str
+    arch: str
+    entry: str
+    grid: tuple[str, str, str]
+    num_warps: Annotated[int, Meta(ge=1, le=64)]
+    shared_bytes: Count
+    global_scratch_bytes: Count
+    arguments: list[RecordArgument]
+    constants: dict[str, bool | int | float | str | None]
+    resources: dict[str, int]
+    compiler: str
+    dependent: bool = False
+    library: RecordLibrary | None = None
+
+
 # ----------------------------------------------------------------------------------------------- reading
 
 
