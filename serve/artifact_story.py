@@ -11,6 +11,7 @@ from typing import Any
 from inferc.config import available_cores
 from inferc.cost import CostLog, PassCost, Step
 from inferc.errors import ArtifactError, InfercError, RequestError
+from inferc.json_text import parse_json
 from inferc.manifest import CERTIFICATE, COSTS
 from inferc.runtime.artifact import Artifact
 from inferc.serve.models import ServedModel
@@ -86,7 +87,7 @@ def _told_by(
     if name not in artifact.manifest["files"]:
         return None
     try:
-        return made(artifact.read_json(name))
+        return made(parse_json(artifact.read(name)))
     except (ArtifactError, ValueError, LookupError, TypeError, AttributeError) as error:
         log.error("%s of %s cannot be read: %s: %s", name, artifact.path, type(error).__name__, error)
         unreadable.append(name)
