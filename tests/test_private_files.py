@@ -114,6 +114,8 @@ def test_a_folder_of_the_users_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").chmod(0o755)
     private_folder(tmp_path / "mine", is_ours=False)
     assert mode(tmp_path / "mine") == 0o755
+    with pytest.raises(FileNotFoundError):
+        private_folder(tmp_path / "none" / "mine", is_ours=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         private_folder(tmp_path / "file")

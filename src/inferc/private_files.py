@@ -27,11 +27,12 @@ def open_private(path: Path | str, flags: int) -> int:
 
 
 def private_folder(path: Path, *, is_ours: bool = True) -> None:
-    """Make a folder, and those above it that are missing. is_ours False: one that is there is its owner's matter.
+    """Make a folder, and those above it that are missing. is_ours False: one that a user names, who sees to what is above
+    it, and to its mode if it is there.
 
     Raises OSError.
     """
-    for parent in reversed([each for each in path.parents if not each.exists()]):
+    for parent in reversed([each for each in path.parents if is_ours and not each.exists()]):
         parent.mkdir(FOLDER_MODE, exist_ok=True)
     try:
         path.mkdir(FOLDER_MODE)
