@@ -27,7 +27,6 @@ OF_EXTRAS = frozenset(
         "httptools",
         "hypothesis",
         "matplotlib",
-        "msgspec",
         "onnx",
         "onnx_ir",
         "onnxruntime",
