@@ -20,7 +20,7 @@ from inferc.client import Client
 from inferc.runtime.abi import detect_isa
 
 COMMANDS = (
-    *("compile", "explain", "inspect", "generate", "chat", "batch", "serve", "simulate"),
+    *("compile", "explain", "sign", "inspect", "generate", "chat", "batch", "serve", "simulate"),
     *("top", "doctor", "replay", "diff", "verify", "eval", "bench", "keys"),
 )
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
