@@ -79,14 +79,42 @@ def _new_file(name: str) -> int:
 
 def _open_copy(library: Library) -> ctypes.CDLL:
     """From a copy that nobody else can reach, in a folder of its own, which is gone once the loader has it."""
-    folder = tempfile.mkdtemp(prefix="inferc-")  # mode 0700
+    try:
+        folder = tempfile.mkdtemp(prefix="inferc-")  # mode 0700
+    except OSError as error:
+        return _open_itself(library, error)
     try:
         path = Path(folder) / f"{hashlib.sha256(library.data).hexdigest()}.so"  # never a name twice
-        with path.open("xb") as to:
-            to.write(library.data)
+        try:
+            with path.open("xb") as to:
+                to.write(library.data)
+        except OSError as error:
+            return _open_itself(library, error)
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
             raise OSError(str(error).replace(str(path), str(library.path))) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_itself(library: Library, why: OSError) -> ctypes.CDLL:
+    """Open the file that was checked, where no file can be written at all (a full disk, a limit on their size).
+
+    By its descriptor, through which the bytes are compared before: another file under its name is not taken. Against somebody
+    who writes into the file itself at this moment there is no help here, so it is said.
+    """
+    try:
+        file = os.open(library.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        raise OSError(f"no copy of it can be written: {why.strerror}") from None
+    try:
+        with open(file, "rb", closefd=False) as whole:
+            if whole.read() != library.data:
+                raise OSError(f"it has changed since it was checked, and no copy can be written: {why.strerror}")
+        opened = ctypes.CDLL(f"/proc/self/fd/{file}")  # which stays open, as above
+    except OSError:
+        os.close(file)
+        raise
+    log.warning("%s is loaded from where it is: no copy of it can be written (%s)", library.path, why.strerror)
+    return opened

@@ -91,6 +91,23 @@ def test_without_files_in_memory_it_is_a_private_copy(
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+def test_where_no_file_can_be_written_it_is_the_file_that_was_checked(
+    copied: Path, tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    library = best(load_artifact(copied))
+    assert load_library(library).inferc_abi() > 0
+    assert "is loaded from where it is: no copy of it can be written (No space left on device)" in caplog.text
+    libraries._OPEN.clear()
+    library.path.write_bytes(b"somebody else's")
+    with pytest.raises(ArtifactError, match=r"has changed since it was checked, and no copy can be written"):
+        load_library(library)
+
+
 def test_what_is_no_library_is_told_by_its_own_name(tmp_path: Path) -> None:
     for data in (b"", b"not a library", b"\x7fELF" + bytes(60)):
         with pytest.raises(ArtifactError, match=r"cannot load .*kernels\.so: .*; compile the model again") as error:
