@@ -150,9 +150,13 @@ class Text:
         from inferc.runtime.chat_template import ChatTemplate
 
         template = ChatTemplate(self._template, self.facts, self._form)
-        template.check()
-        if (problem := self.chat_problem(template)) is not None:
-            raise RequestError(f"{problem}; send a plain prompt, or have the model compiled again")
+        try:
+            template.check()
+            if (problem := self.chat_problem(template)) is not None:
+                raise RequestError(f"{problem}; send a plain prompt, or have the model compiled again")
+        except BaseException:
+            template.close()  # the next request tries again, and each would leave a process behind
+            raise
         return template
 
     def chat_problem(self, template: ChatTemplate) -> str | None:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import transformers
 from random_models import make_random_model
@@ -148,8 +149,11 @@ def test_chats_that_changed_are_refused(folder: Path, tmp_path: Path, name: str,
     golden = json.loads(path.read_text())
     golden["vectors"][0][name] = change
     path.write_text(json.dumps(golden))
-    with pytest.raises(RequestError, match=re.escape(message)):
+    before = set(psutil.Process().children())
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
         Text(tmp_path / "t").encode_chat([{"role": "user", "content": "hi"}])
+    assert caught.value.__traceback__ is not None, "its frames hold the template"
+    assert not set(psutil.Process().children()) - before, "its process has ended all the same"
 
 
 def test_stop_ids_that_changed_are_refused(folder: Path, tmp_path: Path) -> None:
