@@ -54,6 +54,7 @@ async def read_body(request: Request) -> Body:
         raise RequestError(NO_OBJECT)
     is_large = len(data) > SMALL_BYTES
     if is_large:
+        request.scope["started"]()  # its turn is another one: small ones do not wait for it
         value = await asyncio.get_running_loop().run_in_executor(_LARGE, _parse, data)
     else:
         value = _parse(data)

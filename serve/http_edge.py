@@ -34,6 +34,8 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
 MAX_BODY_BYTES = 64 << 20
 STARTS_AT_ONCE = 8
+BODIES_AT_ONCE = 16  # of the largest size, in memory
+RETRY = {"retry-after": "1"}
 CLIENT_LEFT = 499  # nobody reads it; logs and counts do
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -61,6 +63,7 @@ class Edge:
         # or everybody else would wait for all of them.
         self._gate = asyncio.Semaphore(STARTS_AT_ONCE)
         self._max_body_bytes = max_body_bytes
+        self._num_held = 0  # bytes of bodies of requests that are under way
         self._checks_host = checks_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,8 +94,11 @@ class Edge:
             nonlocal size, is_starting
             message = await receive()
             size += len(message.get("body", b""))
+            self._num_held += len(message.get("body", b""))
             if size > self._max_body_bytes:
                 raise self._too_large()
+            if self._num_held > BODIES_AT_ONCE * self._max_body_bytes:
+                raise HTTPException(503, "the server holds too much of others' bodies; try again later", RETRY)
             if size and not message.get("more_body", False) and message["type"] == "http.request":
                 await self._gate.acquire()  # with all of the body here: no slow client holds a place
                 is_starting = True
@@ -132,6 +138,7 @@ class Edge:
             if not has_begun:
                 await error_response(500, OUR_FAULT, "server_error")(scope, receive, named)
         finally:
+            self._num_held -= size
             started()
 
     def _too_large(self) -> HTTPException:

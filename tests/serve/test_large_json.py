@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from serving import Server
 
 from inferc.errors import RequestError
-from inferc.serve import http_address, http_bodies, large_json
+from inferc.serve import http_address, http_bodies, http_edge, large_json
 from inferc.serve.access import Access
+from inferc.serve.http_edge import Edge
 from inferc.serve.http_server import HttpServer, make_app
 
 TEXTS = st.text(st.sampled_from('ab"\\\n\té東\U0001f469\ud83d\udc69{}[],:'), max_size=40) | st.text(max_size=20)
@@ -156,3 +157,48 @@ def test_a_large_invalid_body_costs_little(server: Server, path: str, body: byte
     reply = request(server.url, path, body)
     assert reply.status == 400 and len(reply.error["message"]) < 400, reply.body
     assert process.memory_info().rss - before < 200 << 20
+
+
+def test_bodies_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends more than there is memory for is told to come back, and what has ended counts no more."""
+    monkeypatch.setattr(http_edge, "BODIES_AT_ONCE", 2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["more_body"]
+        held.append(scope)
+        await let_go.wait()
+
+    async def ask() -> list[Any]:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * 90, "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/health",
+            "headers": [],
+            "raw_path": b"",
+            "query_string": b"",
+        }
+        await edge(scope, receive, send)
+        return sent
+
+    async def work() -> None:
+        first = [asyncio.create_task(ask()) for _ in range(2)]
+        while len(held) < 2:
+            await asyncio.sleep(0)
+        refused = await ask()
+        assert refused[0]["status"] == 503 and (b"retry-after", b"1") in refused[0]["headers"]
+        let_go.set()
+        await asyncio.gather(*first)
+        assert await ask() == [] and len(held) == 3
+
+    held: list[Any] = []
+    let_go = asyncio.Event()
+    edge = Edge(app, 100, Access())
+    asyncio.run(work())
