@@ -510,8 +510,9 @@ def cannot_run(node: fx.Node, target: Target | None = None) -> UnsupportedError:
     op = target_name(node.target)
     if op.partition(".")[0] not in ("aten", "inferc") and "." in op:
         return UnsupportedError(f"{op} (node {name_of(node)}) has no kernel{on}; its pass must bring one in `kernels`")
+    what = ", of a rotary embedding of a kind that is not known" if op in ("aten.cos", "aten.sin") else ""
     return UnsupportedError(
-        f"inferc cannot run {op} yet (node {name_of(node)}): this model's family is not supported{on}"
+        f"inferc cannot run {op} yet (node {name_of(node)}{what}): this model's family is not supported{on}"
     )
 
 

@@ -64,8 +64,8 @@ def _identity(node: fx.Node) -> fx.Node | None:
         return None
     source = args[0]
     if target in ALIASES:
-        # Repeated elements can be viewed in another shape only as a copy.
-        return None if source.target == aten.expand.default else source
+        # Repeated elements, and those of a part of each row, can be viewed in another shape only as a copy.
+        return None if source.target == aten.expand.default or _is_viewed_as_a_copy(node, source) else source
     if target == aten.dropout.default and (args[1] == 0.0 or not args[2]):
         return source
     if target in (aten.mul.Tensor, aten.div.Tensor) and args[1] == 1.0 and _same_type(node, source):
@@ -91,6 +91,19 @@ def _identity(node: fx.Node) -> fx.Node | None:
         assert isinstance(first, fx.Node)
         return first if _axes(node) == _axes(source) else None
     return None
+
+
+def _is_viewed_as_a_copy(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a copy is viewed in a shape that its source has not (the gates behind the queries of each head)."""
+    if source.meta["val"].is_contiguous():
+        return False
+    for user in node.users:
+        if user.target in VIEWS and user.args[0] is node:
+            try:
+                source.meta["val"].view(user.meta["val"].shape)
+            except (RuntimeError, ValueError):
+                return True
+    return False
 
 
 def _axes(node: fx.Node) -> set[Any]:

@@ -99,6 +99,8 @@ def _ungroup(program: Program, view: fx.Node) -> None:
         made.meta.update(name=f"{name_of(linear)}.{start}_{stop}", layer=linear.meta.get("layer"))
         shaped.meta.update(name=name_of(part), layer=part.meta.get("layer"))
         part.replace_all_uses_with(shaped)
+        for copied in [user for user in shaped.users if user.target == aten.clone.default]:
+            copied.replace_all_uses_with(shaped)  # a part of each head was one to be viewed in another shape
 
 
 def _rows_of(weight: Weight, heads: int, size: int, start: int, stop: int) -> Weight:

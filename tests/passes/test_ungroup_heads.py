@@ -3,6 +3,7 @@ from typing import Any
 from graphs import example, random, rows
 from torch import ops
 
+from inferc.passes.canonicalise import Canonicalise
 from inferc.passes.ungroup_heads import UngroupHeads
 
 aten = ops.aten
@@ -46,3 +47,24 @@ def test_keeps_heads_that_are_read_whole_or_twice_or_in_steps() -> None:
 
     for graph in (whole, overlapping, in_steps):
         example(graph, {"x": rows(8)}, {"qkv": WEIGHTS["qkv"]}).check_untouched(UngroupHeads())
+
+
+def test_a_part_that_is_viewed_in_another_shape_is_no_longer_copied_for_it() -> None:
+    """The gates of attention that are packed behind each head's queries (Qwen3-Next)."""
+
+    def graph(x: Any, both: Any) -> Any:
+        heads = aten.view.default(aten.linear.default(x, both), [-1, 2, 6])
+        return part(heads, 0, 3), aten.view.default(aten.clone.default(part(heads, 3, 6)), [-1, 6])
+
+    golden = """
+        %x: float32[s0, 8] = input
+        %0: float32[s0, 6] = aten.linear(%x, @both.0_3)
+        %1: float32[s0, 2, 3] = aten.view(%0, [-1, 2, 3])
+        %2: float32[s0, 6] = aten.linear(%x, @both.3_6)
+        %3: float32[s0, 2, 3] = aten.view(%2, [-1, 2, 3])
+        %4: float32[s0, 6] = aten.view(%3, [-1, 6])
+        return (%1, %4)
+    """
+    made = example(graph, {"x": rows(8)}, {"both": random(12, 8)})
+    made.check_untouched(Canonicalise())  # to which a copy is nothing, but where the view needs it
+    made.check(UngroupHeads(), 1, golden)
