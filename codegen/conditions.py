@@ -105,6 +105,8 @@ def heads_fit(node: fx.Node) -> str:
         return f"head_dim {dim}: expected that of the values, {cached_dim}"
     if num_heads % num_kv_heads:
         return f"{num_heads} heads on {num_kv_heads} KV heads: expected a whole number on each"
+    if argument(node, "alibi") is not None and argument(node, "softcap"):
+        return "attention with ALiBi and a softcap: expected one of them"
     return _multiple("block_size", block_size, 16)
 
 

@@ -102,7 +102,7 @@ _CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callab
         *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write", "x", ("weight",)),
         *(_QKV_PLAIN, conditions.float_qkv_fits),
     ),
-    ("inferc.paged_attention", "paged_attention", "q", (), ("sinks",), conditions.heads_fit),
+    ("inferc.paged_attention", "paged_attention", "q", (), ("sinks", "alibi"), conditions.heads_fit),
     ("inferc.latent_write", "latent_write", "k", (), (), None),
     ("inferc.latent_attention", "latent_attention", "q", (), (), conditions.latents_fit),
 )
@@ -259,7 +259,7 @@ _TRITON_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], st
 _TRITON_CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
     ("inferc.rope_kv_write", "rope_kv_write", "q", (), conditions.rope_fits),
     ("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", ("q_weight", "k_weight"), conditions.rope_fits),
-    ("inferc.paged_attention", "paged_attention_", "q", ("sinks",), conditions.heads_fit),
+    ("inferc.paged_attention", "paged_attention_", "q", ("sinks", "alibi"), conditions.heads_fit),
 )
 # Besides a dense Llama's: the same, with where the call is made, and whether weights have dtypes of their own.
 _TRITON_MORE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None, bool], ...] = (

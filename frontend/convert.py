@@ -14,7 +14,7 @@ from inferc.frontend import trace
 from inferc.frontend.bind import Binding
 from inferc.frontend.names import Names
 from inferc.frontend.repeat import Section
-from inferc.program import Program, new_program
+from inferc.program import Program, arguments, new_program
 from inferc.weights import Weight
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ class Converter:
         self._describe(new, node, self.names.unique(f"{name}.{'out' if ours else op.lstrip('_')}".lstrip(".")), layer)
 
     def _fold(self, node: fx.Node, op: str) -> bool:
-        """A transposed or reshaped weight becomes another weight: layouts are expressions, not work for every step."""
+        """A transposed, reshaped or sliced weight becomes another weight: layouts are expressions, not work for every step."""
         source = self._read(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None or source.op != "get_attr":
             return False
@@ -106,6 +106,8 @@ class Converter:
                 name = f"{source.target}.{'x'.join(map(str, shape))}"
                 self.env[node] = self._get_attr(node, name, weight_lib.reshape(weight, shape), source.meta["layer"])
             return bool(shape)
+        if op == "slice":
+            return self._fold_slice(node, source, weight)
         if op not in ("transpose", "permute", "t"):
             return False
         perm = list(range(len(weight.shape)))
@@ -116,6 +118,18 @@ class Converter:
             perm[first], perm[second] = perm[second], perm[first]
         name = f"{source.target}.{'_'.join(map(str, perm))}"
         self.env[node] = self._get_attr(node, name, weight_lib.permute(weight, tuple(perm)), source.meta["layer"])
+        return True
+
+    def _fold_slice(self, node: fx.Node, source: fx.Node, weight: Weight) -> bool:
+        _, dim, start, stop, step = arguments(node)
+        if not all(each is None or isinstance(each, int) for each in (start, stop)):
+            return False  # of as many rows as there are tokens
+        dim %= len(weight.shape)
+        start, stop = slice(start, stop).indices(weight.shape[dim])[:2]
+        if step != 1 or stop <= start:
+            return False
+        part = weight_lib.slice_(weight, dim, start, stop)
+        self.env[node] = self._get_attr(node, f"{source.target}.{dim}_{start}_{stop}", part, source.meta["layer"])
         return True
 
     def _weight(self, node: fx.Node, name: str) -> None:

@@ -21,11 +21,13 @@ from inferc.errors import ConfigError, ExportError
 from inferc.frontend import trace
 from inferc.frontend.bind import bind
 from inferc.frontend.convert import Converter
+from inferc.frontend.eager_attention import capture_eager_attention
 from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.positions import first_position
+from inferc.frontend.position_tables import simplify_position_tables
 from inferc.frontend.repeat import trace_once
 from inferc.frontend.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
-from inferc.program import Program
+from inferc.program import Program, named_arguments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,6 +127,8 @@ def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len:
     binding = bind(model, checkpoint)
     converter = Converter(model, binding, constant_buffers(model, checkpoint, overrides))
     program = converter.program(*trace_once(model))
+    capture_eager_attention(program)
+    simplify_position_tables(program)
     program.info = model_info(checkpoint, model, dtype, length)
     program.info.update(rope=ropes, ignored_tensors=binding.ignored)
     program.num_layers = program.info["num_attention_layers"]
@@ -152,7 +156,7 @@ def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: in
 
 def context_length(config: Any) -> ContextLength:
     """How many positions the model was made for, and how many its rope scaling reaches. Raises ConfigError."""
-    for name in ("max_position_embeddings", "seq_length"):
+    for name in ("max_position_embeddings", "seq_length", "max_seq_len"):
         trained = getattr(config, name, None)
         if trained is None:
             continue
@@ -215,9 +219,11 @@ def _initialised(model: Any, module: Any, names: list[str]) -> dict[str, Tensor]
 
 
 def _require_positions(program: Program, checkpoint: Checkpoint) -> None:
-    positions = program.input("positions")
-    if not positions.users:
-        raise ExportError(
-            f"{checkpoint.name}: the captured graph never reads `positions`; expected a model that takes position_ids"
-            " (ALiBi and other position biases inside attention are not built)"
-        )
+    """Raise ExportError for a model that knows no positions: they come as an input, or by ALiBi."""
+    attentions = [node for node in program.graph.nodes if node.target == torch.ops.inferc.attention.default]
+    if program.input("positions").users or any(named_arguments(node)["alibi"] is not None for node in attentions):
+        return
+    raise ExportError(
+        f"{checkpoint.name}: the captured graph never reads `positions`; expected a model that takes position_ids, or"
+        " has ALiBi"
+    )

@@ -2,7 +2,7 @@
 
 While a model is traced, its attention function emits one `inferc.attention` and its experts function one
 `inferc.moe_experts`; its mask function makes no tensor but describes the mask, and the description travels through the
-model's code to the attention function untouched.
+model's code to the attention function untouched (masks.py says what else may become of it).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
-from inferc.errors import ExportError, UnsupportedError
+from inferc.errors import UnsupportedError
+from inferc.frontend.masks import Mask
 from inferc.ops.experts import ACTIVATIONS, activated
 
 NAME = "inferc"
@@ -41,22 +42,6 @@ SILENT_ARGUMENTS = {
     "target_dtype",
     "use_cache",
 }
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees: "causal", "sliding" (the last `window`) or "chunked" (its chunk of `window`)."""
-
-    kind: str
-    window: int
-
-    def _computed_with(self, *_args: object) -> NoReturn:
-        raise ExportError(
-            "attention code adds the mask to its scores itself: it goes past transformers' attention interface"
-        )
-
-    __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = __invert__ = __and__ = _computed_with
-    shape = dtype = size = to = property(_computed_with)
 
 
 def register() -> None:
@@ -113,13 +98,21 @@ def attention(
     return out, None
 
 
-def describe_mask(*, mask_function: Callable[..., Any], **_others: Any) -> Mask:
+def describe_mask(
+    *,
+    mask_function: Callable[..., Any],
+    q_length: Any = 0,
+    dtype: torch.dtype = torch.float32,
+    device: Any = None,
+    **_others: Any,
+) -> Mask:
     """transformers' mask function: describes instead of making a tensor."""
     windows: dict[str, int] = {}
     causal = _walk(mask_function, windows)
     if not causal or len(windows) > 1:
         raise UnsupportedError(f"the mask {_name(mask_function)} is not causal, sliding or chunked")
-    return next((Mask(kind, window) for kind, window in windows.items()), Mask("causal", 0))
+    kind, window = next(iter(windows.items()), ("causal", 0))
+    return Mask(kind, window, q_length, dtype, device)
 
 
 def _walk(function: Callable[..., Any], windows: dict[str, int]) -> bool:

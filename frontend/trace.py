@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from inferc.errors import ConfigError, ExportError, InfercError
-from inferc.frontend import dense_experts, interfaces, sparse_mixer
+from inferc.frontend import dense_experts, interfaces, packed_attention, sparse_mixer
+from inferc.frontend.literals import Literals
 from inferc.frontend.positions import first_position, takes_positions
 
 HINT = 7  # tokens in the traced example: no size of a real model, so that none is mistaken for it
@@ -61,12 +62,15 @@ def trace(model: Any) -> Any:
     interfaces.use(model)
     dense_experts.use(model)
     sparse_mixer.use(model)
+    packed_attention.use(model)
     wrapper = _Logits(model).eval()
     example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
     try:
         # torch prints the whole graph so far when it cannot go on; what is wrong is in the exception.
-        with quiet(), uncollected(), torch.no_grad(), redirect_stderr(StringIO()):
-            return _export(wrapper, example).run_decompositions({})
+        with quiet(), uncollected(), torch.no_grad(), redirect_stderr(StringIO()), Literals():
+            exported = _export(wrapper, example)
+        with quiet(), uncollected(), redirect_stderr(StringIO()):
+            return exported.run_decompositions({})
     except InfercError as error:
         raise type(error)(f"{type(model).__name__}: {error}") from error
     except Exception as error:  # whatever the model's code or torch raises

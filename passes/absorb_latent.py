@@ -16,7 +16,7 @@ from torch import fx, ops
 
 from inferc import weights as weight_lib
 from inferc.passes.rewrite import infer_types, no_rewrite
-from inferc.program import Program, arguments, name_of
+from inferc.program import Program, arguments, name_of, named_arguments
 
 aten, inferc = ops.aten, ops.inferc
 
@@ -58,14 +58,15 @@ def _is(node: Any, target: Any) -> bool:
 
 def _read(node: fx.Node) -> Latent | str | None:
     """The parts, why they do not fit, or None for an attention that has no such parts."""
-    q, k, v, sinks, *_ = arguments(node)
+    named = named_arguments(node)
+    q, k, v = (named[name] for name in "qkv")
     if not _is(q, aten.cat.default) or not _is(k, aten.cat.default):
         return None
     queries, keys = list(q.args[0]), list(k.args[0])
     if len(queries) != 2 or len(keys) != 2:
         return f"q and k have {len(queries)} and {len(keys)} parts, expected one with and one without rope"
-    if sinks is not None:
-        return "it has sinks"
+    if named["sinks"] is not None or named["alibi"] is not None:
+        return "it has sinks or ALiBi"
     shared = keys[1].args[0] if _is(keys[1], aten.expand.default) else None
     if shared is None or shared.meta["val"].shape[1] != 1:
         return f"the rotated part of k is {name_of(keys[1])}, expected one that all heads share"
@@ -98,7 +99,7 @@ def _rewrite(program: Program, found: Latent) -> None:
     # Scores are q . (K c) = (q K) . c, so K is read the other way round.
     into = program.add_weight(f"{found.k_weight.target}.absorbed", weight_lib.permute(k_rows, (0, 2, 1)), before=node)
     out_of = program.add_weight(f"{found.v_weight.target}.absorbed", v_rows, before=node)
-    _, _, _, sinks, *how = arguments(node)
+    sinks, *how = arguments(node)[3:8]
     with graph.inserting_before(node):
         q = graph.call_function(inferc.head_linear.default, (found.q, into))
         q_whole = graph.call_function(aten.cat.default, ([q, found.q_rotated], -1))

@@ -1,8 +1,8 @@
 """Remove what computes nothing, so that later patterns see one spelling.
 
 Assertions, casts to the same dtype, aliases, copies, dropout, `x * 1.0`, `x + 0`, slices of a whole axis, views to the same
-shape, empty parts of concatenations, and a widening cast followed by its inverse go; splits become slices, `addmm`
-linears, tensors that are filled part by part concatenations; axes count from the end, so that dropping a leading axis
+shape, empty parts of concatenations, and a widening cast followed by its inverse go; splits become slices, and so do parts that are selected of heads, `addmm` and
+products with weights linears, tensors that are filled part by part concatenations; axes count from the end, so that dropping a leading axis
 later changes no argument.
 """
 
@@ -190,6 +190,21 @@ def _addmm(program: Program, node: fx.Node) -> bool:
     return True
 
 
+def _matmul(program: Program, node: fx.Node) -> bool:
+    """`x @ weight` is a linear of the transposed weight."""
+    if node.target != aten.matmul.default:
+        return False
+    x, weight = node.args
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or weight.op != "get_attr" or x.op == "get_attr":
+        return False
+    if weight.meta["val"].dim() != 2 or x.meta["val"].dim() < 2:
+        return False
+    transposed = weight_lib.permute(program.weight(weight), (1, 0))
+    made = program.add_weight(f"{weight.target}.1_0", transposed, before=node)
+    node.target, node.args = aten.linear.default, (x, made)
+    return True
+
+
 def _embedding(program: Program, node: fx.Node) -> bool:
     """`table[indices + n]` is a lookup in the table without its first n rows."""
     if node.target != aten.embedding.default:
@@ -204,6 +219,29 @@ def _embedding(program: Program, node: fx.Node) -> bool:
     shorter = weight_lib.slice_(program.weight(table), 0, skipped, size)
     node.args = (program.add_weight(f"{table.target}.{skipped}", shorter, before=node), index.args[0])
     node.kwargs = {}
+    return True
+
+
+def _select(program: Program, node: fx.Node) -> bool:
+    """Part i of each [n, size] that a view makes of a head is a range of the head's elements."""
+    source = node.args[0] if node.target == aten.select.int else None
+    if not isinstance(source, fx.Node) or source.target not in VIEWS:
+        return False
+    shape, (_, dim, index) = source.meta["val"].shape, arguments(node)
+    parts, size = shape[-2], shape[-1]
+    if dim % len(shape) != len(shape) - 2 or len(shape) < 4 or not all(isinstance(each, int) for each in (parts, size)):
+        return False
+    start = int(index % parts) * int(size)
+    packed, before = source.args
+    assert isinstance(packed, fx.Node) and isinstance(before, (list, tuple))
+    key = (packed, [*before[:-2], int(parts) * int(size)])
+    made = (user for user in packed.users if user.target == aten.view.default and user.args == key and user < node)
+    whole = next(made, None)
+    if whole is None:
+        with program.graph.inserting_before(source):
+            whole = program.graph.call_function(aten.view.default, key)
+        whole.meta.update(source.meta, val=infer_type(program, whole))
+    node.target, node.args, node.kwargs = aten.slice.Tensor, (whole, -1, start, start + int(size)), {}
     return True
 
 
@@ -298,8 +336,10 @@ RULES: tuple[Callable[[Program, fx.Node], bool], ...] = (
     _softmax,
     _filled,
     _addmm,
+    _matmul,
     _embedding,
     _cat,
+    _select,
     _split,
     _to_copy,
     _extreme,

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from inferc.errors import UnsupportedError
 from inferc.passes.kv_cache import Stored, group_of, layer_of, stored_kv
 from inferc.passes.rewrite import infer_types
-from inferc.program import KVGroup, Program, arguments
+from inferc.program import KVGroup, Program, arguments, name_of
 
 inferc = torch.ops.inferc
 
@@ -107,7 +108,12 @@ def _write(program: Program, inputs: _Inputs, group: KVGroup, node: fx.Node, lay
 
 def _read(program: Program, inputs: _Inputs, node: fx.Node, caches: tuple[fx.Node, ...]) -> None:
     """Attention over what is stored, in place of `node`."""
-    q, _, _, sinks, scale, mask, window, softcap = arguments(node)
+    q, _, _, sinks, scale, mask, window, softcap, alibi = arguments(node)
+    if alibi is not None:
+        raise UnsupportedError(
+            f"{name_of(node)}: ALiBi over a dense cache is not built, and so not for onnx and tensorrt; use --target cpu,"
+            " cuda or tensorrt-paged"
+        )
     how = (scale, mask, window, softcap)
     with program.graph.inserting_before(node):
         where = (q, *caches, inputs.seq_lens)

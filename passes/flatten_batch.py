@@ -111,15 +111,22 @@ class Flattener:
             self.on_tokens.add(node)
             return
         if not inputs:
-            if any(source not in self.new for source in node.all_input_nodes):  # a size that counts tokens
-                raise cannot_run(node)
-            self.new[node] = self.graph.node_copy(node, lambda arg: self.new[arg])
+            self.new[node] = self._of_no_token(node)
             return
         rule = RULES.get(node.target)
         if rule is None:
             raise cannot_run(node)
         self.new[node] = rule(self, node)
         self.on_tokens.add(node)
+
+    def _of_no_token(self, node: fx.Node) -> fx.Node:
+        """What is the same for every token; repeated for all of them it is what it was, as ops broadcast."""
+        sizes = list(map(str, node.meta["val"].shape)) if isinstance(node.meta["val"], Tensor) else []
+        if node.target == aten.expand.default and sizes.count(str(self.tokens)) == 1:
+            return self.first(node)
+        if any(arg not in self.new for arg in node.all_input_nodes):
+            raise refuse(node, "its size is the number of tokens, and its values do not depend on them")
+        return self.graph.node_copy(node, lambda arg: self.new[arg])
 
 
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)

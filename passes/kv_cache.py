@@ -185,7 +185,7 @@ def _write(program: Program, inputs: StepInputs, node: fx.Node, group: int, laye
 
 def _read(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer: int) -> None:
     """Attention over what is stored, in place of `node`."""
-    q, _, _, sinks, scale, mask, window, softcap = arguments(node)
+    q, _, _, sinks, scale, mask, window, softcap, alibi = arguments(node)
     where = (q, inputs.kv_caches[group], inputs.block_tables[group], inputs.query_start_loc, inputs.seq_lens)
     how = (layer, scale, mask, window, softcap)
     with program.graph.inserting_before(node):
@@ -193,7 +193,8 @@ def _read(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer
             v_dim = int(node.meta["val"].shape[2])
             paged = program.graph.call_function(inferc.latent_attention.default, (*where, *how, v_dim))
         else:
-            paged = program.graph.call_function(inferc.paged_attention.default, (*where, sinks, *how))
+            bias = () if alibi is None else (alibi,)
+            paged = program.graph.call_function(inferc.paged_attention.default, (*where, sinks, *how, *bias))
     paged.meta.update(name=node.meta.get("name", node.name), layer=node.meta.get("layer"))
     infer_types(program, [paged])
     node.replace_all_uses_with(paged)

@@ -239,9 +239,11 @@ class _Sharder:
             low, high = self.range(region, self.shapes[node][1])
             node.args = (node.args[0], [-1, high - low, *self.shapes[node][2:]])
         elif node.target == inferc.attention.default:
-            q, k, v, sinks, *how = arguments(node)
-            if sinks is not None:
-                node.args = (q, k, v, self._part(sinks, 0, *self.range(region, self.shapes[node][1]), node), *how)
+            *_, alibi = given = arguments(node)
+            heads = self.range(region, self.shapes[node][1])
+            for each in (given[3], alibi):
+                if each is not None:
+                    node.replace_input_with(each, self._part(each, 0, *heads, node))
         elif node.target == inferc.head_linear.default:
             x, weight = arguments(node)
             node.args = (x, self._part(weight, 0, *self.range(region, self.shapes[node][1]), node))

@@ -164,10 +164,10 @@ class Regions:
         return len(whole) == 1 and len(parts) == 2 and parts[0] > 1 and whole[0] == parts[0] * parts[1]
 
     def _attention(self, node: fx.Node) -> None:
-        q, k, v, sinks, *_ = arguments(node)
+        q, k, v, sinks, *_, alibi = arguments(node)
         region = self._tie(node, q)
         region.attention = region.attention or node
-        if not is_weight(sinks):
+        if not is_weight(sinks) or not is_weight(alibi):
             self._pin(q, node)
         if int(k.meta["val"].shape[1]) == 1:  # one head that all share: a latent, or multi-query attention
             self._pin(k, node)

@@ -217,6 +217,17 @@ def test_attention_is_torchs_under_each_mask(mask: str, window: int, softcap: fl
     torch.testing.assert_close(inferc.attention.default(*rows_form, None, 0.5, mask, window, softcap), got[0])
 
 
+def test_alibi_adds_a_slope_for_each_position_between_key_and_query() -> None:
+    q, k, v = random(1, 4, 9, 8), random(1, 2, 9, 8, seed=1), random(1, 2, 9, 8, seed=2)
+    slopes, rows = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.arange(9)
+    got = reference.attention(q, k, v, None, 0.5, "causal", 0, 0.0, slopes)
+    bias = (slopes[:, None, None] * (rows - rows[:, None])).masked_fill(rows > rows[:, None], -torch.inf)
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, bias, scale=0.5).transpose(1, 2))
+    rows_form = (x[0].transpose(0, 1) for x in (q, k[:, ::2], v[:, ::2]))
+    torch.testing.assert_close(inferc.attention.default(*rows_form, None, 0.5, "causal", 0, 0.0, slopes), got[0])
+
+
 def test_sinks_take_their_share_of_the_softmax() -> None:
     q, k, v, sinks = random(1, 2, 3, 4), random(1, 2, 3, 4), random(1, 2, 3, 4), torch.tensor([1.0, -1.0])
     got = reference.attention(q, k, v, sinks, 0.5, "causal", 0, 0.0)
@@ -225,8 +236,9 @@ def test_sinks_take_their_share_of_the_softmax() -> None:
     torch.testing.assert_close(got[0, 0], share[:, None] * v[0, :, 0])
 
 
+@pytest.mark.parametrize("alibi", [None, torch.tensor([0.5, 0.3, 0.2, 0.1])], ids=["plain", "alibi"])
 @pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding", 3), ("chunked", 4)])
-def test_paged_attention_is_attention_of_each_sequence(mask: str, window: int) -> None:
+def test_paged_attention_is_attention_of_each_sequence(mask: str, window: int, alibi: torch.Tensor | None) -> None:
     """Two sequences in scattered blocks of 2 tokens, the first of them with 4 tokens cached before."""
     lengths, blocks = (7, 5), ([5, 1, 3, 8], [2, 7, 4])
     caches = torch.zeros(9, 1, 2, 2, 2, 4)
@@ -238,9 +250,9 @@ def test_paged_attention_is_attention_of_each_sequence(mask: str, window: int) -
     q = torch.cat([each[0][rows] for each, rows in zip(full, new, strict=True)])
     tables = torch.tensor([blocks[0], [*blocks[1], 0]], dtype=torch.int32)
     starts, seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
-    got = reference.paged_attention(q, caches, tables, starts, seq_lens, None, 0, 0.5, mask, window, 0.0)
+    got = reference.paged_attention(q, caches, tables, starts, seq_lens, None, 0, 0.5, mask, window, 0.0, alibi)
     expected = [
-        inferc.attention.default(*each, None, 0.5, mask, window, 0.0)[rows]
+        inferc.attention.default(*each, None, 0.5, mask, window, 0.0, alibi)[rows]
         for each, rows in zip(full, new, strict=True)
     ]
     torch.testing.assert_close(got, torch.cat(expected))

@@ -552,7 +552,9 @@ def latent_write(node: fx.Node, values: Values) -> Call:
 def paged_attention(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     q, operand = b.read("q")
-    return _attention(b, q, f"{cpp_type(operand)}, Cache<{b.stored}>", b.cache(writes=False), b.weight("sinks"))
+    types = f"{cpp_type(operand)}, Cache<{b.stored}>"
+    alibi = b.weight("alibi") if b.arg("alibi") is not None else ""
+    return _attention(b, q, types, b.cache(writes=False), b.weight("sinks"), alibi)
 
 
 def latent_attention(node: fx.Node, values: Values) -> Call:
@@ -562,7 +564,7 @@ def latent_attention(node: fx.Node, values: Values) -> Call:
     return _attention(b, q, types, b.latent(writes=False, v_dim=b.arg("v_dim")), "nullptr")
 
 
-def _attention(b: Builder, q: str, types: str, cache: str, sinks: str) -> Call:
+def _attention(b: Builder, q: str, types: str, cache: str, sinks: str, alibi: str = "") -> Call:
     out, _ = b.write()
     group = b.values.cache_group(b.arg("kv_cache"))
     table, starts, lengths = b.input("block_table"), b.input("query_start_loc"), b.input("seq_lens")
@@ -575,4 +577,6 @@ def _attention(b: Builder, q: str, types: str, cache: str, sinks: str) -> Call:
         f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {sinks}, s.seqs, {heads}, "
         f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t), s.a.mass_from, s.masses({group})"
     )
+    if alibi:
+        types, fields = f"{types}, Alibi", f"{fields}, {alibi}"
     return b.done(f"paged_attention<Attention<{types}>>(t, Attention<{types}>{{{{{fields}}}}});")

@@ -52,6 +52,7 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     prefix_ptr,
     counts_ptr,
     max_blocks_ptr,
+    alibi_ptr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -65,6 +66,7 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     INT8: tl.constexpr,
     IN_ORDER: tl.constexpr,
     OF_PREFIX: tl.constexpr,
@@ -135,6 +137,9 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
             if WIDE_DOT:
                 q = q.to(tl.float32)
             position = tl.minimum(lowest + new, seq_len - 1)
+            slope = position
+            if ALIBI:
+                slope = tl.load(alibi_ptr + head, mask=is_row, other=0.0)
             table_ptr = block_table_ptr + member.to(tl.int64) * max_blocks
             head_ptr = cache_ptr + kv_head * (2 * PART)
             slots_ptr = partial_ptr + program * (SLOTS * SLOT)
@@ -163,9 +168,9 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
                     cell_total = tl.zeros((BLOCK_M,), tl.float32)
                     cell_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                 cell_top, cell_total, cell_sums = attend(
-                    *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, position, lowest, seq_len - 1),
+                    *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, slope, position, lowest, seq_len - 1),
                     *(cell_start(cell, CELL, GROW), tl.minimum(cell_start(cell + step, CELL, GROW), seq_len)),
-                    *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
+                    *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, ALIBI, INT8),
                     *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
                 )
                 if MOST_CELLS == 0:
@@ -246,16 +251,31 @@ def decode_attention(
     int8_kv: bool = False,
     cells: Cells = TILES,
     has_shared: bool = False,
+    has_alibi: bool = False,
 ) -> Source:
     """`inferc.paged_attention` of the sequences of at most `query_limit` new tokens; other rows of out are left alone.
 
     q and out [tokens, heads * dim], `strides` elements from row to row. cache_ptr: as `rope_kv_write` has it; block_table
-    [seqs, max_blocks], query_start [seqs + 1], seq_lens [seqs], max_blocks [1] i32; sinks [heads]. plan: what
-    `attention_plan` made of the same num_programs and cells. partial: see `partial_bytes`. arrived [num_programs] i32:
+    [seqs, max_blocks], query_start [seqs + 1], seq_lens [seqs], max_blocks [1] i32; sinks [heads]; alibi
+    [heads] float32. plan: what `attention_plan` made of the same num_programs and cells. partial: see `partial_bytes`. arrived [num_programs] i32:
     zeros, which it is left as. shared [seqs] i32: how many keys of each `prefix_attention` has done, a multiple of UNIT, 0 for
     sequences of several new tokens; what it made of them is in prefix.
     """
-    shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
+    shape = (
+        heads,
+        kv_heads,
+        dim,
+        strides,
+        layers,
+        block_size,
+        scale,
+        softcap,
+        mask,
+        window,
+        has_sinks,
+        int8_kv,
+        has_alibi,
+    )
     return _source(
         dtype, shape, decode_rows(heads // kv_heads), num_programs, cells, of_prefix=False, shared=has_shared
     )
@@ -276,15 +296,31 @@ def prefix_attention(
     has_sinks: bool,
     num_programs: int,
     int8_kv: bool = False,
+    has_alibi: bool = False,
 ) -> Source:
     """The keys that groups of sequences share, for one new token of each member: into prefix, see `prefix_bytes`.
 
     A group is at most `prefix_members` of sequences, members[member_start[group] ...]; seq_lens [groups] is how many keys its
     members share, a multiple of UNIT. counts are of groups, where others count sequences; the plan is of groups, too. Other
-    arguments are those of `decode_attention`; out is not written. Of causal attention only.
+    arguments are those of `decode_attention`; out is not written. Of causal attention only, without ALiBi, for which a key
+    lies at another distance from each member's query.
     """
-    assert mask == "causal", mask
-    shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
+    assert mask == "causal" and not has_alibi, mask
+    shape = (
+        heads,
+        kv_heads,
+        dim,
+        strides,
+        layers,
+        block_size,
+        scale,
+        softcap,
+        mask,
+        window,
+        has_sinks,
+        int8_kv,
+        has_alibi,
+    )
     return _source(
         dtype, shape, prefix_rows(heads // kv_heads, dim, int8_kv), num_programs, TILES, of_prefix=True, shared=False
     )
@@ -293,13 +329,13 @@ def prefix_attention(
 def _source(
     dtype: str, shape: tuple[Any, ...], rows: int, num_programs: int, cells: Cells, *, of_prefix: bool, shared: bool
 ) -> Source:
-    _, _, dim, *_, int8_kv = shape
+    _, _, dim, *_, int8_kv, has_alibi = shape
     names = ("members_ptr", "member_start_ptr", "shared_ptr")
     of_plan = {"plan_ptr": "int32", "partial_ptr": "float32", "arrived_ptr": "int32"}
     scratch = {**of_plan, **dict.fromkeys(names, "int32"), "prefix_ptr": "float32"}
     return Source(
         function=decode_attention_kernel,
-        signature=signature(dtype, int8_kv, scratch),
+        signature=signature(dtype, int8_kv, scratch, has_alibi),
         constants={
             **constants(*shape),
             "IN_ORDER": takes_in_order(rows),

@@ -36,6 +36,7 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     counts_ptr,
     max_blocks_ptr,
+    alibi_ptr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -49,6 +50,7 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     INT8: tl.constexpr,
     IN_ORDER: tl.constexpr,
     QUERY_LIMIT: tl.constexpr,
@@ -93,14 +95,17 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
         lowest = seq_len - num_new + first
         highest = tl.minimum(lowest + QUERIES, seq_len) - 1
         position = tl.minimum(seq_len - num_new + new, highest)
+        slope = position
+        if ALIBI:
+            slope = tl.load(alibi_ptr + head, mask=is_row, other=0.0)
         table_ptr = block_table_ptr + seq.to(tl.int64) * tl.load(max_blocks_ptr)
         head_ptr = cache_ptr + kv_head * (2 * PART)
         read_from = first_key(lowest, MASK, WINDOW)
         if MOST_CELLS == 0:
             top, total, sums = attend(
-                *(q, top, total, sums, head_ptr, table_ptr, position, lowest, highest),
+                *(q, top, total, sums, head_ptr, table_ptr, slope, position, lowest, highest),
                 *(read_from // TILE * TILE, highest + 1),
-                *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
+                *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, ALIBI, INT8),
                 *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
             )
         else:
@@ -109,9 +114,9 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
                 cell_total = tl.zeros((BLOCK_M,), tl.float32)
                 cell_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                 cell_top, cell_total, cell_sums = attend(
-                    *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, position, lowest, highest),
+                    *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, slope, position, lowest, highest),
                     *(cell_start(cell, CELL, GROW), tl.minimum(cell_start(cell + 1, CELL, GROW), highest + 1)),
-                    *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, INT8),
+                    *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, ALIBI, INT8),
                     *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
                 )
                 top, total, sums = merge(top, total, sums, cell_top, cell_total, cell_sums)
@@ -134,13 +139,28 @@ def prefill_attention(
     has_sinks: bool,
     int8_kv: bool = False,
     cells: Cells = TILES,
+    has_alibi: bool = False,
 ) -> Source:
     """`inferc.paged_attention` of the sequences of more than `query_limit` new tokens; other rows of out are left alone.
 
     The arguments, and cells, are those of `decode_attention`.
     """
     group = heads // kv_heads
-    shape = (heads, kv_heads, dim, strides, layers, block_size, scale, softcap, mask, window, has_sinks, int8_kv)
+    shape = (
+        heads,
+        kv_heads,
+        dim,
+        strides,
+        layers,
+        block_size,
+        scale,
+        softcap,
+        mask,
+        window,
+        has_sinks,
+        int8_kv,
+        has_alibi,
+    )
     # As much as registers hold: int8 needs some to be converted in, and float32 all.
     rows = 128 >> (dim > 128) >> int8_kv if dtype != "float32" else 32
     rows = max(rows, int(triton.next_power_of_2(group)))
@@ -152,7 +172,7 @@ def prefill_attention(
         num_warps, num_stages, in_order = decode_warps(rows, dim), DECODE_STAGES, takes_in_order(rows)
     return Source(
         function=prefill_attention_kernel,
-        signature=signature(dtype, int8_kv, {}),
+        signature=signature(dtype, int8_kv, {}, has_alibi),
         constants={
             **constants(*shape),
             "IN_ORDER": in_order,

@@ -87,6 +87,7 @@ def attend(  # type: ignore[no-untyped-def]
     sums,
     head_ptr,
     table_ptr,
+    slope,
     position,
     lowest,
     highest,
@@ -100,6 +101,7 @@ def attend(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
     INT8: tl.constexpr,
     IN_ORDER: tl.constexpr,
     TILE: tl.constexpr,
@@ -111,9 +113,10 @@ def attend(  # type: ignore[no-untyped-def]
     """The keys [start, end) added to an online softmax: its largest score (times log2(e)), its sum, its sum of values.
 
     q [rows, dim], of which row r is at position[r], the first at `lowest` and the last at `highest`.
-    head_ptr: the layer's and kv head's part of block 0. table_ptr: the sequence's blocks.
+    head_ptr: the layer's and kv head's part of block 0. table_ptr: the sequence's blocks. slope [rows]: with ALIBI, what a
+    row's score gets for each position that the key lies further on.
     """
-    UNITS: tl.constexpr = LOG2_E if SOFTCAP != 0.0 else SCALE * LOG2_E  # of the products, as exponents of 2
+    UNITS: tl.constexpr = LOG2_E if SOFTCAP != 0.0 or ALIBI else SCALE * LOG2_E  # of the scores, as exponents of 2
     d = tl.arange(0, q.shape[1])
     from_key = first_key(position, MASK, WINDOW)
     read_from = first_key(lowest, MASK, WINDOW)
@@ -143,6 +146,8 @@ def attend(  # type: ignore[no-untyped-def]
         if SOFTCAP != 0.0:
             # tanh by one exponential, which may overflow to infinity and then gives 1
             scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (SCALE * 2.0 * LOG2_E / SOFTCAP)) + 1.0))
+        if ALIBI:
+            scores = scores * SCALE + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if (tile < whole_from) | (tile + TILE > whole_end):  # not all see all keys
             seen = (key[None, :] >= from_key[:, None]) & (key[None, :] <= position[:, None])
             scores = tl.where(seen & (key < end)[None, :], scores, float("-inf"))
@@ -175,7 +180,7 @@ def merge(top, total, sums, other_top, other_total, other_sums):  # type: ignore
     return higher, total, sums
 
 
-def signature(dtype: str, int8_kv: bool, scratch: dict[str, str]) -> dict[str, str]:
+def signature(dtype: str, int8_kv: bool, scratch: dict[str, str], has_alibi: bool) -> dict[str, str]:
     """The arguments of an attention kernel; scratch: name to dtype of what it has besides."""
     return {
         "q_ptr": POINTERS[dtype],
@@ -186,6 +191,7 @@ def signature(dtype: str, int8_kv: bool, scratch: dict[str, str]) -> dict[str, s
         **{name: POINTERS[kind] for name, kind in scratch.items()},
         "counts_ptr": POINTERS["int32"],
         "max_blocks_ptr": POINTERS["int32"],
+        **({"alibi_ptr": POINTERS["float32"]} if has_alibi else {}),
     }
 
 
@@ -202,6 +208,7 @@ def constants(
     window: int,
     has_sinks: bool,
     int8_kv: bool,
+    has_alibi: bool,
 ) -> dict[str, int | float]:
     """What the attention kernels have in common. PART: from a head's K to its V, in elements of the pool."""
     assert scale > 0, scale  # the largest product is the largest score
@@ -220,6 +227,7 @@ def constants(
         "MASK": MASKS.index(mask),
         "WINDOW": window,
         "HAS_SINKS": int(has_sinks),
+        **({"ALIBI": 1} if has_alibi else {}),
         "INT8": int(int8_kv),
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "SEQS": SEQS,

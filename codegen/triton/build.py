@@ -81,7 +81,7 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
 
     if not re.fullmatch(r"sm_\d+", arch):
         raise UnsupportedError(f"{name}: arch {arch!r} is not an NVIDIA one; expected for example sm_90")
-    signature = {**source.signature, **dict.fromkeys(source.constants, "constexpr")}
+    signature = {**source.signature, **dict.fromkeys(source.all_constants, "constexpr")}
     order = list(source.signature)
     attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.aligned}
     number = int(arch.removeprefix("sm_"))
@@ -96,7 +96,7 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
 
         knobs.runtime.add_stages_inspection_hook = hook
         compiled = triton.compile(
-            ASTSource(source.function, signature, dict(source.constants), attributes),
+            ASTSource(source.function, signature, source.all_constants, attributes),
             target=GPUTarget("cuda", number, 32),
             # launch_pdl and ptx_options change no code here, but the key under which Triton keeps it.
             options={

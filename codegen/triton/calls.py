@@ -235,7 +235,7 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     layers, block_size = b.cache("cache_ptr")
     for name, of in (("block_table", "block_table"), ("query_start", "query_start_loc"), ("seq_lens", "seq_lens")):
         b.input(f"{name}_ptr", of)
-    has_sinks = b.weight("sinks_ptr", "sinks")
+    has_sinks, has_alibi = b.weight("sinks_ptr", "sinks"), b.weight("alibi_ptr", "alibi")
     b.arguments["max_blocks_ptr"] = {"input": f"max_blocks_{values.cache_group(b.arg('kv_cache'))}"}
     _, heads, dim = (int(size) if at else 0 for at, size in enumerate(b.arg("q").meta["val"].shape))
     kv_heads, mask, window = int(cache.shape[4]), str(b.arg("mask")), int(b.arg("window"))
@@ -253,12 +253,13 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
         "window": window,
         "has_sinks": has_sinks,
         "int8_kv": cache.dtype == torch.int8,
+        "has_alibi": has_alibi,
     }
     kind = hashlib.sha256(repr((heads, kv_heads, dim, mask, window)).encode()).hexdigest()[:6]
     group = values.cache_group(b.arg("kv_cache"))
     cells = attention_plan.invariant_cells(mask, window, int(values.program.info["max_model_len"]))
     made = [
-        *([_prefix_attention(b, out, shape, group, kind)] if mask == "causal" else []),
+        *([_prefix_attention(b, out, shape, group, kind)] if mask == "causal" and not has_alibi else []),
         _decode_attention(b, out, shape, group, kind, attention_plan.TILES, order=FAST),
         _decode_attention(b, out, shape, group, f"{kind}_in_cells", cells, order=INVARIANT),
     ]
@@ -279,7 +280,7 @@ def _decode_attention(
 ) -> Call:
     """Of an attention whose operands b has. What a group's prefix left is read in the fast order."""
     heads, kv_heads, dim, mask, window = (shape[name] for name in ("heads", "kv_heads", "dim", "mask", "window"))
-    has_shared = order == FAST and mask == "causal"
+    has_shared = order == FAST and mask == "causal" and not shape["has_alibi"]
     rows = attention_tiles.decode_rows(heads // kv_heads)
     partial = attention_decode.partial_bytes(rows, dim, NUM_PROGRAMS, cells)
     limit = attention_tiles.query_limit(heads // kv_heads)

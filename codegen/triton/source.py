@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,18 @@ class Source:
     product: Product | None = None
 
     @property
+    def all_constants(self) -> dict[str, int | float]:
+        """The constants, and 0 for each argument of the function of which this specialisation has nothing."""
+        return {**self.constants, **absent(self.function, (*self.signature, *self.constants))}
+
+    @property
     def aligned(self) -> tuple[str, ...]:
         """The arguments that are promised to be multiples of 16 bytes, in order."""
         return tuple(
             name for name, kind in self.signature.items() if kind.startswith("*") and name not in self.unaligned
         )
+
+
+def absent(function: Any, given: Iterable[str]) -> dict[str, int | float]:
+    """0 for each argument of a triton.jit function that is not among those `given`."""
+    return dict.fromkeys([name for name in function.arg_names if name not in set(given)], 0)

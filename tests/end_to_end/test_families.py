@@ -96,6 +96,7 @@ ALIKE |= {
     "glm4",
     "exaone4",
 }
+ALIKE |= {"mpt", "gptj", "gpt_neox_japanese", "xglm"}
 
 
 @scripts

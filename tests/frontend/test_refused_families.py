@@ -12,7 +12,7 @@ from inferc.errors import ExportError, UnsupportedError
 from inferc.frontend.export import export_model
 from inferc.frontend.load import check_config, from_config
 
-PAST = "its scores itself: it goes past transformers' attention interface"
+PAST = "adds the mask to its scores itself, in a way that is not known: "
 OLD = {"n_embd": 64, "n_layer": 1, "n_head": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba2": (
@@ -31,10 +31,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "t5 is an encoder-decoder model"),
     "gemma3": ({}, r"gemma3 is multimodal \(text_config, vision_config\)"),
     "blt": ({}, r"blt is made of several models \(patcher_config, .*\); expected one decoder of text tokens"),
-    "falcon": ({}, PAST),
-    "bloom": ({"n_layer": 2, "n_head": 4}, PAST),
-    "gptj": ({**OLD, "rotary_dim": 8}, PAST),
-    "xglm": ({"d_model": 64, "num_layers": 1, "attention_heads": 4}, PAST),
+    "falcon": ({"alibi": True}, "its ALiBi is rounded to bfloat16 at every position"),
+    "doge": ({"num_experts": None}, "Doge"),
 }
 
 

@@ -153,3 +153,33 @@ def test_a_tensor_that_is_filled_part_by_part_is_a_concatenation() -> None:
     assert Canonicalise()(made.program) > 0
     assert made.program.to_text().replace("s0", "5") == textwrap.dedent(golden).lstrip("\n")
     torch.testing.assert_close(made.run()[0], torch.cat((made.inputs["x"], made.inputs["y"]), -1))
+
+
+def test_parts_that_are_selected_of_heads_are_ranges_of_them() -> None:
+    """Of one view, so that the projection behind it can be parted by heads."""
+
+    def packed(x: Any) -> Any:
+        parts = aten.view.default(x, [-1, 2, 3, 4])
+        return aten.select.int(parts, -2, 0), aten.select.int(parts, 2, 2)
+
+    golden = """
+        %x: float32[s0, 24] = input
+        %0: float32[s0, 2, 12] = aten.view(%x, [-1, 2, 12])
+        %1: float32[s0, 2, 4] = aten.slice.Tensor(%0, -1, 0, 4)
+        %2: float32[s0, 2, 4] = aten.slice.Tensor(%0, -1, 8, 12)
+        return (%1, %2)
+    """
+    example(packed, {"x": rows(24)}).check(Canonicalise(), 2, golden)
+    of_heads = example(lambda x: aten.select.int(aten.view.default(x, [-1, 2, 3, 4]), -3, 0), {"x": rows(24)})
+    of_heads.check_untouched(Canonicalise())
+
+
+def test_a_product_with_a_weight_is_a_linear() -> None:
+    golden = """
+        %x: float32[s0, 6] = input
+        %0: float32[s0, 4] = aten.linear(%x, @w.1_0)
+        return (%0)
+    """
+    made = example(lambda x, w: aten.matmul.default(x, w), {"x": rows(6)}, {"w": random(6, 4)})
+    made.check(Canonicalise(), 1, golden)
+    example(lambda x, y: aten.matmul.default(x, y), {"x": rows(5), "y": rows(5)}).check_untouched(Canonicalise())

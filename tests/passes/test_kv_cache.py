@@ -10,6 +10,7 @@ from inferc.errors import UnsupportedError
 from inferc.frontend.export import export_module
 from inferc.kv_pools import CacheGroup
 from inferc.ops import visible
+from inferc.passes.dense_kv_cache import DenseKVCache
 from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
 from inferc.passes.kv_cache import PageKVCache, stored_kv
 from inferc.passes.verify import verify
@@ -196,3 +197,20 @@ def test_refuses_k_and_v_of_two_sizes() -> None:
     made = example(graph, IDS, {"embed": random(7, 16)})
     with pytest.raises(UnsupportedError, match="K has heads of 8, V of 4"):
         PageKVCache(block_size=2)(made.program)
+
+
+def with_alibi() -> Example:
+    def attend(token_ids: Any, positions: Any, embed: Any, slopes: Any) -> Any:
+        x = aten.view.default(aten.embedding.default(embed, token_ids), [-1, 2, 4])
+        return inferc.attention.default(x, x, x, None, 0.5, "causal", 0, 0.0, slopes)
+
+    return example(attend, IDS, {"embed": random(9, 8), "slopes": torch.tensor([0.5, 0.3])})
+
+
+def test_alibi_goes_along_to_the_paged_cache_and_a_dense_one_refuses_it() -> None:
+    paged = with_alibi()
+    assert PageKVCache(block_size=2)(paged.program) == 1
+    verify(paged.program)
+    assert "None, 0, 0.5, 'causal', 0, 0.0, @slopes)" in paged.program.to_text()
+    with pytest.raises(UnsupportedError, match="ALiBi over a dense cache is not built, and so not for onnx"):
+        DenseKVCache(16)(with_alibi().program)

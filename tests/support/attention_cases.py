@@ -39,6 +39,7 @@ class Step:
     has_sinks: bool = False
     block_size: int = 16
     int8_kv: bool = False
+    has_alibi: bool = False
     num_programs: int = 5
     deterministic: bool = False
 
@@ -81,6 +82,7 @@ class Step:
     def shape(self) -> dict[str, Any]:
         """What the kernels are made for."""
         names = ("heads", "kv_heads", "dim", "block_size", "scale", "softcap", "mask", "window", "has_sinks", "int8_kv")
+        names += ("has_alibi",)
         return {
             "dtype": dtype_name(self.dtype),
             "strides": (self.heads * self.dim, self.heads * self.dim),
@@ -156,11 +158,12 @@ def inputs(step: Step, groups: Groups = ()) -> tuple[dict[str, Tensor], Tensor, 
         table[list(members), : keys // step.block_size] = table[members[0], : keys // step.block_size]
     q = torch.cat(queries)
     sinks = numbers(step.heads, dtype=step.dtype) if step.has_sinks else None
+    slopes = 1.3 * 0.7 ** torch.arange(1, step.heads + 1) if step.has_alibi else None
     clean = cache.clone()
     clean[0] = 0
     result = ops.paged_attention(
         *(q.view(-1, step.heads, step.dim), clean, table, step.starts, step.lengths, sinks, LAYER),
-        *(step.scale, step.mask, step.window, step.softcap),
+        *(step.scale, step.mask, step.window, step.softcap, slopes),
     )
     tensors = {
         "q_ptr": q,
@@ -171,6 +174,7 @@ def inputs(step: Step, groups: Groups = ()) -> tuple[dict[str, Tensor], Tensor, 
         "max_blocks_ptr": torch.tensor([table.shape[1]], dtype=torch.int32),
         "out_ptr": empty(len(q), step.heads * step.dim, dtype=step.dtype),
         **({} if sinks is None else {"sinks_ptr": sinks}),
+        **({} if slopes is None else {"alibi_ptr": slopes}),
     }
     return tensors, result.flatten(1), clean
 
@@ -220,6 +224,8 @@ STEPS = (
     Step((*MIXED, (8, 70), (40, 200)), kv_heads=2, dim=32, mask="chunked", window=16, has_sinks=True),
     Step(MIXED, BF16, heads=4, kv_heads=2, dim=64, int8_kv=True, has_sinks=True),
     Step((*LONG, (3, 129)), mask="chunked", window=128, int8_kv=True, block_size=32),
+    Step(MIXED, BF16, heads=6, kv_heads=2, dim=80, has_sinks=True, has_alibi=True),
+    Step((*MIXED, (20, 300)), heads=4, mask="sliding", window=290, block_size=64, int8_kv=True, has_alibi=True),
 )
 DETERMINISTIC = (
     Step((*LONG[:3], (1, 1500)), has_sinks=True, num_programs=2, deterministic=True),
@@ -229,6 +235,7 @@ DETERMINISTIC = (
 TOGETHER = (
     Step(((1, 600),), F32, heads=4, kv_heads=2, deterministic=True, num_programs=9),
     Step(((2, 1100),), BF16, deterministic=True, int8_kv=True, num_programs=4),
+    Step(((1, 600),), BF16, heads=4, kv_heads=2, deterministic=True, num_programs=9, has_alibi=True),
 )
 """Sequences whose results are not to depend on what else the step has."""
 
@@ -311,6 +318,7 @@ def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
 CHUNKED = (
     Step(((290, 290),), BF16, has_sinks=True, deterministic=True),
     Step(((270, 270),), BF16, mask="sliding", window=30, int8_kv=True, deterministic=True),
+    Step(((270, 270),), BF16, heads=4, has_alibi=True, deterministic=True),
 )
 """Prompts of which a token is to have the same result however they are cut."""
 

@@ -25,6 +25,7 @@ import torch
 
 import inferc.codegen.triton as kernels
 from inferc.codegen.triton.launch import LaunchRecord, read_entry, record_from_json
+from inferc.codegen.triton.source import absent
 from inferc.runtime.cuda.driver import FUNCTIONS, LaunchConfig
 
 DTYPES = {
@@ -411,6 +412,8 @@ class FakeCuda:
                 # The interpreter goes by the address alone; of arguments at one address all must be of one size.
                 tensors.append(torch.frombuffer((ctypes.c_char * 8).from_address(value), dtype=dtype))
         constants = {**record.constants, **({"WIDE_DOT": 1} if "WIDE_DOT" in record.constants else {})}
+        given = [argument.name for argument in record.arguments]
+        constants |= absent(function.run, (*given, *constants))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the interpreter's, of numpy, and of divisions as a GPU does them
             quick_interpreter.use()

@@ -45,7 +45,7 @@ OLD = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}  # names of 
 
 @dataclass(frozen=True)
 class Family:
-    """`fields` of the Hugging Face config; `off`: a feature's name -> fields without it, which must change the logits."""
+    """`fields` of the Hugging Face config (`...`: not one of it); `off`: a feature's name -> fields without it, which must change the logits."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     off: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -196,5 +196,39 @@ FAMILIES: dict[str, Family] = {
             "attention temperature": {"attn_temperature_tuning": False},
         },
         also=("complex rope, layers without rope, inputs scaled by the router",),
+    ),
+}
+
+# Attention that the model's own code computes, with or without ALiBi.
+ODD_HEADS = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+FAMILIES |= {
+    "bloom": Family({**ODD_HEADS, "n_head": 3, "n_layer": 2}, also=("ALiBi, q, k and v packed by heads",)),
+    "mpt": Family({"d_model": 48, "n_heads": 3, "n_layers": 2, "max_seq_len": 256}, also=("ALiBi, LayerNorm",)),
+    "falcon": Family(
+        {"head_dim": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+        also=("rope, parallel residual with two norms, groups of q, k and v packed",),
+    ),
+    "falcon-one-kv-head": Family(
+        {"head_dim": ..., "new_decoder_architecture": False, "multi_query": True, "ffn_hidden_size": 96},
+        {"parallel residual": {"parallel_attn": False}},
+        "falcon",
+        also=("one KV head",),
+    ),
+    "gptj": Family({**OLD, "rotary_dim": 8}, also=("partial interleaved rope by a table, parallel residual",)),
+    "codegen": Family(
+        {**OLD, "rotary_dim": 8}, also=("partial interleaved rope by a table, q, k and v in four parts",)
+    ),
+    "gpt_neo": Family(
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+        {"window layers": {"attention_types": [[["global"], 2]]}},
+        also=("learned positions, scores without a scale",),
+    ),
+    "gpt_neox_japanese": Family(
+        {"intermediate_multiple_size": 2, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        {"partial rope": {"rope_parameters": PLAIN}},
+    ),
+    "xglm": Family(
+        {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
+        also=("positions from sines and cosines",),
     ),
 }

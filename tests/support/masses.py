@@ -24,6 +24,7 @@ def masses_of(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """[blocks]: the sum over rows and heads of the probabilities of each block's keys.
 
@@ -35,6 +36,8 @@ def masses_of(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     at, of = torch.arange(first, first + rows)[:, None], torch.arange(len(keys))
+    if slopes is not None:
+        scores = scores + slopes.double()[None, :, None] * (of - at)[:, None]
     scores = scores.masked_fill((of > at)[:, None], float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.double()[None, :, None].expand(rows, heads, 1)), dim=-1)

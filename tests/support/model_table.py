@@ -19,10 +19,11 @@ target, gives the tokens of Hugging Face's `generate`, with prompts of 1 to 40 t
 (dynamic NTK, Phi-3's longrope) are fixed at compile, for all of these.
 
 No code knows a family by its name. One that is not here works if its graph is captured, passes the check against its own
-eager code, and every op has a kernel; otherwise it is refused with the op and the place. Always refused, with the reason:
-models with a state that grows along the sequence (Mamba 2, Qwen3-Next, Jamba), dynamic sparse attention (DeepSeek V3.2,
-GLM-MoE-DSA), attention that goes past transformers' interface (Falcon, Bloom, GPT-J, MPT), encoder-decoders, multimodal
-models, checkpoints with code of their own.
+eager code, and every op has a kernel; otherwise it is refused with the op and the place. Attention that a model computes by
+itself is found by what it computes: a softmax of scaled products with a mask, and with ALiBi, which the cpu and cuda kernels
+add (onnx and tensorrt refuse it by name). Always refused, with the reason: models with a state that grows along the sequence
+(Mamba 2, Qwen3-Next, Jamba), dynamic sparse attention (DeepSeek V3.2, GLM-MoE-DSA), other biases of scores (Doge; Falcon's
+ALiBi, which is rounded to bfloat16 at every position), encoder-decoders, multimodal models, checkpoints with code of their own.
 
 """
 

@@ -62,7 +62,7 @@ def make_random_model(
 ) -> Path:
     """Write a random model of `family` ("llama", …) with its tokenizer to `folder`, and return the folder.
 
-    `overrides` are fields of the Hugging Face config. Norms and biases are random too, as nothing that a pass could
+    `overrides` are fields of the Hugging Face config, `...` for one that is not to be given. Norms and biases are random too, as nothing that a pass could
     lose may be neutral, and the weights are large enough that greedy tokens are no near-ties.
     """
     import torch
@@ -75,7 +75,8 @@ def make_random_model(
         sizes.update(MOE_SIZES)
     if family == "qwen3_moe":
         sizes.update(num_experts=sizes.pop("num_local_experts"), moe_intermediate_size=32)
-    config = transformers.AutoConfig.for_model(family, **{**sizes, **overrides})
+    fields = {name: value for name, value in {**sizes, **overrides}.items() if value is not ...}
+    config = transformers.AutoConfig.for_model(family, **fields)
     config.dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

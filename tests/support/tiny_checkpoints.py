@@ -16,7 +16,8 @@ def tiny_checkpoint(name: str, **fields: Any) -> Checkpoint:
     """The model of a row of FAMILIES, with other `fields` of its config."""
     family = FAMILIES[name]
     sizes = {**SIZES, "vocab_size": 320, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(family.model_type(name), **{**sizes, **family.fields, **fields})
+    given = {key: value for key, value in {**sizes, **family.fields, **fields}.items() if value is not ...}
+    config = transformers.AutoConfig.for_model(family.model_type(name), **given)
     return from_config(config, None)
 
 

@@ -20,7 +20,8 @@ constexpr double MASS_OF_ONE = 0x1p32;
 enum Mask { CAUSAL, SLIDING, CHUNKED };
 
 // C is the pool's kind: a Cache, or a Latent where all heads share one K that holds V; in T or in int8.
-template <class T, class C = Cache<T>>
+// B is what is added to a score besides: NoBias, or Alibi.
+template <class T, class C = Cache<T>, class B = NoBias>
 struct Attention {
   using S = typename C::Stored;
   Rows<const T> q;  // [tokens, num_heads * dim]
@@ -39,7 +40,9 @@ struct Attention {
   i64 max_partials;   // floats there
   const i32* mass_from = nullptr;  // as in StepArgs, with the group's own of `masses`
   i64* masses = nullptr;
+  [[no_unique_address]] B bias = {};
 
+  static constexpr bool biased = B::present;
   static constexpr bool latent = C::latent;
   static constexpr bool widens = !std::is_same_v<T, S>;
   static constexpr bool tiled = ON_TILES<T>;  // the products are on tiles
@@ -54,6 +57,8 @@ struct Attention {
     if constexpr (latent) return cache.v_dim;
     else return cache.dim;
   }
+  // What the maxima of a row are multiplied by in the end.
+  INLINE float unit() const { return biased ? 1.0f : scores.unit(); }
   // The position of a sequence's first new token.
   INLINE i64 first_new(i64 seq) const { return seq_lens[seq] - (query_start_loc[seq + 1] - query_start_loc[seq]); }
   // The first key that the query at `position` sees; the last is its own.
@@ -85,22 +90,22 @@ INLINE Piece piece_of(const A& a, i64 seq, i64 index, i64 begin, i64 end) {
 }
 
 // q's rows of a piece.
-template <class T, class C>
+template <class T, class C, class B>
 struct Queries {
-  const Attention<T, C>& a;
+  const Attention<T, C, B>& a;
   i64 first_token, first_head, heads;
-  INLINE Queries(const Attention<T, C>& a_, const Piece& piece)
+  INLINE Queries(const Attention<T, C, B>& a_, const Piece& piece)
       : a(a_), first_token(a.query_start_loc[piece.seq] + piece.begin), first_head(piece.head * a.group() + piece.first),
         heads(piece.heads) {}
   INLINE const T* operator()(i64 row) const { return a.q[first_token + row / heads] + (first_head + row % heads) * a.dim(); }
 };
 
 // The same as tiles multiply them.
-template <class T, class C>
+template <class T, class C, class B>
 struct PackedQueries {
-  alignas(64) T rows[Attention<T, C>::tiled ? QUERY_ROWS * (C::latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
-  INLINE PackedQueries(const Attention<T, C>& a, const Piece& piece) {
-    if constexpr (a.tiled) pack_rows(Queries<T, C>(a, piece), 0, piece.rows(), 0, a.dim(), TILE_K<T>, rows);
+  alignas(64) T rows[Attention<T, C, B>::tiled ? QUERY_ROWS * (C::latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
+  INLINE PackedQueries(const Attention<T, C, B>& a, const Piece& piece) {
+    if constexpr (a.tiled) pack_rows(Queries<T, C, B>(a, piece), 0, piece.rows(), 0, a.dim(), TILE_K<T>, rows);
   }
 };
 
@@ -111,21 +116,27 @@ INLINE i64 first_tile(i64 split, i64 key_begin) {
 }
 
 // The tile of a piece's keys from `key` on.
-template <class T, class C>
-INLINE Tile<typename C::Stored> tile_at(const Attention<T, C>& a, const Piece& piece, i64 key) {
+template <class T, class C, class B>
+INLINE Tile<typename C::Stored> tile_at(const Attention<T, C, B>& a, const Piece& piece, i64 key) {
   return tile_of(a.cache, a.block_table + piece.seq * a.max_blocks, piece.head, key, a.first_new(piece.seq) + piece.end);
 }
 
 // Rows of a piece, from its row `row` on, over one tile of keys.
-template <class T, class C>
+template <class T, class C, class B>
 struct RowGroup {
   using S = typename C::Stored;
-  const Attention<T, C>& a;
+  const Attention<T, C, B>& a;
   i64 row, count, heads, position, key;  // position: of the piece's first token; key: the tile's first
+  i64 head;                              // the piece's first
 
   INLINE Range seen_by(i64 r) const {  // of the tile's keys; it may reach beyond them
     const i64 at = position + (row + r) / heads;
     return {a.first_key(at) - key, at + 1 - key};
+  }
+  // How products become scores in row r.
+  INLINE auto scores_of(i64 r) const {
+    if constexpr (!B::present) return a.scores;
+    else return BiasedScores{a.scores.scale, a.bias.slopes[head + (row + r) % heads], float(key - position - (row + r) / heads)};
   }
   INLINE Range seen() const {  // by any row
     const i64 first = seen_by(0).first, last = seen_by(count - 1).last;
@@ -143,7 +154,7 @@ struct RowGroup {
     for (i64 r = 0; r < count; ++r) {
       const Range keys = seen_by(r);
       auto run = [&]<bool MASKED>(std::bool_constant<MASKED>) {
-        return softmax_row<T, MASKED, N>(tile, scores + r * KEY_TILE, keys.first, keys.last, a.scores, top[r],
+        return softmax_row<T, MASKED, N>(tile, scores + r * KEY_TILE, keys.first, keys.last, scores_of(r), top[r],
                                          totals + r * LANES, probabilities + r * KEY_TILE);
       };
       const bool masked = keys.first > 0 || keys.last < N * 16;
@@ -154,13 +165,13 @@ struct RowGroup {
   }
 
  private:
-  using A = Attention<T, C>;
+  using A = Attention<T, C, B>;
 };
 
 // One tile of keys for the rows of a piece.
-template <class T, class C>
+template <class T, class C, class B>
 struct TileWork {
-  using A = Attention<T, C>;
+  using A = Attention<T, C, B>;
   using S = typename C::Stored;
   static constexpr i64 at_once = A::tiled ? TILE_PAIR : QUERY_ROWS;  // rows
   const A& a;
@@ -193,7 +204,7 @@ struct TileWork {
 
   // scores of `pieces`. first: of this tile, so that the next is fetched meanwhile, unless it is null.
   template <class R>
-  INLINE void score(const Tile<S>& tile, const Tile<S>* next, bool first, Range pieces, const RowGroup<T, C>& group, R row_of,
+  INLINE void score(const Tile<S>& tile, const Tile<S>* next, bool first, Range pieces, const RowGroup<T, C, B>& group, R row_of,
                     const T* packed) {
     const T* const* ahead = nullptr;
     if constexpr (keys.in_place)
@@ -232,15 +243,15 @@ struct Running {
 // The tiles [begin, end) of a split for the rows of a piece. On tiles a few rows at a time go through all that is done with
 // a tile, in the first-level cache. after: the tile that is read when this is done, or null. To fetch the first one
 // of the next piece gained nothing, and made the products behind attention slower.
-template <class T, class C>
-void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 tiles_begin,
+template <class T, class C, class B>
+void attend_tiles(const Attention<T, C, B>& a, const Piece& piece, const PackedQueries<T, C, B>& packed, i64 tiles_begin,
                   i64 tiles_end, const Running& state, const Tile<typename C::Stored>* after) {
-  using A = Attention<T, C>;
+  using A = Attention<T, C, B>;
   using S = typename C::Stored;
   const i64 dim = a.v_dim(), rows = piece.rows(), begin = a.first_new(piece.seq) + piece.begin;
   const i64 key_begin = a.first_key(begin), key_end = a.first_new(piece.seq) + piece.end;
-  const Queries<T, C> row_of(a, piece);
-  TileWork<T, C> work(a);
+  const Queries<T, C, B> row_of(a, piece);
+  TileWork<T, C, B> work(a);
   i64 key = tiles_begin;
   Tile<S> tile = tile_at(a, piece, key), following;
   for (; key < tiles_end; key += KEY_TILE, tile = following) {
@@ -250,7 +261,8 @@ void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQuer
     const Range there{key_begin > key ? key_begin - key : 0, key_end - key < KEY_TILE ? key_end - key : KEY_TILE};
     bool first = true;
     for (i64 row = 0; row < rows; row += work.at_once) {
-      const RowGroup<T, C> group{a, row, rows - row < work.at_once ? rows - row : work.at_once, piece.heads, begin, key};
+      const i64 height = rows - row < work.at_once ? rows - row : work.at_once;
+      const RowGroup<T, C, B> group{a, row, height, piece.heads, begin, key, piece.head * a.group() + piece.first};
       const Range seen = group.seen(), pieces = seen.in(16).rounded_to(A::granule);
       if (seen.first >= seen.last) continue;
       if (first && next) work.touch(*next), work.fetch_rest(*next, seen.in(VALUE_TOKENS).times(2));
@@ -288,8 +300,8 @@ void attend_tiles(const Attention<T, C>& a, const Piece& piece, const PackedQuer
 }
 
 // One split of 512 keys for the rows of a piece: state starts empty.
-template <class T, class C>
-void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQueries<T, C>& packed, i64 split, State state,
+template <class T, class C, class B>
+void attend_split(const Attention<T, C, B>& a, const Piece& piece, const PackedQueries<T, C, B>& packed, i64 split, State state,
                   const Tile<typename C::Stored>* after) {
   alignas(64) float totals[QUERY_ROWS * LANES];
   const Running running{state.high, totals, state.acc};
@@ -297,7 +309,7 @@ void attend_split(const Attention<T, C>& a, const Piece& piece, const PackedQuer
   const i64 begin = first_tile(split, a.first_key(first_new + piece.begin)), end = (split + 1) * KEY_SPLIT;
   running.start(rows);
   attend_tiles(a, piece, packed, begin, key_end < end ? key_end : end, running, after);
-  for (i64 r = 0; r < rows; ++r) state.high[r] *= a.scores.unit(), state.total[r] = sum(load(totals + r * LANES));
+  for (i64 r = 0; r < rows; ++r) state.high[r] *= a.unit(), state.total[r] = sum(load(totals + r * LANES));
 }
 
 // into = into merged with one more split.
@@ -318,8 +330,8 @@ INLINE void merge_row(float& high, float& total, float* acc, float split_high, f
 }
 
 // The sinks' share and the division; writes the rows of out.
-template <class T, class C>
-INLINE void finish_row(const Attention<T, C>& a, i64 token, i64 head, float high, float total, const float* acc) {
+template <class T, class C, class B>
+INLINE void finish_row(const Attention<T, C, B>& a, i64 token, i64 head, float high, float total, const float* acc) {
   i64 dim = a.v_dim();
   float factor = 1.0f;
   if (a.sinks) {
@@ -332,20 +344,20 @@ INLINE void finish_row(const Attention<T, C>& a, i64 token, i64 head, float high
 }
 
 // The splits that any row of the piece sees: [first, last).
-template <class T, class C>
-INLINE void split_range(const Attention<T, C>& a, const Piece& piece, i64& begin, i64& end) {
+template <class T, class C, class B>
+INLINE void split_range(const Attention<T, C, B>& a, const Piece& piece, i64& begin, i64& end) {
   const i64 first_new = a.first_new(piece.seq);
   begin = a.first_key(first_new + piece.begin) / KEY_SPLIT;
   end = (first_new + piece.end + KEY_SPLIT - 1) / KEY_SPLIT;
 }
 
-template <class T, class C>
-void attend_piece(const Attention<T, C>& a, const Piece& piece) {
+template <class T, class C, class B>
+void attend_piece(const Attention<T, C, B>& a, const Piece& piece) {
   i64 dim = a.v_dim(), rows = piece.rows(), begin, end;
   alignas(64) float acc[QUERY_ROWS * MAX_HEAD_DIM], split_acc[QUERY_ROWS * MAX_HEAD_DIM];
   float high[QUERY_ROWS], total[QUERY_ROWS], split_high[QUERY_ROWS], split_total[QUERY_ROWS];
   split_range(a, piece, begin, end);
-  const PackedQueries<T, C> packed(a, piece);
+  const PackedQueries<T, C, B> packed(a, piece);
   Tile<typename C::Stored> next;
   for (i64 split = begin; split < end; ++split) {
     const bool is_last = split + 1 == end;
@@ -363,15 +375,15 @@ void attend_piece(const Attention<T, C>& a, const Piece& piece) {
 
 // `count` sequences from `seq` on, of one new token each, whose first `shared` keys (whole tiles) are the same: those are
 // read once for all of them. A row goes through what it would go through alone.
-template <class T, class C>
-void attend_shared(const Attention<T, C>& a, i64 seq, i64 count, i64 index, i64 shared) {
+template <class T, class C, class B>
+void attend_shared(const Attention<T, C, B>& a, i64 seq, i64 count, i64 index, i64 shared) {
   const Piece all = piece_of(a, seq, index, 0, count);
   const i64 dim = a.v_dim(), rows = all.rows(), heads = all.heads;
   alignas(64) float acc[QUERY_ROWS * MAX_HEAD_DIM], split_acc[QUERY_ROWS * MAX_HEAD_DIM], totals[QUERY_ROWS * LANES];
   float high[QUERY_ROWS], total[QUERY_ROWS], split_high[QUERY_ROWS];
   const Running running{split_high, totals, split_acc};
   for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF, total[r] = 0.0f;
-  const PackedQueries<T, C> packed(a, all);
+  const PackedQueries<T, C, B> packed(a, all);
   i64 longest = 0;
   for (i64 i = 0; i < count; ++i) longest = a.seq_lens[seq + i] > longest ? a.seq_lens[seq + i] : longest;
   for (i64 begin = 0; begin < longest; begin += KEY_SPLIT) {
@@ -381,9 +393,9 @@ void attend_shared(const Attention<T, C>& a, i64 seq, i64 count, i64 index, i64 
     for (i64 i = 0; i < count; ++i) {
       const i64 length = a.seq_lens[seq + i], stop = length < end ? length : end;
       const Piece one = piece_of(a, seq + i, index, 0, 1);
-      if (own < stop) attend_tiles(a, one, PackedQueries<T, C>(a, one), own, stop, running.from(i * heads, dim), nullptr);
+      if (own < stop) attend_tiles(a, one, PackedQueries<T, C, B>(a, one), own, stop, running.from(i * heads, dim), nullptr);
       for (i64 r = i * heads; r < (i + 1) * heads && begin < length; ++r)
-        merge_row(high[r], total[r], acc + r * dim, split_high[r] * a.scores.unit(), sum(load(totals + r * LANES)),
+        merge_row(high[r], total[r], acc + r * dim, split_high[r] * a.unit(), sum(load(totals + r * LANES)),
                   split_acc + r * dim, dim);
     }
   }
@@ -398,8 +410,8 @@ struct Sharing {
 };
 
 // most: sequences that go together.
-template <class T, class C>
-INLINE void find_sharing(const Attention<T, C>& a, i64 most, Sharing& found) {
+template <class T, class C, class B>
+INLINE void find_sharing(const Attention<T, C, B>& a, i64 most, Sharing& found) {
   auto common = [&](i64 one, i64 other) {
     const i32 *x = a.block_table + one * a.max_blocks, *y = a.block_table + other * a.max_blocks;
     const i64 shorter = a.seq_lens[one] < a.seq_lens[other] ? a.seq_lens[one] : a.seq_lens[other];
@@ -424,8 +436,8 @@ INLINE void find_sharing(const Attention<T, C>& a, i64 most, Sharing& found) {
 }
 
 // Decode of few sequences: every split of every (sequence, part of heads) is a piece of its own, merged after a barrier.
-template <class T, class C>
-void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
+template <class T, class C, class B>
+void attend_by_splits(Team& team, const Attention<T, C, B>& a, i64 max_splits) {
   i64 most = a.part_size(), dim = a.v_dim(), parts = a.cache.heads * a.parts(), row_size = dim + 2;
   auto partial = [&](i64 pair, i64 split) { return a.partials + (pair * max_splits + split) * most * row_size; };
   auto state = [&](float* data) { return State{data, data + most, data + 2 * most}; };
@@ -435,7 +447,7 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
       i64 first, last, split = i % max_splits;
       split_range(a, piece, first, last);
       if (split >= first && split < last)
-        attend_split(a, piece, PackedQueries<T, C>(a, piece), split, state(partial(i / max_splits, split)), nullptr);
+        attend_split(a, piece, PackedQueries<T, C, B>(a, piece), split, state(partial(i / max_splits, split)), nullptr);
     }
   });
   team.barrier();
@@ -458,10 +470,10 @@ void attend_by_splits(Team& team, const Attention<T, C>& a, i64 max_splits) {
 }
 
 // The keys of one token, from a tile's first on, in pieces of 16.
-template <class T, class C>
+template <class T, class C, class B>
 struct KeySpan {
   i64 begin, end, start, count;
-  INLINE KeySpan(const Attention<T, C>& a, i64 position)
+  INLINE KeySpan(const Attention<T, C, B>& a, i64 position)
       : begin(a.first_key(position)), end(position + 1), start(begin / KEY_TILE * KEY_TILE),
         count((end - start + KEY_TILE - 1) / KEY_TILE * PIECES) {}
 };
@@ -469,15 +481,15 @@ struct KeySpan {
 // What each block gets of the probabilities of a piece of one token, added to `masses`: integers, so that the order of tokens,
 // layers and heads is nothing. Per head and 16 keys, the highest score and the sum beside it are kept until the highest of
 // all is known.
-template <class T, class C>
-void count_masses(const Attention<T, C>& a, const Piece& piece) {
-  const auto [begin, end, start, count] = KeySpan<T, C>(a, a.first_new(piece.seq) + piece.end - 1);
+template <class T, class C, class B>
+void count_masses(const Attention<T, C, B>& a, const Piece& piece) {
+  const auto [begin, end, start, count] = KeySpan<T, C, B>(a, a.first_new(piece.seq) + piece.end - 1);
   float* highs = static_cast<float*>(__builtin_alloca(size_t(2 * piece.heads * count) * sizeof(float)));
   float* sums = highs + piece.heads * count;
-  const Vec unit = set1(a.scores.unit());
-  const Queries<T, C> row_of(a, piece);
-  const PackedQueries<T, C> packed(a, piece);
-  TileWork<T, C> work(a);
+  const Vec unit = set1(a.unit());
+  const Queries<T, C, B> row_of(a, piece);
+  const PackedQueries<T, C, B> packed(a, piece);
+  TileWork<T, C, B> work(a);
   for (i64 key = start; key < end; key += KEY_TILE) {
     const Tile<typename C::Stored> tile = tile_at(a, piece, key);
     const Range seen{begin > key ? begin - key : 0, end - key < KEY_TILE ? end - key : KEY_TILE};
@@ -485,7 +497,8 @@ void count_masses(const Attention<T, C>& a, const Piece& piece) {
     work.keys.read(tile, nullptr, pieces);
     for (i64 row = 0; row < piece.heads; row += work.at_once) {
       const i64 rows = piece.heads - row < work.at_once ? piece.heads - row : work.at_once;
-      work.score(tile, nullptr, false, pieces, RowGroup<T, C>{a, row, rows, piece.heads, end - 1, key}, row_of, packed.rows);
+      const RowGroup<T, C, B> of{a, row, rows, piece.heads, end - 1, key, piece.head * a.group() + piece.first};
+      work.score(tile, nullptr, false, pieces, of, row_of, packed.rows);
       for (i64 r = 0; r < rows; ++r)
         for (i64 p = 0; p < PIECES; ++p) {
           const i64 at = (row + r) * count + (key - start) / 16 + p;
@@ -493,7 +506,7 @@ void count_masses(const Attention<T, C>& a, const Piece& piece) {
           const int low = int(seen.first - p * 16), high = int(seen.last - p * 16);
           if (low >= 16 || high <= 0) continue;
           const Vec products = load(work.scores + r * KEY_TILE + p * 16);
-          const Vec s = a.scores.capped(by_scales<typename C::Stored>(products, tile.key_scales[p]));
+          const Vec s = of.scores_of(r).score(by_scales<typename C::Stored>(products, tile.key_scales[p]), int(p));
           highs[at] = maximum(keep(s, low, high, set1(MINUS_INF)));
           sums[at] = sum(keep(exp(mul(sub(s, set1(highs[at])), unit)), low, high, zero()));
         }
@@ -505,9 +518,9 @@ void count_masses(const Attention<T, C>& a, const Piece& piece) {
     const float *high = highs + r * count, *part = sums + r * count;
     float top = MINUS_INF, total = 0.0f;
     for (i64 p = 0; p < count; ++p) top = fmaxf(top, high[p]);
-    auto weight = [&](i64 p) { return part[p] > 0.0f ? part[p] * exp((high[p] - top) * a.scores.unit()) : 0.0f; };
+    auto weight = [&](i64 p) { return part[p] > 0.0f ? part[p] * exp((high[p] - top) * a.unit()) : 0.0f; };
     for (i64 p = 0; p < count; ++p) total += weight(p);
-    if (a.sinks) total += exp(to_float(a.sinks[piece.head * a.group() + piece.first + r]) - top * a.scores.unit());
+    if (a.sinks) total += exp(to_float(a.sinks[piece.head * a.group() + piece.first + r]) - top * a.unit());
     for (i64 p = 0; p < count;) {
       const i64 block = (start / 16 + p) / of_block;
       float mass = 0.0f;
@@ -519,8 +532,8 @@ void count_masses(const Attention<T, C>& a, const Piece& piece) {
 }
 
 // The masses of all tokens that count, of a few heads at a time where keys are many.
-template <class T, class C>
-void count_masses(Team& team, const Attention<T, C>& a) {
+template <class T, class C, class B>
+void count_masses(Team& team, const Attention<T, C, B>& a) {
   constexpr i64 room = 1 << 16;  // floats on a thread's stack, beyond those of one head
   const i64 parts = a.cache.heads * a.parts();
   i64 rows = 0;
@@ -530,7 +543,7 @@ void count_masses(Team& team, const Attention<T, C>& a) {
     while (row >= a.query_start_loc[seq + 1] - a.mass_from[seq]) row -= a.query_start_loc[seq + 1] - a.mass_from[seq], ++seq;
     const i64 token = a.mass_from[seq] + row - a.query_start_loc[seq];
     const Piece all = piece_of(a, seq, index % parts, token, token + 1);
-    const i64 fit = room / (2 * KeySpan<T, C>(a, a.first_new(seq) + token).count), at_once = fit > 1 ? fit : 1;
+    const i64 fit = room / (2 * KeySpan<T, C, B>(a, a.first_new(seq) + token).count), at_once = fit > 1 ? fit : 1;
     for (i64 head = 0; head < all.heads; head += at_once) {
       Piece some = all;
       some.first += head, some.heads = all.heads - head < at_once ? all.heads - head : at_once;
@@ -556,18 +569,20 @@ INLINE void attend_all(Team& team, const A& a) {
   i64 needed = a.num_seqs * parts * max_splits * a.part_size() * (a.v_dim() + 2);
   bool few = pieces < 2 * team.count && new_tokens == a.num_seqs && max_splits > 1;
   if (few && a.partials && needed <= a.max_partials) return attend_by_splits(team, a, max_splits);
-  if (new_tokens == a.num_seqs && a.num_seqs > 1 && a.mask == CAUSAL) {
-    const i64 enough = a.num_seqs * parts / (2 * team.count);  // for all threads to have work
-    i64* room = static_cast<i64*>(__builtin_alloca(size_t(3 * a.num_seqs) * sizeof(i64)));
-    Sharing sharing{0, room, room + a.num_seqs, room + 2 * a.num_seqs};
-    find_sharing(a, enough < tile ? enough : tile, sharing);
-    if (sharing.leaders < a.num_seqs)
-      return team.each(sharing.leaders * parts, 1, [&](i64 index, i64) {
-        const i64 group = index / parts, part = index % parts;
-        if (sharing.count[group] > 1) attend_shared(a, sharing.seq[group], sharing.count[group], part, sharing.keys[group]);
-        else attend_piece(a, piece_of(a, sharing.seq[group], part, 0, 1));
-      });
-  }
+  // Keys that several share lie at one distance from each of their queries only where no bias depends on it.
+  if constexpr (!A::biased)
+    if (new_tokens == a.num_seqs && a.num_seqs > 1 && a.mask == CAUSAL) {
+      const i64 enough = a.num_seqs * parts / (2 * team.count);  // for all threads to have work
+      i64* room = static_cast<i64*>(__builtin_alloca(size_t(3 * a.num_seqs) * sizeof(i64)));
+      Sharing sharing{0, room, room + a.num_seqs, room + 2 * a.num_seqs};
+      find_sharing(a, enough < tile ? enough : tile, sharing);
+      if (sharing.leaders < a.num_seqs)
+        return team.each(sharing.leaders * parts, 1, [&](i64 index, i64) {
+          const i64 group = index / parts, part = index % parts;
+          if (sharing.count[group] > 1) attend_shared(a, sharing.seq[group], sharing.count[group], part, sharing.keys[group]);
+          else attend_piece(a, piece_of(a, sharing.seq[group], part, 0, 1));
+        });
+    }
   // Backwards, so that the longest pieces of a prompt (its last tokens) start first.
   i64 seq = a.num_seqs, base = pieces;
   team.each(pieces, 1, [&](i64 begin, i64) {

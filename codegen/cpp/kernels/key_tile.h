@@ -238,6 +238,29 @@ struct Scores {
   INLINE Vec capped(Vec x) const {
     return softcap != 0.0f ? mul(tanh(div(mul(x, set1(scale)), set1(softcap))), set1(softcap)) : x;
   }
+  // The same of a tile's keys from 16 * p on, wherever they lie.
+  INLINE Vec score(Vec x, int) const { return capped(x); }
+};
+
+// What is added to a score: nothing.
+struct NoBias {
+  static constexpr bool present = false;
+};
+// What is added to a score: of each head, a slope times how much further on the key lies than the query.
+// Source: Press et al. 2022, arXiv:2108.12409.
+struct Alibi {
+  static constexpr bool present = true;
+  const float* slopes;  // [num_heads]
+};
+
+// Scores of one row with it. first: how much further on the tile's first key lies; whole numbers, which float32 holds.
+struct BiasedScores {
+  float scale, slope, first;
+  INLINE float unit() const { return 1.0f; }
+  INLINE Vec score(Vec x, int p) const {
+    alignas(64) static constexpr float lanes[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return fma(x, set1(scale), mul(set1(slope), add(load(lanes), set1(first + float(p * LANES)))));
+  }
 };
 
 // How scores become probabilities: e^((x - top) * unit) in T. bfloat16 has 8 bits of them, and takes 2^x within 3e-6; what is
@@ -271,8 +294,8 @@ struct Probability {
 // One row of scores of a tile's first N pieces -> probabilities in T, times the values' scales; MASKED: keys outside
 // [low, high) of the tile are not there. top: the highest score so far, before it is multiplied by `unit`. Adds them to
 // total [16], and returns the factor that what was summed before must be multiplied by: 1 where nothing was.
-template <class T, bool MASKED, int N, class S>
-INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, const Scores& of, float& top, float* total,
+template <class T, bool MASKED, int N, class S, class O>
+INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, const O& of, float& top, float* total,
                          T* probabilities) {
   auto seen = [&](Vec x, int p, Vec other) {
     return MASKED ? keep(x, int(low) - p * LANES, int(high) - p * LANES, other) : x;
@@ -280,7 +303,7 @@ INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 
   Vec s[N], tile_top = set1(MINUS_INF);
 #pragma GCC unroll 8
   for (int p = 0; p < N; ++p) {
-    s[p] = of.capped(by_scales<S>(load(scores + p * LANES), tile.key_scales[p]));
+    s[p] = of.score(by_scales<S>(load(scores + p * LANES), tile.key_scales[p]), p);
     s[p] = seen(s[p], p, set1(MINUS_INF));
     tile_top = max(tile_top, s[p]);
   }

@@ -28,11 +28,20 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_args: object) -> Tensor:
 
 
 @define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, str mask, int window, float softcap) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, str mask, int window, float softcap,"
+    " Tensor? alibi=None) -> Tensor",
     _attention_fake,
 )
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, mask: str, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    mask: str,
+    window: int,
+    softcap: float,
+    alibi: Tensor | None = None,
 ) -> Tensor:
     """Attention as captured: what the Hugging Face model asked of its attention interface.
 
@@ -41,10 +50,14 @@ def attention(
     [T, num_heads, v_dim].
     mask is "causal", "sliding" (the last `window` keys, the row's own included) or "chunked" (keys of the same
     chunk of `window`); window is 0 for "causal"; softcap 0.0 means none; sinks [num_heads] joins the softmax's sum.
+    alibi, float32 [num_heads], are slopes: a score gets slope * (position of the key - position of the query), behind
+    scale and softcap.
+
+    Source of ALiBi: Press et al. 2022, arXiv:2108.12409.
     """
     if q.dim() == 3:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return attention(q, k, v, sinks, scale, mask, window, softcap)[0]
+        return attention(q, k, v, sinks, scale, mask, window, softcap, alibi)[0]
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * scale
@@ -52,8 +65,15 @@ def attention(
         scores = torch.tanh(scores / softcap) * softcap
     length = q.shape[2]
     rows = torch.arange(length, device=q.device)
+    if alibi is not None:
+        scores = scores + position_bias(alibi, rows, rows)
     scores = scores.masked_fill(~visible(rows, rows, mask, window), float("-inf"))
     return _softmax(scores, sinks).matmul(v.float()).to(q.dtype).transpose(1, 2).contiguous()
+
+
+def position_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """What ALiBi adds to the scores: slopes [num_heads] times the distance, float32 [num_heads, len(queries), len(keys)]."""
+    return slopes.float()[:, None, None] * (keys[None, :] - queries[:, None])
 
 
 def visible(queries: Tensor, keys: Tensor, mask: str, window: int) -> Tensor:
@@ -238,7 +258,7 @@ def _paged_attention_fake(q: Tensor, *_args: object) -> Tensor:
 
 @define(
     "paged_attention(Tensor q, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens,"
-    " Tensor? sinks, int layer, float scale, str mask, int window, float softcap) -> Tensor",
+    " Tensor? sinks, int layer, float scale, str mask, int window, float softcap, Tensor? alibi=None) -> Tensor",
     _paged_attention_fake,
 )
 def paged_attention(
@@ -253,19 +273,20 @@ def paged_attention(
     mask: str,
     window: int,
     softcap: float,
+    alibi: Tensor | None = None,
 ) -> Tensor:
     """Attention of new queries over the paged cache, which holds their own K and V already.
 
     q, result [num_tokens, num_heads, head_dim]; kv_cache canonical (see the module); block_table
     [num_seqs, max_blocks] i32; query_start_loc [num_seqs + 1] i32; seq_lens [num_seqs] i32, this step included.
     The queries of a sequence are its last positions. Blocks of which none of them sees a token may be any: given
-    back, their entries are 0. mask, window, softcap and sinks as in `attention`.
+    back, their entries are 0. mask, window, softcap, sinks and alibi as in `attention`.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1.
     """
     k, v = (kv_cache[:, layer, part] for part in (0, 1))
     places = (block_table, query_start_loc, seq_lens)
-    return _attend(q, k, v, cached_head_dim(kv_cache), *places, sinks, scale, mask, window, softcap)
+    return _attend(q, k, v, cached_head_dim(kv_cache), *places, sinks, scale, mask, window, softcap, alibi)
 
 
 def _latent_attention_fake(q: Tensor, kv_cache: Tensor, *args: Any) -> Tensor:
@@ -313,6 +334,7 @@ def _attend(
     mask: str,
     window: int,
     softcap: float,
+    alibi: Tensor | None = None,
 ) -> Tensor:
     """Attention over keys and values [num_blocks, block_size, num_kv_heads, …], of which values `v_dim` elements count."""
     block_size = keys.shape[1]
@@ -321,7 +343,7 @@ def _attend(
         start, end, length = int(query_start_loc[seq]), int(query_start_loc[seq + 1]), int(seq_lens[seq])
         blocks = block_table[seq, : -(-length // block_size)].long()
         k, v = (loaded_rows(cached[blocks]).flatten(0, 1)[:length].transpose(0, 1) for cached in (keys, values))
-        out[start:end] = attend_to(q[start:end], k, v[..., :v_dim], sinks, scale, mask, window, softcap)
+        out[start:end] = attend_to(q[start:end], k, v[..., :v_dim], sinks, scale, mask, window, softcap, alibi)
     return out
 
 
@@ -334,6 +356,7 @@ def attend_to(
     mask: str,
     window: int,
     softcap: float,
+    alibi: Tensor | None = None,
 ) -> Tensor:
     """What the last queries of one sequence make of all its keys and values.
 
@@ -346,7 +369,10 @@ def attend_to(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     positions = torch.arange(length, device=q.device)
-    seen = visible(positions[length - len(q) :], positions, mask, window)
+    queries = positions[length - len(q) :]
+    if alibi is not None:
+        scores = scores + position_bias(alibi, queries, positions)
+    seen = visible(queries, positions, mask, window)
     scores = scores.masked_fill(~seen, float("-inf"))
     # What no query sees may lie in block 0, where anything is: 0 * NaN would be NaN.
     v = v.masked_fill(~seen.any(0)[:, None], 0.0)

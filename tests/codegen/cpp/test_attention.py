@@ -35,6 +35,12 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    alibi: bool = False
+
+    @property
+    def slopes(self) -> Tensor | None:
+        """Of each head another, none of them a power of two."""
+        return 1.3 * 0.7 ** torch.arange(1, self.heads + 1) if self.alibi else None
 
 
 class Pool:
@@ -93,10 +99,11 @@ class Pool:
         partials = torch.full((200_000 if splits else 1,), float("nan"))
         shape = (self.layers, layer, case.block_size, case.kv_heads, case.dim, self.table, self.max_blocks)
         how = (case.dim**-0.5, case.softcap, MASKS.index(case.mask), case.window)
+        slopes = case.slopes
         self.kernels(
-            *("test_attention", self.kernels.threads, DTYPES.index(self.dtype), self.int8, q, out, self.data, *shape),
-            *(starts, lengths, sinks, lengths.shape[0], case.heads, *how, partials, partials.numel()),
-            *(mass_from, masses),
+            *("test_attention" if slopes is None else "test_alibi", self.kernels.threads, DTYPES.index(self.dtype)),
+            *(self.int8, q, out, self.data, *shape, starts, lengths, sinks, lengths.shape[0], case.heads, *how),
+            *(partials, partials.numel(), mass_from, masses, *(() if slopes is None else (slopes,))),
         )
         return out
 
@@ -130,7 +137,7 @@ def run_case(
     """(kernel's output, reference's)"""
     of = filled(kernels, case, dtype, int8)
     found = of.pool.attend(of.q, of.starts, of.lengths, 1, of.sinks, splits)
-    rest = (1, case.dim**-0.5, case.mask, case.window, case.softcap)
+    rest = (1, case.dim**-0.5, case.mask, case.window, case.softcap, case.slopes)
     return found, ops.paged_attention(of.q, of.pool.canonical, of.pool.table, of.starts, of.lengths, of.sinks, *rest)
 
 
@@ -145,6 +152,10 @@ CASES = (
     Case(((10, 30), (130, 1)), softcap=5.0, sinks=True),
     Case(((3, 4),), heads=48, kv_heads=1, dim=128),
     Case(((0, 40), (200, 1)), heads=20, kv_heads=2, dim=112),
+    Case(((0, 17), (5, 1), (63, 1), (64, 1), (31, 33)), alibi=True),
+    Case(((0, 70), (600, 3), (1030, 1)), heads=6, kv_heads=1, dim=16, sinks=True, alibi=True),
+    Case(((0, 90), (700, 5)), mask="sliding", window=37, block_size=48, alibi=True),
+    Case(((3, 4),), heads=48, kv_heads=1, dim=128, alibi=True),
 )
 
 
@@ -155,7 +166,7 @@ def test_paged_attention(kernels: Kernels, dtype: torch.dtype, int8: bool, case:
 
 def test_decode_split_over_threads_gives_the_same_bits(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
     for mask, window in (("causal", 0), ("sliding", 600)):
-        case = Case(((1500, 1),), heads=4, kv_heads=2, mask=mask, window=window, sinks=True)
+        case = Case(((1500, 1),), heads=4, kv_heads=2, mask=mask, window=window, sinks=True, alibi=mask == "causal")
         torch.manual_seed(1)
         whole, expected = run_case(kernels, case, dtype, int8)
         torch.manual_seed(1)
@@ -168,6 +179,7 @@ MASS_CASES = (
     Case(((0, 17), (5, 1), (64, 1), (31, 33), (8, 3)), block_size=16),
     Case(((0, 70), (600, 3), (1030, 1)), heads=6, kv_heads=1, dim=16),
     Case(((511, 2), (130, 2)), heads=48, kv_heads=1, dim=80, block_size=64, softcap=5.0, sinks=True),
+    Case(((0, 17), (600, 3), (8, 3)), heads=6, kv_heads=3, sinks=True, alibi=True),
 )
 
 
@@ -188,7 +200,7 @@ def test_blocks_are_told_what_attention_gave_them(kernels: Kernels, dtype: torch
             blocks = pool.canonical[pool.table[seq].long(), 1, 0].flatten(0, 1)
             found = masses_of(
                 *(q[first:end], stored_rows(blocks, case.dim)[:length], length - (end - first), case.block_size),
-                *(case.dim**-0.5, case.softcap, sinks),
+                *(case.dim**-0.5, case.softcap, sinks, case.slopes),
             )
             expected[: len(found)] = found
         assert ((masses[seq] - 7) / ONE - expected).abs().max() < 1e-4 * case.heads * max(1, end - first)
@@ -254,6 +266,26 @@ def test_keys_read_once_for_several_sequences_change_no_bit(
         assert torch.equal(alone[0], together[seq])
 
 
+def test_sequences_with_the_same_blocks_attend_as_alone_with_alibi(
+    kernels: Kernels, dtype: torch.dtype, int8: bool
+) -> None:
+    """A shared key lies at another distance from each sequence's query."""
+    case = Case(((0, 700), (0, 300)), alibi=True)
+    pool = Pool(kernels, case, dtype, int8)
+    k, v = (torch.randn(700, case.kv_heads, case.dim).to(dtype) for _ in range(2))
+    pool.write(k, v, pool.slots(0, 0, 700), 0)
+    pool.table[1] = pool.table[0]
+    q, lengths = torch.randn(2, case.heads, case.dim).to(dtype), torch.tensor([700, 290]).int()
+    together = pool.attend(q, torch.arange(3).int(), lengths, 0, None, False)
+    rest = (0, case.dim**-0.5, "causal", 0, 0.0, case.slopes)
+    expected = ops.paged_attention(q, pool.canonical, pool.table, torch.arange(3).int(), lengths, None, *rest)
+    assert_near(together, expected, factor=2.0)
+    pool.table = pool.table[:1].contiguous()
+    for seq in range(2):
+        alone = pool.attend(q[seq : seq + 1], torch.tensor([0, 1]).int(), lengths[seq : seq + 1], 0, None, False)
+        assert torch.equal(alone[0], together[seq])
+
+
 @pytest.mark.parametrize("heads", [2, 6, 14, 20], ids=lambda heads: f"{heads}h")
 def test_integers_attend_as_the_numbers_they_are(kernels: Kernels, dtype: torch.dtype, heads: int) -> None:
     """Where all scales are 1 the additions are those over K and V in the dtype of the queries: widened in registers for
@@ -275,7 +307,16 @@ def test_integers_attend_as_the_numbers_they_are(kernels: Kernels, dtype: torch.
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_row_does_not_depend_on_batch_or_chunks(kernels: Kernels, dtype: torch.dtype, int8: bool, mask: str) -> None:
-    case = Case(((0, 700), (0, 90)), mask=mask, window=0 if mask == "causal" else 300, softcap=7.0)
+    _rows_alone_and_in_chunks(kernels, dtype, int8, mask, alibi=False)
+
+
+def test_a_row_with_alibi_does_not_either(kernels: Kernels, dtype: torch.dtype, int8: bool) -> None:
+    _rows_alone_and_in_chunks(kernels, dtype, int8, "causal", alibi=True)
+
+
+def _rows_alone_and_in_chunks(kernels: Kernels, dtype: torch.dtype, int8: bool, mask: str, alibi: bool) -> None:
+    softcap = 0.0 if alibi else 7.0
+    case = Case(((0, 700), (0, 90)), mask=mask, window=0 if mask == "causal" else 300, softcap=softcap, alibi=alibi)
     pool = Pool(kernels, case, dtype, int8)
     for seq, (_, new) in enumerate(case.seqs):
         k, v = (torch.randn(new, case.kv_heads, case.dim).to(dtype) for _ in range(2))

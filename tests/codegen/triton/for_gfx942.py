@@ -33,10 +33,10 @@ def portable(source: Source) -> Source:
 
 
 def compiled(source: Source) -> dict[str, int]:
-    signature = {**source.signature, **dict.fromkeys(source.constants, "constexpr")}
+    signature = {**source.signature, **dict.fromkeys(source.all_constants, "constexpr")}
     order = list(source.signature)
     attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.aligned}
-    of = ASTSource(source.function, signature, dict(source.constants), attributes)
+    of = ASTSource(source.function, signature, source.all_constants, attributes)
     options: dict[str, Any] = {"num_warps": source.num_warps, "num_stages": source.num_stages}
     made = triton.compile(of, target=TARGET, options=options)
     (spilled,) = re.findall(r"\.vgpr_spill_count: +(\d+)", made.asm["amdgcn"])

@@ -26,7 +26,7 @@ SPARE = 3  # tokens, rows and sequences that the grid has room for and the step 
 
 
 def launched(case: Case) -> dict[str, Tensor]:
-    constants = {**case.source.constants, **({"WIDE_DOT": 1} if "WIDE_DOT" in case.source.constants else {})}
+    constants = {**case.source.all_constants, **({"WIDE_DOT": 1} if "WIDE_DOT" in case.source.constants else {})}
     case.source.function[case.grid(SPARE)](*case.arguments(case.tensors), **constants)
     return case.tensors
 

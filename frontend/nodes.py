@@ -1,0 +1,65 @@
+"""Calls that the frontend adds to a captured program, typed and named; and what its constants are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from inferc import weights as weight_lib
+from inferc.program import Program, name_of, target_name
+from inferc.weights import Weight
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls in front of `before`, of whose module and layer they are."""
+
+    program: Program
+    before: fx.Node
+
+    def add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of `target`."""
+        with self.program.graph.inserting_before(self.before):
+            node = self.program.graph.call_function(target, args, kwargs)
+        operands, options = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
+        with self.program.fake_mode:
+            value = target(*operands, **options)
+        name = f"{name_of(self.before).rpartition('.')[0]}.{target_name(target).split('.')[1].lstrip('_')}"
+        node.meta.update(val=value, name=name.lstrip("."), layer=self.before.meta.get("layer"))
+        return node
+
+
+def retype(program: Program, changed: fx.Node) -> None:
+    """Type anew what reads `changed`, whose elements lie in another order in memory now, and what reads that."""
+    todo = list(changed.users)
+    while todo:
+        node = todo.pop(0)
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        with program.fake_mode:
+            found = node.target(*args, **kwargs)
+        if str(found.stride()) != str(value.stride()):
+            node.meta["val"] = found
+            todo += node.users
+
+
+def is_constant(weight: Weight) -> bool:
+    """Whether a weight's value is known without a checkpoint."""
+    return all(leaf.op == "constant" for leaf in weight.sources())
+
+
+def constant_value(program: Program, node: fx.Node) -> Tensor | None:
+    """The value of a constant of the model's code; None for another node."""
+    if node.op != "get_attr" or not is_constant(program.weight(node)):
+        return None
+    return weight_lib.read_whole(program.weight(node), _NoReader())
+
+
+class _NoReader:
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        raise AssertionError(f"{name}: a constant has no checkpoint tensor")
