@@ -23,8 +23,8 @@ from inferc.frontend.bind import bind
 from inferc.frontend.convert import Converter
 from inferc.frontend.eager_attention import capture_eager_attention
 from inferc.frontend.load import Checkpoint, load, load_module
-from inferc.frontend.positions import first_position
 from inferc.frontend.position_tables import simplify_position_tables
+from inferc.frontend.positions import first_position
 from inferc.frontend.repeat import trace_once
 from inferc.frontend.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
 from inferc.program import Program, named_arguments

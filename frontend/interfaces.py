@@ -190,7 +190,7 @@ class Gate:
 
 def gate_of(module: Any) -> Gate:
     """Which of the gates that inferc.moe_experts has is the module's, found by running both on a few numbers."""
-    alpha = float(getattr(module, "alpha", None) or getattr(module, "swiglu_alpha", 1.0))
+    alpha = float(getattr(module, "alpha", None) or getattr(module, "swiglu_alpha", None) or 1.0)
     limit = float(getattr(module, "limit", 0.0) or 0.0)
     gate_up = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 4
     with torch.no_grad(), torch.device("cpu"):

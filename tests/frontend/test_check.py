@@ -15,6 +15,7 @@ from inferc.frontend import interfaces
 from inferc.frontend.check import check_capture, check_module, distinct_prefix, random_copy, shrink
 from inferc.frontend.export import capture, export_model
 from inferc.frontend.load import Checkpoint, load, load_module
+from inferc.frontend.masks import Mask
 from inferc.frontend.reference import reference_greedy, reference_model
 from inferc.program import Program
 
@@ -68,14 +69,14 @@ def wrong_scale(real: Attention) -> Attention:
 
 def lost_window(real: Attention) -> Attention:
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-        return real(module, q, k, v, interfaces.Mask("causal", 0), **options)
+        return real(module, q, k, v, Mask("causal", 0), **options)
 
     return attention
 
 
 def window_off_by_one(real: Attention) -> Attention:
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-        return real(module, q, k, v, interfaces.Mask(mask.kind, mask.window + 1), **options)
+        return real(module, q, k, v, Mask(mask.kind, mask.window + 1), **options)
 
     return attention
 

@@ -81,8 +81,8 @@ class Step:
 
     def shape(self) -> dict[str, Any]:
         """What the kernels are made for."""
-        names = ("heads", "kv_heads", "dim", "block_size", "scale", "softcap", "mask", "window", "has_sinks", "int8_kv")
-        names += ("has_alibi",)
+        names = ["heads", "kv_heads", "dim", "block_size", "scale", "softcap", "mask", "window"]
+        names += ["has_sinks", "int8_kv", "has_alibi"]
         return {
             "dtype": dtype_name(self.dtype),
             "strides": (self.heads * self.dim, self.heads * self.dim),
