@@ -27,12 +27,15 @@ EQUAL = "equal"
 FEATURES = {
     "encoder-decoder": "is an encoder-decoder model",
     "multimodal": "is multimodal",
+    "several models": "is made of several models",
+    "layers without attention": "and has no attention",
     "a state that grows along the sequence": r"sequence state is not built",
     "dynamic sparse attention": "dynamic sparse attention",
-    "attention past transformers' interface": r"goes past transformers' attention interface|another length than its queries",
-    "attention of another kind": r"inferc\.attention does not have|its mask is|the model's mask is|the paged cache holds|the mask .* is not causal",
     "code that branches on its input": "cannot be captured",
-    "an op without a kernel": r"inferc cannot run|has no one axis|of the model's code has no value|expected tokens, logits rows",
+    "attention past transformers' interface": "goes past transformers' attention interface|another length than its queries",
+    "attention of another kind": r"inferc\.attention does not have|its mask is|the model's mask is|the paged cache holds|"
+    "the mask .* is not causal|the cache holds K and V of one attention",
+    "an op without a kernel": "inferc cannot run|has no one axis|of the model's code has no value|expected tokens, logits",
     "experts of another kind": "experts with",
     "a size that is not fixed": r"a size of the captured graph|no max_position_embeddings|has max_position_embeddings",
 }

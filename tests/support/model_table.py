@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
+from all_classes import EQUAL, read_results, version
 from families import FAMILIES
+from odd_families import ODD_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/models.md"
@@ -13,17 +16,28 @@ HEAD = """\
 # Models
 
 Every row is a test (`tests/end_to_end/test_families.py`): a small random model of the family, float32, compiled for the cpu
-target, gives the tokens of Hugging Face's `generate`, with prompts of 1 to 40 tokens in one batch, chunked. What stands under
+target, gives the greedy tokens of Hugging Face's code, and all logits of its prompts within 1e-5 of the largest, with prompts
+of 1 to 40 tokens in one batch, whole and chunked. What stands under
 "in force" is: without it the same weights give other logits. `make test` runs the first transformers version (of families that are alike, one),
-`make test-all` both. This page is generated from the table that the test runs. Ropes that depend on the sequence's length
+`make test-all` both. This page is generated from the tables that the tests run. Ropes that depend on the sequence's length
 (dynamic NTK, Phi-3's longrope) are fixed at compile, for all of these.
 
 No code knows a family by its name. One that is not here works if its graph is captured, passes the check against its own
 eager code, and every op has a kernel; otherwise it is refused with the op and the place. Attention that a model computes by
 itself is found by what it computes: a softmax of scaled products with a mask, and with ALiBi, which the cpu and cuda kernels
-add (onnx and tensorrt refuse it by name). Always refused, with the reason: models with a state that grows along the sequence
-(Mamba 2, Qwen3-Next, Jamba), dynamic sparse attention (DeepSeek V3.2, GLM-MoE-DSA), other biases of scores (Doge; Falcon's
+add (onnx and tensorrt refuse it by name). Always refused, with the reason: models with a layer that keeps a state along the
+sequence (Mamba 2, Jamba), dynamic sparse attention (DeepSeek V3.2, GLM-MoE-DSA), other biases of scores (Doge; Falcon's
 ALiBi, which is rounded to bfloat16 at every position), encoder-decoders, multimodal models, checkpoints with code of their own.
+[What became of every class](#all-classes) stands below.
+
+"""
+ALL_CLASSES = """
+## All classes
+
+Every model type of `AutoModelForCausalLM` in transformers {version}: a small random model with sizes that divide by little was
+compiled for the cpu target and gave the same tokens, prompts whole and in chunks, and logits within 1e-4 of the largest, or
+was refused. `make test-all` tries all of them again (`tests/end_to_end/test_all_classes.py`); `python tests/support/all_classes.py`
+tries them and writes what it finds.
 
 """
 
@@ -45,7 +59,31 @@ def render() -> str:
         features = " | ".join(", ".join(names) for names in (family.off, family.also))
         known = ["yes" if family.since <= version else f"since {family.since}" for version in (first, second)]
         lines.append(f"| {family.model_type(name)} | {features} | {known[0]} | {known[1]} |")
-    return HEAD + "\n".join(lines) + "\n"
+    lines += [f"| {name} |  | {', '.join(has)} | yes | not tried |" for name, has in sorted(ODD_FAMILIES.items())]
+    return HEAD + "\n".join(lines) + "\n" + render_classes()
+
+
+def render_classes() -> str:
+    """The counts, then a line for each class."""
+    found = read_results()
+    counts = Counter(each.result for each in found.values())
+    lines = [f"| of {len(found)} classes | |", "| --- | --- |"]
+    lines += [
+        f"| {'compiled and equal' if result == EQUAL else f'refused: {result}'} | {count} |"
+        for result, count in counts.most_common()
+    ]
+    lines += ["", "| model type | | says |", "| --- | --- | --- |"]
+    for name, each in sorted(found.items()):
+        lines.append(
+            f"| {name} | {each.result if each.result == EQUAL else f'refused: {each.result}'} | {_short(each.says)} |"
+        )
+    return ALL_CLASSES.format(version=version()) + "\n".join(lines) + "\n"
+
+
+def _short(says: str) -> str:
+    """The first refusal of several, as a cell of a table."""
+    first = re.split(r"; inferc cannot|; expected", says)[0].replace("|", "/")
+    return first if len(first) <= 160 else first[:157] + "…"
 
 
 if __name__ == "__main__":

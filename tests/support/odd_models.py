@@ -55,8 +55,34 @@ ALWAYS = {
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 MOST_PARAMETERS = 20_000_000
 LEFT_OUT = "left out"  # as a value of OWN: a field of SIZES that the class is to choose by itself
+NO_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 72,
+    "time_step_limit": [0.0, 100.0],
+}  # which such a class checks though no layer is one
 OWN: dict[str, dict[str, Any]] = {
-    "codegen": {"n_embd": 256, "n_head": 4},  # whose heads are packed in fours
+    "bamba": {**MAMBA, "attn_layer_indices": list(range(LAYERS))},
+    "codegen": {"n_embd": 256, "n_head": 4, "rotary_dim": 32},  # whose heads are packed in fours
+    "dbrx": {
+        "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 2.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS["num"], "moe_top_k": EXPERTS["top"]},
+    },
+    "falcon": {"num_kv_heads": KV_HEADS, "new_decoder_architecture": True, "alibi": False},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **dict.fromkeys(NO_INPUTS, 0)}},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 11},
+    "gptj": {"rotary_dim": 32},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["attention"] * LAYERS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": INNER,
+        "position_embedding_type": "rope",
+        "head_dim": LEFT_OUT,
+    },
+    "xglm": {"attention_heads": HEADS},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid", "linear_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
     "kolibri1": {"num_experts": EXPERTS["num"]},
     "lfm2": {"layer_types": ["full_attention"] * LAYERS},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -79,6 +105,9 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": WINDOWS,
         "rope_parameters": {name: {"rope_type": "default", "rope_theta": 10000.0} for name in WINDOWS},
     },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 12, "head_dim": 48},
+    "mimo_v2_flash": {"num_key_value_heads": 3},  # its window layers have a default of their own
     "longcat_flash": {"ffn_hidden_size": INNER, "expert_ffn_hidden_size": EXPERTS["inner"], "zero_expert_num": 2},
     "reformer": {"axial_pos_embds": False},
 }
@@ -113,6 +142,12 @@ def config_of(model_type: str, **overrides: Any) -> Any:
     return config
 
 
+def _is_model(name: str, part: Any) -> bool:
+    """Whether a part of a config is a model's: a decoder's, or of another modality."""
+    said = ("text", "vision", "audio", "image", "vq", "patcher", "coder")
+    return part is not None and (hasattr(part, "num_hidden_layers") or any(each in name for each in said))
+
+
 def make_odd_model(model_type: str, folder: Path, seed: int = 3, **overrides: Any) -> Path:
     """Write a small random float32 model of a type, with a tokenizer, to `folder`, and return the folder.
 
@@ -124,7 +159,7 @@ def make_odd_model(model_type: str, folder: Path, seed: int = 3, **overrides: An
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
     config = config_of(model_type, **overrides)
-    parts = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
+    parts = [name for name in getattr(config, "sub_configs", {}) if _is_model(name, getattr(config, name, None))]
     if parts or getattr(config, "is_encoder_decoder", False):
         config.save_pretrained(folder)
         raise OnlyConfigError(", ".join(parts) or "an encoder")
