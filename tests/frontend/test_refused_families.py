@@ -12,8 +12,6 @@ from inferc.errors import ExportError, UnsupportedError
 from inferc.frontend.export import export_model
 from inferc.frontend.load import check_config, from_config
 
-PAST = "adds the mask to its scores itself, in a way that is not known: "
-OLD = {"n_embd": 64, "n_layer": 1, "n_head": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba2": (
         {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16},

@@ -32,7 +32,8 @@ FEATURES = {
     "a state that grows along the sequence": r"sequence state is not built",
     "dynamic sparse attention": "dynamic sparse attention",
     "code that branches on its input": "cannot be captured",
-    "attention past transformers' interface": "goes past transformers' attention interface|another length than its queries",
+    "attention past transformers' interface": "goes past transformers' attention interface|another length than its queries|"
+    "adds the mask to its scores itself|ALiBi is rounded",
     "attention of another kind": r"inferc\.attention does not have|its mask is|the model's mask is|the paged cache holds|"
     "the mask .* is not causal|the cache holds K and V of one attention",
     "an op without a kernel": "inferc cannot run|has no one axis|of the model's code has no value|expected tokens, logits",

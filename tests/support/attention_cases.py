@@ -81,13 +81,13 @@ class Step:
 
     def shape(self) -> dict[str, Any]:
         """What the kernels are made for."""
-        names = ["heads", "kv_heads", "dim", "block_size", "scale", "softcap", "mask", "window"]
-        names += ["has_sinks", "int8_kv", "has_alibi"]
+        names = ("heads", "kv_heads", "dim", "block_size", "scale", "softcap", "mask", "window", "has_sinks", "int8_kv")
         return {
             "dtype": dtype_name(self.dtype),
             "strides": (self.heads * self.dim, self.heads * self.dim),
             "layers": LAYERS,
             **{name: getattr(self, name) for name in names},
+            "has_alibi": self.has_alibi,
         }
 
     def first_key(self, new: int, length: int) -> int:
