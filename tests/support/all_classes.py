@@ -36,6 +36,7 @@ FEATURES = {
     "adds the mask to its scores itself|ALiBi is rounded",
     "attention of another kind": r"inferc\.attention does not have|its mask is|the model's mask is|the paged cache holds|"
     "the mask .* is not causal|the cache holds K and V of one attention",
+    "positions inside attention": "never reads `positions`",
     "an op without a kernel": "inferc cannot run|has no one axis|of the model's code has no value|expected tokens, logits",
     "experts of another kind": "experts with",
     "a size that is not fixed": r"a size of the captured graph|no max_position_embeddings|has max_position_embeddings",
