@@ -55,14 +55,14 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         table, index = node.args[0], _narrowed(node.args[2])
     elif node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         table, index = node.args[0], node.args[1][0]  # type: ignore[index]
-    elif node.target == aten.gather.default and node.args[1] in (1, -2):
+    elif node.target == aten.gather.default and node.args[1] in (1, -2) and node.meta["val"].dim() == 3:
         table, index = _narrowed(node.args[0]), _narrowed(node.args[2])
         index = index if isinstance(index, fx.Node) and index.meta["val"].dim() == 2 else None
     else:
         return None
     if not isinstance(table, fx.Node) or not isinstance(index, fx.Node):
         return None
-    is_table = table.op == "get_attr" and table.meta["val"].dim() == 2
+    is_table = table.op == "get_attr" and table.meta["val"].dim() == 2 and table.meta["val"].is_floating_point()
     return (table, index) if is_table and index.meta["val"].dtype == torch.int64 else None
 
 

@@ -12,11 +12,12 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
@@ -79,16 +80,19 @@ class Tracing:
         sent = ended.opened_at + ended.prepare_seconds
         queued = sent + (ended.queue_seconds or 0.0)
         steps = (stream.steps or [])[:MAX_STEPS]
-        self._child(span, "prepare", ended.opened_at, sent, ())
+        started = span.start_time if isinstance(span, ReadableSpan) else None
+        clock = _Clock(stream.arrived_at, started or _epoch_ns(stream.arrived_at))
+        self._child(span, clock, "prepare", ended.opened_at, sent, ())
         if math.isnan(first):
-            self._child(span, "queue", sent, now, ())
+            self._child(span, clock, "queue", sent, now, ())
         else:
             span.set_attribute("gen_ai.server.time_to_first_token", first - ended.opened_at)
-            self._child(span, "queue", sent, min(queued, first), ())
-            self._child(span, "prefill", min(queued, first), first, [step for step in steps if step.at <= first])
+            self._child(span, clock, "queue", sent, min(queued, first), ())
+            before = [step for step in steps if step.at <= first]
+            self._child(span, clock, "prefill", min(queued, first), first, before)
             last = max((at for at in ended.last_at if not math.isnan(at)), default=first)
-            self._child(span, "decode", first, last, [step for step in steps if step.at > first])
-        span.end(_epoch_ns(now))
+            self._child(span, clock, "decode", first, last, [step for step in steps if step.at > first])
+        span.end(clock.epoch_ns(now))
 
     def close(self) -> None:
         """Send what is left, within seconds."""
@@ -98,8 +102,11 @@ class Tracing:
         if closing.is_alive():
             log.warning("the collector of traces does not answer: the last ones are lost")
 
-    def _child(self, parent: Span, name: str, start: float, end: float, steps: Sequence[StepNote]) -> None:
-        span = self._tracer.start_span(name, set_span_in_context(parent, Context()), start_time=_epoch_ns(start))
+    def _child(
+        self, parent: Span, clock: _Clock, name: str, start: float, end: float, steps: Sequence[StepNote]
+    ) -> None:
+        began = clock.epoch_ns(start)
+        span = self._tracer.start_span(name, set_span_in_context(parent, Context()), start_time=began)
         for step in steps:
             attributes = {
                 "inferc.step": step.step,
@@ -107,10 +114,22 @@ class Tracing:
                 "inferc.output": step.output,
                 "inferc.tokens": step.num_tokens,
             }
-            span.add_event("step", attributes, _epoch_ns(step.at))
-        span.end(_epoch_ns(max(start, end)))
+            span.add_event("step", attributes, clock.epoch_ns(step.at))
+        span.end(clock.epoch_ns(max(start, end)))
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """The system's time of a request's moments, told from its first: the two clocks drift apart, and spans must not."""
+
+    monotonic: float
+    started_ns: int
+
+    def epoch_ns(self, monotonic: float) -> int:
+        """A time of the monotonic clock, in nanoseconds since 1970."""
+        return self.started_ns + int((monotonic - self.monotonic) * 1e9)
 
 
 def _epoch_ns(monotonic: float) -> int:
-    """A time of the monotonic clock, in nanoseconds since 1970."""
+    """A time of the monotonic clock as it is now, in nanoseconds since 1970."""
     return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)

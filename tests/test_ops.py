@@ -47,6 +47,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "layer_norm": (random(5, 8), random(8), random(8), 1e-5),
     "linear_wide": (random(5, 8).bfloat16(), random(6, 8).bfloat16()),
     "head_linear": (random(5, 2, 8), random(2, 6, 8)),
+    "resize_heads": (random(5, 2, 20), 32),
     "linear_add": (random(5, 8), random(6, 8), None, random(5, 6)),
     "linear_silu_mul": (random(5, 8), random(6, 8), random(6)),
     "linear_silu_mul of integers": (random(5, 8).bfloat16(), INT8, random(6).bfloat16(), random(6).abs()),

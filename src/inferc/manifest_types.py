@@ -239,7 +239,7 @@ class Product(Struct, frozen=True):
     n: Count
     k: Count
     row_bytes: Count
-    weight_bytes: Count
+    weight_bytes: float  # of four bits with scales, a fraction
     choices: dict[str, list[dict[str, int | float]]]
 
 

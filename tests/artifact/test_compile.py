@@ -130,7 +130,7 @@ def test_a_signal_that_python_swallows_leaves_nothing(
 
 
 def test_a_model_without_kernels_is_refused_before_its_reference_runs(tmp_path: Path) -> None:
-    folder = make_random_model("llama", tmp_path / "m", head_dim=24)
+    folder = make_random_model("llama", tmp_path / "m", head_dim=528)
     stages: list[str] = []
     with pytest.raises(UnsupportedError):
         compile(

@@ -39,7 +39,7 @@ SMALL = {
     "max_position_embeddings": 256,
 }
 
-ODD = {**SMALL, "hidden_size": 96, "head_dim": 24}  # no kernel of the cpu takes heads of 24
+ODD = {**SMALL, "hidden_size": 96, "head_dim": 528}  # no kernel of the cpu takes heads of 528
 
 
 def folder(path: Path, config: dict[str, Any]) -> Path:
@@ -144,7 +144,7 @@ def test_dtype_and_length_and_target_are_those_of_a_compile(tmp_path: Path) -> N
     options = ("--dtype", "float32", "--max-model-len", "64", "--target", "reference", "--device", "h100")
     found = explain_json(model, *options)
     assert (found["model"]["dtype"], found["model"]["max_model_len"]) == ("float32", 64)
-    assert found["kv"]["bytes_per_token"] == 2 * 2 * 2 * 24 * 4
+    assert found["kv"]["bytes_per_token"] == 2 * 2 * 2 * 528 * 4
     assert found["target"] == "reference" and found["refused"] is None
     assert found["device"]["flops_per_s"] == 67e12
 
@@ -162,12 +162,12 @@ def test_a_refused_model_shows_the_passes_up_to_the_refusal(tmp_path: Path) -> N
     out, error = explain(folder(tmp_path / "odd", ODD), "--device", "h100", "--json", code=1)
     found = json.loads(out)
     assert found["refused"]["pass"] == "choose_kernels"
-    assert "head_dim 24" in found["refused"]["reason"]
+    assert "head_dim 528" in found["refused"]["reason"]
     names = [row["name"] for row in found["passes"]]
     assert names[-1] == "fuse_qkv_rope_kv_write" and "page_kv_cache" in names
-    assert found["kv"]["bytes_per_token"] == 2 * 2 * 2 * 24 * 2
+    assert found["kv"]["bytes_per_token"] == 2 * 2 * 2 * 528 * 2
     assert "refused   by choose_kernels" in rendered(found)
-    assert error.startswith("inferc: choose_kernels refuses the model: head_dim 24") and error.count("\n") == 1
+    assert error.startswith("inferc: choose_kernels refuses the model: head_dim 528") and error.count("\n") == 1
 
 
 def test_the_cache_of_a_model_that_is_refused_before_it_is_paged(
@@ -181,7 +181,7 @@ def test_the_cache_of_a_model_that_is_refused_before_it_is_paged(
 
     monkeypatch.setattr(FlattenBatch, "__call__", refuse)
     found = explain_json(folder(tmp_path / "small", SMALL), "--device", "h100", code=1)
-    assert [row["name"] for row in found["passes"]] == ["canonicalise"]
+    assert [row["name"] for row in found["passes"]] == ["canonicalise", "fold_constants", "fold_uniform"]
     assert found["refused"] == {"pass": "flatten_batch", "reason": "no way to flatten this; use another model"}
     assert found["kv"]["bytes_per_token"] == 256 and found["kv"]["gqa_saves"] == 2.0
 

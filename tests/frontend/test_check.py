@@ -123,13 +123,6 @@ def test_attention_past_the_interface_is_counted(tmp_path: Path, monkeypatch: py
         capture(folder, "float32")
 
 
-def test_bloom_loses_no_mask(tmp_path: Path) -> None:
-    config = transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=320)
-    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ExportError, match="BloomForCausalLM.*attention interface"):
-        capture(tmp_path, "float32", 64)
-
-
 def test_a_big_model_has_a_small_copy() -> None:
     config = transformers.LlamaConfig(
         hidden_size=4096,

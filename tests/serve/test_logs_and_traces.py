@@ -63,7 +63,7 @@ def test_a_server_logs_requests_as_objects(tiny_artifact: Path) -> None:
         with Client(server.address) as client:
             client.complete([5] * 40, max_tokens=3, ignore_eos=True, request_id="by-grpc")
             with pytest.raises(RequestError):
-                client.complete([5] * 400, max_tokens=1)
+                client.complete([5] * 10, max_tokens=1, logit_bias={1 << 20: 1.0})
         lines = [json.loads(line) for line in server.log.splitlines()]
     assert {line["process"] for line in lines} == {"main", "engine"}
     over = [line for line in lines if line["message"].startswith("request over")]
@@ -112,7 +112,7 @@ def test_a_trace_goes_from_the_request_to_its_steps(tiny_artifact: Path, collect
         other = "00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         metadata = (("traceparent", other), ("tracestate", "a=2"), ("tracestate", "c=3"))
         call(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])), metadata=metadata)
-        request(server.url, COMPLETIONS, {"prompt": [5] * 400, "max_tokens": 1})
+        request(server.url, COMPLETIONS, {"prompt": [5] * 10, "max_tokens": 1, "logit_bias": {str(1 << 20): 1.0}})
         server.terminate()
         assert server.process.wait(30) == 0, "what is left is sent at the end"
     spans = {span.name: span for span in collector.spans if span.trace_id.hex() == parent.split("-")[1]}
