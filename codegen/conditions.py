@@ -180,7 +180,7 @@ def routing_fits(node: fx.Node) -> str:
 
 
 def is_common_score(node: fx.Node) -> str:
-    """Of a router, where a backend has the scores that most models use."""
+    """Why a router does not fit a backend that has the scores that most models use."""
     score = argument(node, "score")
     return (
         f"routing by {score}: expected one of softmax and sigmoid, of all or of the chosen"

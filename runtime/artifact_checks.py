@@ -19,7 +19,7 @@ from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, P
 
 
 def manifest_fault(manifest: Manifest) -> str | None:
-    """Of engine.json alone."""
+    """Find what contradicts itself in engine.json alone."""
     for name, entry in manifest.files.items():
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts:
@@ -62,7 +62,7 @@ def _bytes_per_token(of: KvGroup) -> int:
 
 
 def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int]) -> str | None:
-    """Of a program.json, beside what engine.json says of it. sizes: of the mapped files."""
+    """Find what contradicts itself in a program.json, or engine.json's entry of it. sizes: of the mapped files."""
     names = [each.name for each in program.step.inputs]
     if names != entry.inputs:
         return f"step.inputs: found {', '.join(names)}, and engine.json has {', '.join(entry.inputs)}"
@@ -85,7 +85,7 @@ def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int
 
 
 def records_fault(records: Sequence[Record], folder: str, files: Container[str]) -> str | None:
-    """Of the launch records of a folder of kernels: the code of each is there."""
+    """Find a launch record of a folder of kernels whose code is not there."""
     suffix = PTX if PurePosixPath(folder).name == PTX else "cubin"
     for index, record in enumerate(records):
         if f"{folder}/{record.name}.{suffix}" not in files:
