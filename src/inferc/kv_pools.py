@@ -128,7 +128,7 @@ class Eviction:
     alone and on no schedule; it sees up to a stride more than the window. Layers that attend over a window of their own have to
     have one that is no longer.
     Sources: Xiao et al. 2024, arXiv:2309.17453 (attention sinks); Zhang et al. 2023, arXiv:2306.14048 (heavy hitters, as many
-    as are kept of the latest). Keys keep the positions that they were rotated for.
+    as are kept of the latest). Keys keep the positions that they were rotated for; what ALiBi adds is by places among what is kept.
     """
 
     sinks: int

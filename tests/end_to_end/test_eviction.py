@@ -9,6 +9,7 @@ import pytest
 import torch
 from random_models import make_random_model
 from transformers import AutoModelForCausalLM
+from transformers.models.bloom import modeling_bloom
 
 import inferc
 from inferc.compiler import compile
@@ -42,17 +43,23 @@ def generate(
 
 def reference(made: Path, prompt: list[int]) -> list[int]:
     """Greedy tokens of Hugging Face's model where every position sees what `Eviction` says."""
-    model = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32, attn_implementation="eager")
-    (group,) = Eviction.parse(SPEC).apply([CacheGroup("full", 0, 8)], BLOCK)
     ids = list(prompt)
     while len(ids) < len(prompt) + NEW_TOKENS:
-        keys = torch.arange(len(ids))
-        first = torch.tensor([group.first_key(position) for position in range(len(ids))])[:, None]
-        seen = (keys <= keys[:, None]) & ((keys >= first) | (keys < group.sinks))
-        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
-        with torch.no_grad():
-            ids.append(int(model(torch.tensor([ids]), attention_mask=mask).logits[0, -1].argmax()))
+        ids.append(int(logits(made, ids)[-1].argmax()))
     return ids[len(prompt) :]
+
+
+def logits(made: Path, ids: list[int]) -> torch.Tensor:
+    """Hugging Face's, [len(ids), vocabulary], where every position sees what `Eviction` says."""
+    model = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32, attn_implementation="eager")
+    (group,) = Eviction.parse(SPEC).apply([CacheGroup("full", 0, 8)], BLOCK)
+    keys = torch.arange(len(ids))
+    first = torch.tensor([group.first_key(position) for position in range(len(ids))])[:, None]
+    seen = (keys <= keys[:, None]) & ((keys >= first) | (keys < group.sinks))
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        out: torch.Tensor = model(torch.tensor([ids]), attention_mask=mask).logits[0]
+    return out
 
 
 HEAVY = "heavy-hitters:160"
@@ -106,6 +113,31 @@ def test_tokens_are_those_of_a_mask_under_every_schedule(made: Path) -> None:
     row = 2 * 2 * 16 * 4 * 2  # bytes of a token
     tight = generate(made, kv_evict=SPEC, kv_memory_bytes=17 * BLOCK * row, overcommit=True, **small)
     assert tight == (bits, forgotten)
+
+
+def test_with_alibi_distances_are_those_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_random_model("bloom", tmp_path / "model", "float32", n_head=4, n_layer=2)
+    compile(tmp_path / "model", tmp_path / "artifact", CompileConfig(certify="none", dtype="float32", block_size=BLOCK))
+    (group,) = Eviction.parse(SPEC).apply([CacheGroup("full", 0, 8)], BLOCK)
+
+    def closed_up(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """ALiBi of keys that move up to the sinks where those between are forgotten: [num_heads, queries, keys]."""
+        keys = torch.arange(mask.shape[-1])
+        gap = torch.tensor([max(0, group.first_key(position) - group.sinks) for position in range(len(keys))])
+        places = torch.where(keys < group.sinks, keys, keys - gap[:, None])
+        return modeling_bloom._get_alibi_slopes(num_heads, mask.device)[:, None, None] * places.to(dtype)
+
+    monkeypatch.setattr(modeling_bloom, "build_alibi_tensor", closed_up)
+    bits, forgotten = generate(tmp_path, kv_evict=SPEC)
+    assert forgotten == [64, 64, 0]
+    for prompt, row in zip(PROMPTS, bits, strict=True):
+        tokens = [token for token, _ in row]
+        logprobs = logits(tmp_path, prompt + tokens)[len(prompt) - 1 : -1].log_softmax(-1)
+        assert tokens == logprobs.argmax(-1).tolist()
+        found = torch.tensor([logprob for _, logprob in row])
+        assert float((found - logprobs.max(-1).values).abs().max()) < 2e-6
+    small: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 2, "num_threads": 2}
+    assert generate(tmp_path, kv_evict=SPEC, prefix_cache=False, **small)[0] == bits
 
 
 def test_what_attention_chose_is_kept_under_every_schedule(made: Path) -> None:
