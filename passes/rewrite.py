@@ -62,18 +62,43 @@ def _linear_type(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return row.new_empty((*x.shape[:-1], row.shape[-1]))
 
 
-# polar's fake kernel makes a symbolic size a number, and linear's asks for one in torch 2.11 where x has a batch.
-TYPED_AS: dict[Any, Any] = {aten.polar.default: _polar_type, aten.linear.default: _linear_type}
+def _matmul_type(left: Tensor, right: Tensor) -> Tensor:
+    """Leave the checks to the product of one row and one column, whose sizes are numbers."""
+    if left.dim() < 2 or right.dim() < 2:
+        return aten.matmul.default(left, right)
+    one = aten.mm.default(left.new_empty((1, left.shape[-1])), right.new_empty((right.shape[-2], 1)))
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    return one.new_empty((*batch, left.shape[-2], right.shape[-1]))
+
+
+# polar's fake kernel makes a symbolic size a number, and in torch 2.11 those of products do where there is a batch.
+TYPED_AS: dict[Any, Any] = {
+    aten.polar.default: _polar_type,
+    aten.linear.default: _linear_type,
+    aten.matmul.default: _matmul_type,
+}
 
 
 def infer_type(program: Program, node: fx.Node) -> Any:
-    """What `node` returns, computed by its op on fake tensors; equal calls, as in equal layers, are computed once."""
+    """What `node` returns, computed by its op on fake tensors; equal calls, as in equal layers, are computed once.
+
+    Raises ValueError if that makes a size that is open one number, as it would be from then on in the whole program.
+    """
     key = (node.target, _type_key(node.args), _type_key(node.kwargs))
     if key not in program.types:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         with program.fake_mode:
-            program.types[key] = TYPED_AS.get(node.target, node.target)(*args, **kwargs)
+            value = TYPED_AS.get(node.target, node.target)(*args, **kwargs)
+        for symbol, size in _fixed_sizes(program).items():
+            raise ValueError(f"{node.target} makes the size {symbol} the number {size}: give it a type of its own")
+        program.types[key] = value
     return program.types[key]
+
+
+def _fixed_sizes(program: Program) -> dict[Any, Any]:
+    """Symbols of the program's sizes that a fake kernel took for numbers, and which."""
+    env = program.fake_mode.shape_env
+    return {} if env is None else {symbol: size for symbol, size in env.replacements.items() if size.is_number}
 
 
 def _type_key(arg: Any) -> Any:

@@ -34,30 +34,58 @@ def test_a_float_capture_takes_constants_only() -> None:
     assert "aten.neg(%x)" in made.program.to_text()
 
 
-def product_type(row: tuple[int, ...], *others: tuple[int, ...]) -> str:
-    """The type of rows of these sizes, in any number, multiplied by a weight; others: the weight's sizes, and a bias's."""
+def type_of(target: Any, *sizes: tuple[int | str, ...], **kwargs: Any) -> str:
+    """The type of a call on float32 tensors of these sizes, of which "rows" is any number."""
     made = new_program()
     num_rows = made.new_symbol(TOKENS)
-    node = made.graph.call_function(aten.linear.default)
-    shapes: list[tuple[int | torch.SymInt, ...]] = [(num_rows, *row), *others]
-    for index, sizes in enumerate(shapes):
+    node = made.graph.call_function(target, kwargs=kwargs)
+    for index, each in enumerate(sizes):
         source = made.graph.placeholder(f"x{index}")
-        source.meta["val"] = made.fake(sizes, torch.float32)
+        source.meta["val"] = made.fake([num_rows if size == "rows" else size for size in each], torch.float32)  # type: ignore[misc]
         node.args = (*node.args, source)
     return type_text(infer_type(made, node)).replace(type_text(num_rows), "rows")
 
 
 @pytest.mark.parametrize("bias", [(), ((6,),)])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
-def test_a_product_of_any_batch_is_typed(batch: tuple[int, ...], bias: tuple[tuple[int, ...], ...]) -> None:
+def test_a_linear_of_any_batch_is_typed(batch: tuple[int, ...], bias: tuple[tuple[int, ...], ...]) -> None:
     sizes = ", ".join(map(str, ("rows", *batch, 6)))
-    assert product_type((*batch, 8), (6, 8), *bias) == f"float32[{sizes}]"
+    assert type_of(aten.linear.default, ("rows", *batch, 8), (6, 8), *bias) == f"float32[{sizes}]"
 
 
 @pytest.mark.parametrize("others", [((6, 9),), ((6, 8), (5,))])
-def test_a_product_that_does_not_fit_is_refused(others: tuple[tuple[int, ...], ...]) -> None:
+def test_a_linear_that_does_not_fit_is_refused(others: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(RuntimeError, match="must have same reduction dim|expected shape should be"):
-        product_type((3, 8), *others)
+        type_of(aten.linear.default, ("rows", 3, 8), *others)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "product"),
+    [
+        ((1, 32, 1), (1, 1, "rows"), "1, 32, rows"),
+        ((1, "rows", 8), (8, 6), "1, rows, 6"),
+        ((2, 1, "rows", 8), (3, 8, "rows"), "2, 3, rows, rows"),
+        (("rows", 8), (8,), "rows"),
+    ],
+)
+def test_a_product_of_any_batch_is_typed(
+    left: tuple[int | str, ...], right: tuple[int | str, ...], product: str
+) -> None:
+    assert type_of(aten.matmul.default, left, right) == f"float32[{product}]"
+
+
+def test_a_product_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|must have same reduction dim"):
+        type_of(aten.matmul.default, (1, "rows", 8), (7, 6))
+    with pytest.raises(RuntimeError, match="broadcast"):
+        type_of(aten.matmul.default, (2, "rows", 8), (3, 8, 6))
+
+
+def test_a_call_that_makes_an_open_size_a_number_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"aten.reshape.default makes the size s\d+ the number 5: give it a type of its own"
+    ):
+        type_of(aten.reshape.default, ("rows", 4), shape=[TOKENS, 4])
 
 
 def test_new_nodes_are_typed_and_take_the_old_name_and_layer() -> None:
