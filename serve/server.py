@@ -24,7 +24,7 @@ from inferc.serve.kv_events import KvPublisherConfig
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import ModelOptions, Models, ModelSource
 from inferc.serve.open_files import Places, allow_open_files
-from inferc.serve.signals import Signals
+from inferc.serve.signals import Signals, handlers_kept
 
 if TYPE_CHECKING:
     from inferc.serve.http_server import HttpServer
@@ -118,9 +118,10 @@ class Addresses:
 def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
     """Serve until SIGTERM or ^C; `on_ready` is called once requests are taken. Returns an exit code.
 
-    Raises ArtifactError or ConfigError if it cannot start.
+    Handlers of both signals are what they were when it returns. Raises ArtifactError or ConfigError if it cannot start.
     """
-    return asyncio.run(_serve(config, on_ready))
+    with handlers_kept():
+        return asyncio.run(_serve(config, on_ready))
 
 
 async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:

@@ -14,6 +14,8 @@ import faulthandler
 import platform
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 HANG_SECONDS = 10.0  # that a loop stands still while requests end
 LAST_SECONDS = 20.0  # for everything to be closed after the second signal; engines have ten of them
@@ -66,6 +68,17 @@ class Signals:
     def _keep_alive(self) -> None:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=STDERR)
         self._beat = self._loop.call_later(BEAT_SECONDS, self._keep_alive)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Behind it, handlers of SIGTERM and SIGINT are what they were in front."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _SigAction(ctypes.Structure):

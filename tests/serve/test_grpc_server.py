@@ -1,6 +1,7 @@
 """A real server process, spoken to over a real channel."""
 
 import asyncio
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from inferc.serve.inference_service import InferenceService
 from inferc.serve.models import ModelSource
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.server import ServeConfig, serve
+from inferc.serve.signals import NUMBERS
 from inferc.serve.streams import RequestAborted
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -372,9 +374,11 @@ def test_sigterm_while_it_loads_ends_it_at_once(tiny_artifact: Path) -> None:
 
 
 def test_a_port_in_use_is_known_before_anything_is_loaded(served: str, tmp_path: Path) -> None:
+    handlers = [signal.getsignal(number) for number in NUMBERS]
     with pytest.raises(ConfigError, match="the port is in use"):
         config = ServeConfig((ModelSource("none", tmp_path / "none"),), grpc_port=int(served.rpartition(":")[2]))
         serve(config, print)
+    assert [signal.getsignal(number) for number in NUMBERS] == handlers
 
 
 def test_an_objective_that_can_not_be_met_is_told_as_such(tiny_artifact: Path) -> None:
