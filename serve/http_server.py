@@ -74,12 +74,17 @@ class HttpServer(uvicorn.Server):
     """Serves an application on a socket that is bound already, and leaves signals to whoever runs it."""
 
     def __init__(
-        self, app: Any, listener: Listener, context: ssl.SSLContext | None = None, max_connections: int | None = None
+        self,
+        app: Any,
+        listener: Listener,
+        context: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        """context: of TLS. max_connections: at the same time; None: any number."""
+        """context: of TLS. max_connections: at the same time; None: any number. max_body_bytes: as the application's."""
         listener.connections = None if max_connections is None else Connections(max_connections)
         listener.greets = context is None
-        protocol: Any = partial(Protocol, connections=listener.connections)
+        protocol: Any = partial(Protocol, connections=listener.connections, max_body_bytes=max_body_bytes)
         config = uvicorn.Config(
             app,
             http=protocol,

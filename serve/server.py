@@ -247,7 +247,7 @@ class _Server:
             config.max_body_bytes,
             checks_host=config.is_open and context is None,
         )
-        self._http = HttpServer(app, listener, context, self._places.http)
+        self._http = HttpServer(app, listener, context, self._places.http, config.max_body_bytes)
         self._http_task = asyncio.create_task(self._http.run_until_stopped())
 
     @property

@@ -15,6 +15,7 @@ import pytest
 from inferc.serve import connections, http_address
 from inferc.serve.access import Access
 from inferc.serve.connections import ACCEPT_FAILED, Connections, Seldom, quiet_accept_errors
+from inferc.serve.http_protocol import BEGINS_AT_BYTES
 from inferc.serve.http_server import HttpServer, make_app
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -25,11 +26,17 @@ Open = Callable[[bytes], Awaitable[asyncio.StreamReader]]
 def with_places(limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
     """Run `work` against an endpoint with so many places; it opens connections that have sent some bytes."""
 
+    models: Any = SimpleNamespace(is_serving=True, is_broken=False)
+    metrics: Any = SimpleNamespace(responses=Counter())
+    with_application(make_app(models, metrics, Access()), limit, work)
+
+
+def with_application(app: Any, limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
+    """The same of any ASGI application."""
+
     async def run() -> None:
-        models: Any = SimpleNamespace(is_serving=True, is_broken=False)
-        metrics: Any = SimpleNamespace(responses=Counter())
         listener = http_address.bind("127.0.0.1", 0)
-        server = HttpServer(make_app(models, metrics, Access()), listener, max_connections=limit)
+        server = HttpServer(app, listener, max_connections=limit)
         running = asyncio.create_task(server.run_until_stopped())
         writers = []
 
@@ -103,6 +110,68 @@ def test_beyond_the_places_for_health_a_connection_is_closed_at_once(monkeypatch
         assert (await asyncio.wait_for(refused.read(), 30)).startswith(b"HTTP/1.1 503 ")
 
     with_places(1, work)
+
+
+class Lengths:
+    """An ASGI application that answers with the length of the body."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.has_begun = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.begun.append(scope["path"])
+        self.has_begun.set()
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        length = str(size).encode()
+        headers = [(b"content-length", str(len(length)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": length})
+
+
+def post(path: str, length: int, body: bytes = b"", more: str = "") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n{more}\r\n".encode() + body
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    begin = await head(reader)
+    assert begin.startswith(b"HTTP/1.1 200 OK\r\n")
+    return await reader.readexactly(int(begin.partition(b"content-length: ")[2].split()[0]))
+
+
+def test_the_application_begins_with_a_request_when_its_body_is_there() -> None:
+    app = Lengths()
+
+    async def work(opened: Open) -> None:
+        slow = await opened(post("/before", 1, b"a") + post("/slow", 3, b"ab"))
+        assert await answer(slow) == b"1"
+        both = await opened(post("/first", 2, b"ab") + post("/second", 3, b"abc"))
+        assert (await answer(both), await answer(both)) == (b"2", b"3")
+        chunks = await opened(
+            b"POST /chunks HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
+        )
+        assert await answer(chunks) == b"2"
+        assert app.begun == ["/before", "/first", "/second", "/chunks"]
+
+    with_application(app, 8, work)
+    assert "/slow" not in app.begun
+
+
+def test_of_a_long_body_it_hears_before_the_end_and_of_one_that_waits_for_leave() -> None:
+    app = Lengths()
+
+    async def work(opened: Open) -> None:
+        asks = await opened(post("/asks", 3, more="expect: 100-continue\r\n"))
+        assert await head(asks) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        app.has_begun.clear()
+        await opened(post("/long", 1 << 20, bytes(BEGINS_AT_BYTES)))
+        await asyncio.wait_for(app.has_begun.wait(), 30)
+        assert app.begun == ["/asks", "/long"]
+
+    with_application(app, 8, work)
 
 
 def test_a_connection_that_is_closed_gives_its_place_back() -> None:
