@@ -70,7 +70,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        ARRIVED_AT.set(time.monotonic())
+        ARRIVED_AT.set(scope.get("arrived_at") or time.monotonic())  # with its head, as the protocol says
         scope["path"] = scope["path"].rstrip("/") or "/"  # a redirect would not know what scheme a proxy is asked by
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")

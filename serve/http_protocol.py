@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -92,6 +93,8 @@ class Protocol(HttpToolsProtocol):
                 self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
                 return
             self._connections.busy(self._number)
+        scope: Any = self.scope  # of a type that knows ASGI's keys alone
+        scope["arrived_at"] = time.monotonic()
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:

@@ -137,21 +137,21 @@ def test_positions_that_start_later_look_into_a_shorter_table() -> None:
 
 def test_a_tensor_that_is_filled_part_by_part_is_a_concatenation() -> None:
     def graph(x: Any, y: Any) -> Any:
-        whole = aten.new_empty.default(x, [5, 7])
+        whole = aten.new_empty.default(x, [6, 7])
         part = aten.copy.default(aten.slice.Tensor(whole, 1, 0, 4), x)
         whole = aten.slice_scatter.default(whole, part, 1, 0, 4)
         part = aten.copy.default(aten.slice.Tensor(whole, 1, 4, 7), y)
         return aten.slice_scatter.default(whole, part, 1, 4, 2**63 - 1)
 
     golden = """
-        %x: float32[5, 4] = input
-        %y: float32[5, 3] = input
-        %0: float32[5, 7] = aten.cat([%x, %y], -1)
+        %x: float32[6, 4] = input
+        %y: float32[6, 3] = input
+        %0: float32[6, 7] = aten.cat([%x, %y], -1)
         return (%0)
     """
-    made = example(graph, {"x": random(5, 4), "y": random(5, 3, seed=1)})
+    made = example(graph, {"x": random(6, 4), "y": random(6, 3, seed=1)})
     assert Canonicalise()(made.program) > 0
-    assert made.program.to_text().replace("s0", "5") == textwrap.dedent(golden).lstrip("\n")
+    assert made.program.to_text() == textwrap.dedent(golden).lstrip("\n")
     torch.testing.assert_close(made.run()[0], torch.cat((made.inputs["x"], made.inputs["y"]), -1))
 
 
