@@ -149,6 +149,10 @@ def test_heads_in_front_of_tokens_broadcast_to_rows() -> None:
     check(example(biased, IDS, {"embed": random(7, 8), "bias": random(2, 1, 4)}), golden)
 
 
+def times_its_transpose(x: Any) -> Any:
+    return aten.mul.Tensor(x, aten.transpose.int(x, 1, 2))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -167,14 +171,13 @@ def test_heads_in_front_of_tokens_broadcast_to_rows() -> None:
             "cannot run aten.zeros yet",
         ),
         (lambda x: aten.view.default(x, [1, 2, -1, 4]), "mixes tokens with the axes before"),
-        (lambda x: aten.mul.Tensor(x, aten.transpose.int(x, 1, 2)), "tokens on different axes|no one axis"),
+        (lambda x: times_its_transpose(aten.slice.Tensor(x, 2, 0, 1)), "tokens on different axes|no one axis"),
     ],
 )
 def test_refuses_by_name(function: Any, message: str) -> None:
     def graph(token_ids: Any, positions: Any, embed: Any) -> Any:
         return function(aten.embedding.default(embed, token_ids))
 
-    weights = {"embed": random(7, TOKENS if "different" in message else 8)}
-    made = example(graph, IDS, weights)
+    made = example(graph, IDS, {"embed": random(7, 8)})
     with pytest.raises(UnsupportedError, match=message):
         FlattenBatch()(made.program)
