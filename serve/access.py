@@ -29,6 +29,7 @@ from inferc.whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
+OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
 PREFIX = "ik-"  # of a key, so that scanners for leaked secrets know it
 LOOK_SECONDS = 1.0  # how often the file is looked at, at most
 

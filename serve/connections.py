@@ -13,9 +13,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from inferc.serve.access import OPEN
+
 log = logging.getLogger(__name__)
 
-HEALTH_PLACES = 32  # beyond the limit, for those who ask for health
+HEALTH_PLACES = 128  # beyond the limit, for those who ask for health
+PROBES = tuple(b"GET " + path.encode() for path in sorted(OPEN))  # how a request for health begins
+PEEKED_BYTES = max(map(len, PROBES))
+READ_BYTES = 64 << 10
+REFUSED_AT_ONCE = 64  # in a row, before others have their turn
 SAY_SECONDS = 60.0  # from one line about this to the next
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's words for it
@@ -41,15 +47,21 @@ class Connections:
             self._say(
                 f"{len(self._open)} HTTP connections are open, and there are places for {self.limit}: idle ones are closed"
             )
-            if self._idle:
-                self._end_oldest()
-            elif len(self._open) >= self.limit + HEALTH_PLACES:
+            has_place_for_health = self.is_full and len(self._open) < self.limit + HEALTH_PLACES
+            if not has_place_for_health and not self._idle:
                 return False
-            else:
+            if self.is_full:
                 self._extra.add(number)
+            if not has_place_for_health:
+                self._end_oldest()
         self._open[number] = connection
         self._idle[number] = None
         return True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every place is taken by a connection that is busy."""
+        return len(self._open) - len(self._idle) >= self.limit
 
     def _end_oldest(self) -> None:
         number = next(iter(self._idle))
@@ -83,20 +95,36 @@ class Listener(socket.socket):
     greets = True  # who finds no place is told so, in plain HTTP
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises BlockingIOError if nobody waits, or if who waited was turned away."""
-        plain, address = super().accept()
-        if self.connections is None:
-            return plain, address
-        connection = _Counted(plain.family, plain.type, plain.proto, plain.detach())
-        if self.connections.came(connection):
-            connection.of = self.connections
-            return connection, address
-        if self.greets:
-            connection.setblocking(False)
-            with suppress(OSError):
-                connection.send(FULL)
-        connection.close()
+        """Raises BlockingIOError if nobody waits, or if all who waited were turned away."""
+        for _ in range(REFUSED_AT_ONCE):
+            plain, address = super().accept()
+            if self.connections is None:
+                return plain, address
+            connection = _Counted(plain.family, plain.type, plain.proto, plain.detach())
+            if not self._is_in_vain(connection) and self.connections.came(connection):
+                connection.of = self.connections
+                return connection, address
+            if self.greets:
+                connection.setblocking(False)
+                with suppress(OSError):
+                    connection.send(FULL)
+                    connection.recv(
+                        READ_BYTES
+                    )  # what is not read would have the system reset it, and the answer be lost
+            connection.close()
         raise BlockingIOError
+
+    def _is_in_vain(self, connection: socket.socket) -> bool:
+        """Whether there is no place, and it has asked for something other than health already: as far as can be seen from
+        outside, which under TLS is not at all."""
+        assert self.connections is not None
+        if not (self.greets and self.connections.is_full):
+            return False
+        try:
+            begin = connection.recv(PEEKED_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:  # nothing is there yet
+            return False
+        return not any(begin.startswith(probe[: len(begin)]) for probe in PROBES)
 
 
 class _Counted(socket.socket):

@@ -1,6 +1,6 @@
 """The bytes of a gRPC request, looked through before anything is made of them.
 
-A message of 64 MiB can hold 32 million empty messages of two bytes, which are gigabytes once they are objects. So fields are
+A message of 32 MiB can hold 16 million empty messages of two bytes, which are gigabytes once they are objects. So fields are
 counted first, by the wire format alone, and a field that this server's .proto does not have is found on the way.
 
 Source: protobuf.dev/programming-guides/encoding.

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from inferc.errors import InfercError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.runtime.openai_answer import field_of
-from inferc.serve.access import ANYBODY, CALLER, Access, Unauthenticated, secret_of
+from inferc.serve.access import ANYBODY, CALLER, OPEN, Access, Unauthenticated, secret_of
 from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.http_address import is_of_this_network
 from inferc.serve.statuses import OUR_FAULT, Told, told
@@ -31,7 +31,6 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
 MAX_BODY_BYTES = 64 << 20
 STARTS_AT_ONCE = 8
 BODIES_AT_ONCE = 16  # of the largest size, in memory

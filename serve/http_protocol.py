@@ -8,8 +8,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from inferc.serve.access import OPEN
 from inferc.serve.connections import Connections
-from inferc.serve.http_edge import MAX_BODY_BYTES, OPEN
+from inferc.serve.http_edge import MAX_BODY_BYTES
 
 MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follows its body
 LOOK_SECONDS = 30.0  # a head must be whole by then

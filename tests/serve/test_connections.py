@@ -41,10 +41,10 @@ def with_application(app: Any, limit: int, work: Callable[[Open], Awaitable[None
         writers = []
 
         async def opened(sent: bytes) -> asyncio.StreamReader:
-            reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+            connection = socket.create_connection(listener.getsockname())
+            connection.sendall(sent)  # before the endpoint, which is of this thread, has seen that it is there
+            reader, writer = await asyncio.open_connection(sock=connection)
             writers.append(writer)
-            writer.write(sent)
-            await writer.drain()
             return reader
 
         await work(opened)
@@ -195,6 +195,43 @@ def test_a_connection_that_is_closed_gives_its_place_back() -> None:
     for pair in pairs:
         for each in pair:
             each.close()
+
+
+def test_beyond_the_limit_who_asks_for_nothing_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
+    places = Connections(1, lambda message: None)
+    pairs = [socket.socketpair() for _ in range(4)]
+    ours = [pair[0] for pair in pairs]
+    assert places.came(ours[0]) and not places.is_full
+    places.busy(ours[0].fileno())
+    assert places.is_full
+    assert places.came(ours[1]) and places.is_extra(ours[1].fileno())
+    assert places.came(ours[2]) and places.is_extra(ours[2].fileno()), (
+        "in the place of the one that has asked for nothing"
+    )
+    assert pairs[1][1].recv(1) == b""
+    places.left(ours[1].fileno())
+    places.busy(ours[2].fileno())
+    assert not places.came(ours[3]) and not places.is_extra(ours[3].fileno())
+    for pair in pairs:
+        for each in pair:
+            each.close()
+
+
+def test_who_has_asked_for_something_else_takes_no_place_for_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it put anybody out who has asked for nothing yet."""
+    monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
+
+    async def work(opened: Open) -> None:
+        await began(opened)
+        silent = await opened(b"")
+        for _ in range(3):
+            refused = await opened(BEGUN)
+            assert (await asyncio.wait_for(refused.read(), 30)).startswith(b"HTTP/1.1 503 ")
+        assert not silent.at_eof()
+        assert b" 200 " in await head(await opened(HEALTH))
+
+    with_places(1, work)
 
 
 def test_a_line_comes_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
