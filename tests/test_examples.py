@@ -39,6 +39,7 @@ def test_sampling(tiny_artifact: Path, tmp_path: Path) -> None:
     assert first.count("---") == 3 and first == second
 
 
+@pytest.mark.slow
 def test_own_pass(tmp_path: Path) -> None:
     plain, tokens, own, same_tokens = run("own_pass.py", tmp_path / "out", cwd=tmp_path).splitlines()
     assert "'cpp.add.float32': 5" in plain and "'example.add_rms_norm': 5" in own and "cpp.add." not in own

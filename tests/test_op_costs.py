@@ -340,7 +340,8 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
-    ("family", "more"), [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("mixtral", EXPERTS)]
+    ("family", "more"),
+    [("llama", {}), pytest.param("qwen3", {"tie_word_embeddings": True}, marks=pytest.mark.slow), ("mixtral", EXPERTS)],
 )
 def test_the_lowered_program_never_moves_more_than_the_captured(
     family: str, more: dict[str, Any], tmp_path: Path

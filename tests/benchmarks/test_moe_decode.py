@@ -21,6 +21,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_step_reads_the_chosen_experts(path: Path) -> None:
     one = moe_decode.row_of(4, "bfloat16", path, [0.5, 0.25, 1.0], read=1e9, steps=3, batch=1)
     assert one["experts_a_step"] == 2 * 2, "two experts in each of two layers"

@@ -155,7 +155,7 @@ def test_unwritable_output(tiny_llama_folder: Path, tmp_path: Path) -> None:
     assert "file" in one_line(refused_here("compile", tiny_llama_folder, "-o", tmp_path / "file" / "out"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupt_leaves_nothing_half_written(number: signal.Signals, tiny_llama_folder: Path, tmp_path: Path) -> None:
     command = [*INFERC, "compile", str(tiny_llama_folder), "-o", str(tmp_path / "out")]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as compiling:

@@ -141,6 +141,7 @@ def test_objectives_that_not_even_lone_requests_keep(tiny_artifact: Path, tmp_pa
     assert "allow more by --ttft" in error and not config.exists()
 
 
+@pytest.mark.slow
 def test_a_time_that_is_too_short_for_the_default(tiny_artifact: Path, tmp_path: Path) -> None:
     config = tmp_path / "best.toml"
     options = ("--minutes", "0.01", "--input-len", "12", "--output-len", "4", "-o", config)

@@ -283,7 +283,9 @@ def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
     assert not any(found[name]["products"] for name in ("prefill", "decode", "decode of 3"))  # of few tokens
 
 
-@pytest.mark.parametrize("isa", detect_isa())
+@pytest.mark.parametrize(
+    "isa", [*detect_isa()[:1], *(pytest.param(isa, marks=pytest.mark.slow) for isa in detect_isa()[1:])]
+)
 def test_bench_kernels_holds_products_beside_the_model_of_their_cost(tiny_artifact: Path, isa: str) -> None:
     arguments = ("bench", "kernels", tiny_artifact, "--input-len", "64", "--num-seqs", "1", "--isa", isa)
     found = run_json(*arguments)

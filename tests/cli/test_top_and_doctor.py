@@ -247,6 +247,7 @@ def test_memory_pressure(tiny_artifact: Path) -> None:
     assert "KV cache" in found["checks"][1]["evidence"][0]
 
 
+@pytest.mark.slow
 def test_a_batch_without_places(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-num-seqs", "2") as server, load(server, 12, max_tokens=100):
         time.sleep(1)
@@ -310,6 +311,7 @@ def far_away(url: str, seconds: float) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_long_way(tiny_artifact: Path) -> None:
     with (
         Server(tiny_artifact) as server,

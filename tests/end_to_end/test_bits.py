@@ -35,7 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4-experts": {"quantize": "int4"},
     "w8a8-experts": {"quantize": "w8a8"},
 }
-KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("w8a8-kv-int8", "w8a8-experts"))) for kind in OPTIONS]
+OFTEN = ("bfloat16", "int8", "kv-int8", "int4-experts")
+KINDS = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -96,7 +96,7 @@ ALIKE |= {
     "glm4",
     "exaone4",
 }
-ALIKE |= {"mpt", "gptj", "gpt_neox_japanese", "xglm"}
+ALIKE |= {"mpt", "gptj", "gpt_neox_japanese", "xglm", "codegen", "qwen3", "gemma2"}
 
 
 @scripts

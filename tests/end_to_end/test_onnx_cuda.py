@@ -44,7 +44,9 @@ def tokens_of(path: Path, **options: Any) -> list[list[int]]:
         return [list(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize(("model", "quantize"), [("tiny-draft", None), ("tiny-moe", "int4")])
+@pytest.mark.parametrize(
+    ("model", "quantize"), [("tiny-draft", None), pytest.param("tiny-moe", "int4", marks=pytest.mark.slow)]
+)
 def test_tokens_are_those_of_the_same_ops_on_the_cpu(model: str, quantize: Any, gpu: FakeCuda, tmp_path: Path) -> None:
     compile(SHIPPED / model, tmp_path / "gpu", replace(ON_GPU, quantize=quantize))
     compile(SHIPPED / model, tmp_path / "cpu", replace(ON_GPU, target="onnx", dtype="float16", quantize=quantize))

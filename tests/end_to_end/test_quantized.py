@@ -44,7 +44,7 @@ def logits_of(folder: Path, out: Path, **options: Any) -> torch.Tensor:
     return torch.cat(run_kernels(out, PROMPTS, num_greedy=8)[1])
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=(*MODELS[:2], pytest.param(MODELS[2], marks=pytest.mark.slow)))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A float32 model, and the logits of the one with its dequantized weights."""
     folder = tmp_path_factory.mktemp("quantized")

@@ -115,7 +115,7 @@ def test_in_fp8(model: str, tmp_path: Path) -> None:
 
 
 # Windows and sinks; latents and groups of experts; chunks and scaled inputs of experts.
-FAMILIES_HERE = ("gpt_oss", "deepseek_v3", "llama4_text")
+FAMILIES_HERE = ("gpt_oss",)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,14 @@ def test_the_kernels_are_timed_after_more_tokens_than_the_windows_pool_holds(mad
 # ---------------------------------------------------------------------------------------------------- bits
 
 
-@pytest.fixture(scope="module", params=[(kind, dtype) for kind in FAMILIES for dtype in ("bfloat16", "float32")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((kind, dtype), marks=() if dtype == "bfloat16" else pytest.mark.slow)
+        for kind in FAMILIES
+        for dtype in ("bfloat16", "float32")
+    ],
+)
 def exact(request: pytest.FixtureRequest, make: Callable[[str, str], Made]) -> Made:
     return make(*request.param)
 

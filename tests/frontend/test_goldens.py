@@ -36,6 +36,8 @@ RARE = {  # run with the slow tests
     "minimax_m2",
     "glm4_moe",
     "minicpm3",
+    *("qwen2", "gemma", "mistral", "granite", "olmo2", "starcoder2", "stablelm", "smollm3", "phi3"),
+    *("qwen2_moe", "qwen3_moe", "olmoe", "glm4", "deepseek_v2"),
 }
 COMPACT: dict[str, dict[str, Any]] = {  # every kind of layer in fewer of them
     "exaone4": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},

@@ -121,11 +121,10 @@ def test_a_config_alone_is_a_checkpoint_of_its_class(tmp_path: Path) -> None:
             *("qwen2", 8, (2, 4), {"layer_types": ["sliding_attention", "full_attention"] * 4, **WINDOWS}),
             marks=pytest.mark.slow,
         ),
-        (
-            "qwen3_moe",
-            6,
-            (2, 3),
+        pytest.param(
+            *("qwen3_moe", 6, (2, 3)),
             {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            marks=pytest.mark.slow,
         ),
         pytest.param("deepseek_v3", 6, (2, 3), LATENT, marks=pytest.mark.slow),
     ],

@@ -115,7 +115,7 @@ def test_a_layer_is_known_by_its_attributes(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "num_layers", "num_traced", "dtype", "more"),
     [
-        ("llama", 8, 3, "bfloat16", {}),
+        pytest.param("llama", 8, 3, "bfloat16", {}, marks=pytest.mark.slow),
         ("gpt2", 4, 3, "float32", {"n_layer": 4}),  # weights that are transposed in the graph
         pytest.param("gemma3_text", 8, 6, "float32", {"layer_types": WINDOWS_AND_FULL * 4}, marks=pytest.mark.slow),
         # a dense layer, then experts, each layer with a buffer
@@ -182,7 +182,11 @@ def replaced(how: Callable[[Any, torch.Tensor], torch.Tensor], patch: pytest.Mon
     ("how", "reason"),
     [
         (lambda layer, hidden: hidden * (2.0 + layer.self_attn.layer_idx), "aten.mul.Tensor"),
-        (lambda layer, hidden: hidden.tanh() if layer.self_attn.layer_idx == 3 else hidden, "are of other modules"),
+        pytest.param(
+            lambda layer, hidden: hidden.tanh() if layer.self_attn.layer_idx == 3 else hidden,
+            "are of other modules",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_layers_that_only_look_equal_are_all_traced(

@@ -118,8 +118,14 @@ def test_only_tokens_of_a_ranks_experts_arrive() -> None:
         assert torch.equal(result, x * torch.tensor([[1.0], [1], [2], [1], [1]]))
 
 
-@pytest.mark.parametrize("ep", [2, 4, 8])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [
+        pytest.param(name, ep, marks=() if name == "mixtral" or ep == 4 else pytest.mark.slow)
+        for name in MODELS
+        for ep in (2, 4, 8)
+    ],
+)
 def test_ranks_together_are_the_whole(name: str, ep: int) -> None:
     assert_equal(name, Ranks(ep=ep))
 

@@ -180,7 +180,9 @@ def test_there_is_no_gpu_here(artifacts: Path) -> None:
         load_engine(artifacts / "llama")
 
 
-@pytest.mark.parametrize(("model", "capability"), [("llama", [12, 0]), ("llama-library", [9, 0])])
+@pytest.mark.parametrize(
+    ("model", "capability"), [("llama", [12, 0]), pytest.param("llama-library", [9, 0], marks=pytest.mark.slow)]
+)
 def test_a_prompt_on_the_command_line(
     artifacts: Path, generated_by_reference: list[list[int]], model: str, capability: list[int]
 ) -> None:

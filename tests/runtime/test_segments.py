@@ -50,6 +50,7 @@ def compiled(folder: Path, names: Iterable[str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_on_a_fake_gpu(artifacts: Path) -> None:
     assert_passes(artifacts, ["llama"], str(FOLDER / "check_segments.py"))
 

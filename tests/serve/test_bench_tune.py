@@ -146,6 +146,7 @@ def test_a_rate_is_borne_if_requests_are_good_and_answers_keep_up() -> None:
 # Planted prices
 
 
+@pytest.mark.slow
 def test_where_a_step_costs_the_same_for_all_more_sequences_are_better(small_grid: None) -> None:
     of = simulator(prices(step_ms=10), seconds=2.0)
     rows, notes = _simulate(WISH, of, DEFAULT, 0, _Clock(600), lambda *_: None)

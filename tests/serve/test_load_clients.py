@@ -12,7 +12,8 @@ from http_calls import request
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", pytest.param("/v1/completions", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_guidellm(url: str, tiny_artifact: Path, tmp_path: Path, route: str) -> None:
     requests, output_len = 12, 8
     command = [

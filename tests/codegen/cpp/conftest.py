@@ -46,11 +46,21 @@ def is_long(item: pytest.Function) -> bool:
     return item.originalname in NOT_EMULATED or large or ("mask" in params and not once)
 
 
+SLOW_FOR_BF16 = {
+    "test_a_row_with_alibi_does_not_either",
+    "test_a_row_does_not_depend_on_batch_or_chunks",
+    "test_no_cut_changes_a_bit",
+}
+
+
 def is_slow(item: pytest.Function) -> bool:
-    """Sampling for neon_bf16 is that of neon, in float32; and 512 rows are cut in two on tiles alone."""
+    """Sampling for neon_bf16 is that of neon, in float32; 512 rows are cut in two on tiles alone; and what takes an emulator
+    seconds for neon_bf16 is quick for neon."""
     params: dict[str, Any] = item.callspec.params
-    sampling = item.path.name == "test_sample.py" and params["kernels"] == "neon_bf16"
-    return bool(sampling or (params.get("rows", 0) > 512 and params.get("n", 0) > 128))
+    is_neon_bf16 = params["kernels"] == "neon_bf16"
+    sampling = item.path.name == "test_sample.py" and is_neon_bf16
+    longer = is_neon_bf16 and item.originalname in SLOW_FOR_BF16
+    return bool(sampling or longer or (params.get("rows", 0) > 512 and params.get("n", 0) > 128))
 
 
 @pytest.hookimpl(tryfirst=True)

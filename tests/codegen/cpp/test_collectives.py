@@ -83,7 +83,11 @@ def moe(dtype: torch.dtype) -> Model:
 
 @pytest.mark.parametrize(
     ("exchange", "dtype"),
-    [("all_to_all", torch.float32), ("all_to_all", torch.bfloat16), ("all_reduce", torch.float32)],
+    [
+        pytest.param("all_to_all", torch.float32, marks=pytest.mark.slow),
+        ("all_to_all", torch.bfloat16),
+        ("all_reduce", torch.float32),
+    ],
     ids=str,
 )
 def test_expert_ranks_compute_what_their_references_do(exchange: Any, dtype: torch.dtype) -> None:

@@ -308,7 +308,9 @@ def kept_by_sorting(logits: F32, p: NDArray[np.float64], fields: dict[str, Any])
     return kept & (p >= np.float32(fields.get("min_p", 0.0)))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=pytest.mark.slow) if size in (2, 16, 1023, 1025) else size for size in SIZES]
+)
 def test_every_filter_draws_what_numpy_does(kernels: Kernels, size: int) -> None:
     """Where the goal lies among the tokens that are kept, to a rounding; and so all but always the oracle's token."""
     nothing = np.zeros(size, np.bool_), np.zeros(size, np.int32)
