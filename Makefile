@@ -20,6 +20,7 @@ ifdef PYTHON
 PY := $(PYTHON)
 READY :=
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-test gpu-bench gpu-all gpu-tune: export PYTHONPATH := $(PYTHONPATH)$(if $(wildcard .gpu-packages),:$(CURDIR)/.gpu-packages)
 else
 PY := $(CURDIR)/$(VENV)/bin/python
 READY := $(VENV)/.installed
@@ -31,7 +32,7 @@ PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
 DEMO_OUT := out/tiny-llama
 
 .PHONY: help install demo test test-all test-gpu-versions sanitize lint types unit peers bench bench-ladder wheel protos \
-    dashboards gpu-test gpu-bench gpu-all gpu-tune clean
+    dashboards gpu-test gpu-bench gpu-all gpu-packages gpu-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,8 +150,14 @@ gpu-bench: $(READY)  ## kernels and models on an NVIDIA GPU, measured: make gpu-
 gpu-all: $(READY)  ## gpu-test, then gpu-bench: what came of both is in benchmarks/results/gpu.json
 	failed=0; $(PY) benchmarks/gpu_tests.py $(ARGS) || failed=1; $(PY) benchmarks/gpu.py $(ROWS) || failed=1; exit $$failed
 
+# The other gpu- targets look there too, with PYTHON=.
+gpu-packages: $(READY)  ## what a machine with a GPU but no package index may lack (msgspec), into .gpu-packages to be copied there
+	rm -rf .gpu-packages
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+	    --implementation cp --platform manylinux_2_17_x86_64 --target .gpu-packages $$(grep -E '^msgspec==' constraints-gpu.txt)
+
 gpu-tune: $(READY)  ## measure tiles and cuBLASLt on an NVIDIA GPU, for codegen/triton/configs: make gpu-tune ARGS='llama-3.1-8b --int8'
 	$(PY) benchmarks/gpu_tune.py $(ARGS)
 
 clean:  ## remove what was built, and the virtual environments
-	rm -rf build dist out .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist out .venv .venv-* .gpu-packages .mypy_cache .ruff_cache .pytest_cache .hypothesis
