@@ -14,7 +14,7 @@ import onnx
 import pytest
 import torch
 import transformers
-from families import FAMILIES
+from families import DENSE, FAMILIES
 from greedy import greedy_of_hugging_face
 from random_models import make_random_model
 from serving import Server, run_inferc
@@ -152,7 +152,7 @@ FAMILIES_HERE = ("gemma3_text", "gpt2", "gpt_oss", "llama4_text")  # every op bu
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]
 )
 def test_families(name: str, tmp_path: Path) -> None:
     """Random models: the tokens of the reference, with every feature in force; eight at once, in chunks, and one by one."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from families import FAMILIES
+from families import DENSE, FAMILIES
 from random_models import make_random_model
 from serving import run_inferc
 
@@ -67,7 +67,7 @@ def test_shipped_models(model: str, scheme: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DENSE)
 def test_families(name: str, scheme: str, tmp_path: Path) -> None:
     """Random models, whose logits may move far; the kernels move them no further than the references do."""
     folder = make_random_model(FAMILIES[name].model_type(name), tmp_path / "m", **FAMILIES[name].fields)

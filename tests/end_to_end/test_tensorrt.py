@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import transformers
 from fake_tensorrt import on_fake_gpu, plans_are_kept
-from families import FAMILIES
+from families import DENSE, FAMILIES
 from greedy import greedy_of_hugging_face
 from random_models import make_random_model
 from real_gpu import chip, need_gpu
@@ -118,9 +118,7 @@ def test_in_fp8(model: str, tmp_path: Path) -> None:
 FAMILIES_HERE = ("gpt_oss",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=SLOW) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", [name if name in FAMILIES_HERE else pytest.param(name, marks=SLOW) for name in DENSE])
 def test_families(name: str, tmp_path: Path) -> None:
     """Random models: each one's plan is built, and its network gives Hugging Face's tokens."""
     family = FAMILIES[name]

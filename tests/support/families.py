@@ -232,3 +232,5 @@ FAMILIES |= {
         also=("positions from sines and cosines",),
     ),
 }
+# What onnx and tensorrt take, whose cache is dense: ALiBi is not built over one.
+DENSE = [name for name in FAMILIES if name not in ("bloom", "mpt")]
