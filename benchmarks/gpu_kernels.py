@@ -21,7 +21,7 @@ from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.codegen.triton.attention_decode import decode_attention, partial_bytes
 from inferc.codegen.triton.attention_plan import attention_plan, plan_bytes
 from inferc.codegen.triton.attention_prefill import prefill_attention
-from inferc.codegen.triton.attention_tiles import decode_rows, query_limit
+from inferc.codegen.triton.attention_tiles import AttentionShape, decode_rows, query_limit
 from inferc.codegen.triton.build import build
 from inferc.codegen.triton.gemm import ROW_BOUNDS
 from inferc.codegen.triton.linear import linear
@@ -176,7 +176,7 @@ def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
     q, out = of.numbers(tokens, width), of.numbers(tokens, width)
     lies = pool[table.long()].permute(3, 0, 2, 1, 4, 5)
     k, v = lies.reshape(2, seqs, of.kv_heads, blocks * BLOCK_SIZE, of.dim)[..., :context, :]
-    shape = (
+    shape = AttentionShape(
         *("bfloat16", of.heads, of.kv_heads, of.dim, (width, width), 1, BLOCK_SIZE),
         *(of.dim**-0.5, 0.0, "causal", 0, False),
     )
@@ -206,7 +206,7 @@ def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
     of_keys = 4 * width * seqs * (context * new if new == 1 else context * (context + 1) // 2)
     moved = size(pool, q, out)
     if new > 1:
-        source = prefill_attention(*shape)
+        source = prefill_attention(shape)
         name = f"{seqs} of {context}"
         return Bench("prefill_attention", name, source, tensors, "out_ptr", reference, counts, moved, of_keys)
     group = of.heads // of.kv_heads
@@ -216,7 +216,7 @@ def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
     partial = torch.zeros(partial_bytes(decode_rows(group), of.dim, of.programs) // 4, device=of.device)
     arrived = torch.zeros(of.programs, device=of.device, dtype=torch.int32)
     tensors.update(plan_ptr=plan, partial_ptr=partial, arrived_ptr=arrived)
-    bench = ("decode_attention", f"{seqs} of {context}", decode_attention(*shape, of.programs), tensors)
+    bench = ("decode_attention", f"{seqs} of {context}", decode_attention(shape, of.programs), tensors)
     return Bench(*bench, "out_ptr", reference, counts, moved, of_keys, before=[planned])
 
 

@@ -11,19 +11,16 @@ Sources: Dao et al. 2023, "Flash-Decoding for long-context inference"; Osama et 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from inferc.codegen.triton.attention_plan import LEAST_TILES, TILES, UNIT, Cells, cell_at, cell_start, line_start
 from inferc.codegen.triton.attention_tiles import (
+    AttentionShape,
     attend,
-    constants,
     decode_rows,
     last_up_to,
     merge,
-    signature,
     stack_bytes,
 )
 from inferc.codegen.triton.source import Source
@@ -235,69 +232,20 @@ def load_partial(at, m, d, is_row, there, DIM: tl.constexpr):  # type: ignore[no
 
 
 def decode_attention(
-    dtype: str,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    strides: tuple[int, int],
-    layers: int,
-    block_size: int,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    has_sinks: bool,
-    num_programs: int,
-    int8_kv: bool = False,
-    cells: Cells = TILES,
-    has_shared: bool = False,
-    has_alibi: bool = False,
+    shape: AttentionShape, num_programs: int, cells: Cells = TILES, has_shared: bool = False
 ) -> Source:
     """`inferc.paged_attention` of the sequences of at most `query_limit` new tokens; other rows of out are left alone.
 
-    q and out [tokens, heads * dim], `strides` elements from row to row. cache_ptr: as `rope_kv_write` has it; block_table
-    [seqs, max_blocks], query_start [seqs + 1], seq_lens [seqs], max_blocks [1] i32; sinks [heads]; alibi
-    [heads] float32. plan: what `attention_plan` made of the same num_programs and cells. partial: see `partial_bytes`. arrived [num_programs] i32:
-    zeros, which it is left as. shared [seqs] i32: how many keys of each `prefix_attention` has done, a multiple of UNIT, 0 for
-    sequences of several new tokens; what it made of them is in prefix.
+    q and out [tokens, heads * dim]. cache_ptr: as `rope_kv_write` has it; block_table [seqs, max_blocks], query_start
+    [seqs + 1], seq_lens [seqs], max_blocks [1] i32; sinks [heads]; alibi [heads] float32. plan: what `attention_plan` made of
+    the same num_programs and cells. partial: see `partial_bytes`. arrived [num_programs] i32: zeros, which it is left as.
+    shared [seqs] i32: how many keys of each `prefix_attention` has done, a multiple of UNIT, 0 for sequences of several new
+    tokens; what it made of them is in prefix.
     """
-    shape = (
-        heads,
-        kv_heads,
-        dim,
-        strides,
-        layers,
-        block_size,
-        scale,
-        softcap,
-        mask,
-        window,
-        has_sinks,
-        int8_kv,
-        has_alibi,
-    )
-    return _source(
-        dtype, shape, decode_rows(heads // kv_heads), num_programs, cells, of_prefix=False, shared=has_shared
-    )
+    return _source(shape, decode_rows(shape.group), num_programs, cells, of_prefix=False, shared=has_shared)
 
 
-def prefix_attention(
-    dtype: str,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    strides: tuple[int, int],
-    layers: int,
-    block_size: int,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    has_sinks: bool,
-    num_programs: int,
-    int8_kv: bool = False,
-    has_alibi: bool = False,
-) -> Source:
+def prefix_attention(shape: AttentionShape, num_programs: int) -> Source:
     """The keys that groups of sequences share, for one new token of each member: into prefix, see `prefix_bytes`.
 
     A group is at most `prefix_members` of sequences, members[member_start[group] ...]; seq_lens [groups] is how many keys its
@@ -305,39 +253,22 @@ def prefix_attention(
     arguments are those of `decode_attention`; out is not written. Of causal attention only, without ALiBi, for which a key
     lies at another distance from each member's query.
     """
-    assert mask == "causal" and not has_alibi, mask
-    shape = (
-        heads,
-        kv_heads,
-        dim,
-        strides,
-        layers,
-        block_size,
-        scale,
-        softcap,
-        mask,
-        window,
-        has_sinks,
-        int8_kv,
-        has_alibi,
-    )
-    return _source(
-        dtype, shape, prefix_rows(heads // kv_heads, dim, int8_kv), num_programs, TILES, of_prefix=True, shared=False
-    )
+    assert shape.mask == "causal" and not shape.has_alibi, shape
+    rows = prefix_rows(shape.group, shape.dim, shape.int8_kv)
+    return _source(shape, rows, num_programs, TILES, of_prefix=True, shared=False)
 
 
 def _source(
-    dtype: str, shape: tuple[Any, ...], rows: int, num_programs: int, cells: Cells, *, of_prefix: bool, shared: bool
+    shape: AttentionShape, rows: int, num_programs: int, cells: Cells, *, of_prefix: bool, shared: bool
 ) -> Source:
-    _, _, dim, *_, int8_kv, has_alibi = shape
     names = ("members_ptr", "member_start_ptr", "shared_ptr")
     of_plan = {"plan_ptr": "int32", "partial_ptr": "float32", "arrived_ptr": "int32"}
     scratch = {**of_plan, **dict.fromkeys(names, "int32"), "prefix_ptr": "float32"}
     return Source(
         function=decode_attention_kernel,
-        signature=signature(dtype, int8_kv, scratch, has_alibi),
+        signature=shape.signature(scratch),
         constants={
-            **constants(*shape),
+            **shape.constants(),
             "IN_ORDER": takes_in_order(rows),
             "OF_PREFIX": int(of_prefix),
             "HAS_SHARED": int(shared),
@@ -347,15 +278,15 @@ def _source(
             "LEAST_TILES": LEAST_TILES,
             **cells.constants,
             "SLOTS": slots(cells),
-            "TILE": decode_tile(dtype, dim, rows, int8_kv, cells),
+            "TILE": decode_tile(shape.dtype, shape.dim, rows, shape.int8_kv, cells),
             "STAGES": DECODE_STAGES,
         },
         grid=("NUM_PROGRAMS", "1", "1"),
-        num_warps=decode_warps(rows, dim),
+        num_warps=decode_warps(rows, shape.dim),
         stack_bytes=max(
-            stack_bytes(dtype, dim, int8_kv),
-            CELLS_STACK_BYTES if cells != TILES and dim > 64 else 0,
-            PREFIX_STACK_BYTES if of_prefix and int8_kv else 0,
+            stack_bytes(shape.dtype, shape.dim, shape.int8_kv),
+            CELLS_STACK_BYTES if cells != TILES and shape.dim > 64 else 0,
+            PREFIX_STACK_BYTES if of_prefix and shape.int8_kv else 0,
         ),
     )
 

@@ -12,14 +12,13 @@ import triton.language as tl
 from inferc.codegen.triton.attention_decode import DECODE_STAGES, decode_tile, decode_warps, takes_in_order
 from inferc.codegen.triton.attention_plan import TILES, Cells, cell_at, cell_start
 from inferc.codegen.triton.attention_tiles import (
+    AttentionShape,
     attend,
-    constants,
     decode_rows,
     first_key,
     last_up_to,
     merge,
     query_limit,
-    signature,
     stack_bytes,
 )
 from inferc.codegen.triton.source import Source
@@ -124,43 +123,12 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
 
-def prefill_attention(
-    dtype: str,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    strides: tuple[int, int],
-    layers: int,
-    block_size: int,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    has_sinks: bool,
-    int8_kv: bool = False,
-    cells: Cells = TILES,
-    has_alibi: bool = False,
-) -> Source:
+def prefill_attention(shape: AttentionShape, cells: Cells = TILES) -> Source:
     """`inferc.paged_attention` of the sequences of more than `query_limit` new tokens; other rows of out are left alone.
 
     The arguments, and cells, are those of `decode_attention`.
     """
-    group = heads // kv_heads
-    shape = (
-        heads,
-        kv_heads,
-        dim,
-        strides,
-        layers,
-        block_size,
-        scale,
-        softcap,
-        mask,
-        window,
-        has_sinks,
-        int8_kv,
-        has_alibi,
-    )
+    dtype, dim, group, int8_kv = shape.dtype, shape.dim, shape.group, shape.int8_kv
     # As much as registers hold: int8 needs some to be converted in, and float32 all.
     rows = 128 >> (dim > 128) >> int8_kv if dtype != "float32" else 32
     rows = max(rows, int(triton.next_power_of_2(group)))
@@ -172,9 +140,9 @@ def prefill_attention(
         num_warps, num_stages, in_order = decode_warps(rows, dim), DECODE_STAGES, takes_in_order(rows)
     return Source(
         function=prefill_attention_kernel,
-        signature=signature(dtype, int8_kv, {}, has_alibi),
+        signature=shape.signature({}),
         constants={
-            **constants(*shape),
+            **shape.constants(),
             "IN_ORDER": in_order,
             "QUERY_LIMIT": query_limit(group),
             "QUERIES": rows // group,

@@ -6,6 +6,8 @@ in tiles at absolute positions. Sources: Dao 2023, arXiv:2307.08691; Kwon et al.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -180,61 +182,74 @@ def merge(top, total, sums, other_top, other_total, other_sums):  # type: ignore
     return higher, total, sums
 
 
-def signature(dtype: str, int8_kv: bool, scratch: dict[str, str], has_alibi: bool) -> dict[str, str]:
-    """The arguments of an attention kernel; scratch: name to dtype of what it has besides."""
-    return {
-        "q_ptr": POINTERS[dtype],
-        "cache_ptr": POINTERS["int8" if int8_kv else dtype],
-        **dict.fromkeys(("block_table_ptr", "query_start_ptr", "seq_lens_ptr"), POINTERS["int32"]),
-        "sinks_ptr": POINTERS[dtype],
-        "out_ptr": POINTERS[dtype],
-        **{name: POINTERS[kind] for name, kind in scratch.items()},
-        "counts_ptr": POINTERS["int32"],
-        "max_blocks_ptr": POINTERS["int32"],
-        **({"alibi_ptr": POINTERS["float32"]} if has_alibi else {}),
-    }
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention kernel is made for, whichever way it goes through keys.
 
+    dtype: of q and out, whose rows have heads * dim elements and lie `strides` elements apart. layers and block_size: of the
+    cache's blocks. mask and window: as `inferc.paged_attention` has them.
+    """
 
-def constants(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    strides: tuple[int, int],
-    layers: int,
-    block_size: int,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    has_sinks: bool,
-    int8_kv: bool,
-    has_alibi: bool,
-) -> dict[str, int | float]:
-    """What the attention kernels have in common. PART: from a head's K to its V, in elements of the pool."""
-    assert scale > 0, scale  # the largest product is the largest score
-    part = block_size * (dim + (SCALE_BYTES if int8_kv else 0))
-    return {
-        "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-        "DIM": dim,
-        "Q_STRIDE": strides[0],
-        "OUT_STRIDE": strides[1],
-        "PART": part,
-        "BLOCK_STRIDE": layers * kv_heads * 2 * part,
-        "BLOCK_SIZE": block_size,
-        "SCALE": scale,
-        "SOFTCAP": softcap,
-        "MASK": MASKS.index(mask),
-        "WINDOW": window,
-        "HAS_SINKS": int(has_sinks),
-        **({"ALIBI": 1} if has_alibi else {}),
-        "INT8": int(int8_kv),
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "SEQS": SEQS,
-        "LOG2_E": LOG2_E,
-        "PTX": 1,
-        "WIDE_DOT": 0,
-    }
+    dtype: str
+    heads: int
+    kv_heads: int
+    dim: int
+    strides: tuple[int, int]
+    layers: int
+    block_size: int
+    scale: float
+    softcap: float
+    mask: str
+    window: int
+    has_sinks: bool
+    int8_kv: bool = False
+    has_alibi: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.heads // self.kv_heads
+
+    def signature(self, scratch: dict[str, str]) -> dict[str, str]:
+        """The arguments of a kernel; scratch: name to dtype of what it has besides."""
+        return {
+            "q_ptr": POINTERS[self.dtype],
+            "cache_ptr": POINTERS["int8" if self.int8_kv else self.dtype],
+            **dict.fromkeys(("block_table_ptr", "query_start_ptr", "seq_lens_ptr"), POINTERS["int32"]),
+            "sinks_ptr": POINTERS[self.dtype],
+            "out_ptr": POINTERS[self.dtype],
+            **{name: POINTERS[kind] for name, kind in scratch.items()},
+            "counts_ptr": POINTERS["int32"],
+            "max_blocks_ptr": POINTERS["int32"],
+            **({"alibi_ptr": POINTERS["float32"]} if self.has_alibi else {}),
+        }
+
+    def constants(self) -> dict[str, int | float]:
+        """What the kernels have in common. PART: from a head's K to its V, in elements of the pool."""
+        assert self.scale > 0, self.scale  # the largest product is the largest score
+        part = self.block_size * (self.dim + (SCALE_BYTES if self.int8_kv else 0))
+        return {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "DIM": self.dim,
+            "Q_STRIDE": self.strides[0],
+            "OUT_STRIDE": self.strides[1],
+            "PART": part,
+            "BLOCK_STRIDE": self.layers * self.kv_heads * 2 * part,
+            "BLOCK_SIZE": self.block_size,
+            "SCALE": self.scale,
+            "SOFTCAP": self.softcap,
+            "MASK": MASKS.index(self.mask),
+            "WINDOW": self.window,
+            "HAS_SINKS": int(self.has_sinks),
+            **({"ALIBI": 1} if self.has_alibi else {}),
+            "INT8": int(self.int8_kv),
+            "BLOCK_D": max(16, triton.next_power_of_2(self.dim)),
+            "SEQS": SEQS,
+            "LOG2_E": LOG2_E,
+            "PTX": 1,
+            "WIDE_DOT": 0,
+        }
 
 
 def decode_rows(group: int) -> int:

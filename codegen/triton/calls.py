@@ -239,22 +239,22 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     b.arguments["max_blocks_ptr"] = {"input": f"max_blocks_{values.cache_group(b.arg('kv_cache'))}"}
     _, heads, dim = (int(size) if at else 0 for at, size in enumerate(b.arg("q").meta["val"].shape))
     kv_heads, mask, window = int(cache.shape[4]), str(b.arg("mask")), int(b.arg("window"))
-    shape: dict[str, Any] = {
-        "dtype": dtype_name(out.dtype),
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "dim": dim,
-        "strides": (q.stride, out.stride),
-        "layers": layers,
-        "block_size": block_size,
-        "scale": float(b.arg("scale")),
-        "softcap": float(b.arg("softcap")),
-        "mask": mask,
-        "window": window,
-        "has_sinks": has_sinks,
-        "int8_kv": cache.dtype == torch.int8,
-        "has_alibi": has_alibi,
-    }
+    shape = attention_tiles.AttentionShape(
+        dtype=dtype_name(out.dtype),
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        strides=(q.stride, out.stride),
+        layers=layers,
+        block_size=block_size,
+        scale=float(b.arg("scale")),
+        softcap=float(b.arg("softcap")),
+        mask=mask,
+        window=window,
+        has_sinks=has_sinks,
+        int8_kv=cache.dtype == torch.int8,
+        has_alibi=has_alibi,
+    )
     kind = hashlib.sha256(repr((heads, kv_heads, dim, mask, window)).encode()).hexdigest()[:6]
     group = values.cache_group(b.arg("kv_cache"))
     cells = attention_plan.invariant_cells(mask, window, int(values.program.info["max_model_len"]))
@@ -264,7 +264,7 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
         _decode_attention(b, out, shape, group, f"{kind}_in_cells", cells, order=INVARIANT),
     ]
     for order, each in ((FAST, attention_plan.TILES), (INVARIANT, cells)):
-        prefill = attention_prefill.prefill_attention(**shape, cells=each)
+        prefill = attention_prefill.prefill_attention(shape, each)
         made.append(b.done("prefill_attention", out, prefill, only=PREFILL, order=order))
     return tuple(made)
 
@@ -272,53 +272,53 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
 def _decode_attention(
     b: Builder,
     out: Operand,
-    shape: dict[str, Any],
+    shape: attention_tiles.AttentionShape,
     cache_group: int,
     kind: str,
     cells: attention_plan.Cells,
     order: str,
 ) -> Call:
     """Of an attention whose operands b has. What a group's prefix left is read in the fast order."""
-    heads, kv_heads, dim, mask, window = (shape[name] for name in ("heads", "kv_heads", "dim", "mask", "window"))
-    has_shared = order == FAST and mask == "causal" and not shape["has_alibi"]
-    rows = attention_tiles.decode_rows(heads // kv_heads)
-    partial = attention_decode.partial_bytes(rows, dim, NUM_PROGRAMS, cells)
-    limit = attention_tiles.query_limit(heads // kv_heads)
-    planned = attention_plan.attention_plan(kv_heads, limit, mask, window, NUM_PROGRAMS, cells, has_shared)
+    has_shared = order == FAST and shape.mask == "causal" and not shape.has_alibi
+    partial = attention_decode.partial_bytes(attention_tiles.decode_rows(shape.group), shape.dim, NUM_PROGRAMS, cells)
+    planned = attention_plan.attention_plan(
+        *(shape.kv_heads, attention_tiles.query_limit(shape.group), shape.mask, shape.window),
+        *(NUM_PROGRAMS, cells, has_shared),
+    )
     places, scratch = _of_plan(kind, partial)
     shared = {}
     if has_shared:
         shared = {"shared_ptr": {"input": f"shared_{cache_group}"}}
         places["prefix_ptr"] = {"scratch": f"prefix_{kind}"}
-        scratch[f"prefix_{kind}"] = {"per_seq": attention_decode.prefix_bytes(heads, dim)}
+        scratch[f"prefix_{kind}"] = {"per_seq": attention_decode.prefix_bytes(shape.heads, shape.dim)}
     lengths = {name: b.arguments[name] for name in ("query_start_ptr", "seq_lens_ptr")}
     before = Builder(b.node, b.values, {**lengths, **shared, "plan_ptr": places["plan_ptr"]})
     begin = replace(before.done("attention_plan", out, planned, order=order), node=None)
-    source = attention_decode.decode_attention(**shape, num_programs=NUM_PROGRAMS, cells=cells, has_shared=has_shared)
+    source = attention_decode.decode_attention(shape, NUM_PROGRAMS, cells, has_shared)
     each = Builder(b.node, b.values, {**b.arguments, **places, **shared}, b.writes)
     return each.done("decode_attention", out, source, order=order, scratch=scratch, begin=(begin,))
 
 
-def _prefix_attention(b: Builder, out: Operand, shape: dict[str, Any], cache_group: int, kind: str) -> Call:
+def _prefix_attention(
+    b: Builder, out: Operand, shape: attention_tiles.AttentionShape, cache_group: int, kind: str
+) -> Call:
     """The keys that sequences share, in steps that have such groups: the host says which in a `SharedPrefixes`."""
-    heads, kv_heads, dim, mask, window = (shape[name] for name in ("heads", "kv_heads", "dim", "mask", "window"))
-    group = heads // kv_heads
-    rows = attention_decode.prefix_rows(group, dim, shape["int8_kv"])
-    members = attention_decode.prefix_members(group, dim, shape["int8_kv"])
-    partial = attention_decode.partial_bytes(rows, dim, NUM_PROGRAMS)
+    rows = attention_decode.prefix_rows(shape.group, shape.dim, shape.int8_kv)
+    members = attention_decode.prefix_members(shape.group, shape.dim, shape.int8_kv)
+    partial = attention_decode.partial_bytes(rows, shape.dim, NUM_PROGRAMS)
     places, scratch = _of_plan(f"{kind}_prefix", partial)
     counts = {"counts_ptr": {"input": f"group_counts_{cache_group}"}}
     lengths = {"seq_lens_ptr": {"input": f"group_keys_{cache_group}"}}
     starts = {"input": f"member_start_{cache_group}"}
     before = Builder(b.node, b.values, {**lengths, "query_start_ptr": starts, "plan_ptr": places["plan_ptr"]})
-    planned = attention_plan.attention_plan(kv_heads, members, mask, window, NUM_PROGRAMS)
+    planned = attention_plan.attention_plan(shape.kv_heads, members, shape.mask, shape.window, NUM_PROGRAMS)
     begin = replace(before.done("attention_plan", out, planned, order=FAST, only=SHARED), node=None)
     begin = replace(begin, arguments={**begin.arguments, **counts})
     places |= {"members_ptr": {"input": f"members_{cache_group}"}, "member_start_ptr": starts}
     places["prefix_ptr"] = {"scratch": f"prefix_{kind}"}
     arguments = {name: at for name, at in b.arguments.items() if name not in ("seq_lens_ptr", "out_ptr")}
     each = Builder(b.node, b.values, {**arguments, **lengths, **places})
-    source = attention_decode.prefix_attention(**shape, num_programs=NUM_PROGRAMS)
+    source = attention_decode.prefix_attention(shape, NUM_PROGRAMS)
     call = each.done("prefix_attention", out, source, order=FAST, only=SHARED, scratch=scratch, begin=(begin,))
     return replace(call, arguments={**call.arguments, **counts})
 

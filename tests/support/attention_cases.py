@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from triton_cases import BF16, F16, F32, SUMS, UNTOUCHED, Case, behind, dtype_na
 from inferc.codegen.triton.attention_decode import decode_attention, partial_bytes
 from inferc.codegen.triton.attention_plan import TILES, Cells, attention_plan, invariant_cells, plan_bytes
 from inferc.codegen.triton.attention_prefill import prefill_attention
-from inferc.codegen.triton.attention_tiles import decode_rows, query_limit
+from inferc.codegen.triton.attention_tiles import AttentionShape, decode_rows, query_limit
 from inferc.codegen.triton.rope import rope_kv_write
 from inferc.kv_pools import SCALE_BYTES
 from inferc.ops.attention import visible
@@ -79,16 +78,16 @@ class Step:
     def scale(self) -> float:
         return float(self.dim**-0.5)
 
-    def shape(self) -> dict[str, Any]:
+    def shape(self) -> AttentionShape:
         """What the kernels are made for."""
         names = ("heads", "kv_heads", "dim", "block_size", "scale", "softcap", "mask", "window", "has_sinks", "int8_kv")
-        return {
-            "dtype": dtype_name(self.dtype),
-            "strides": (self.heads * self.dim, self.heads * self.dim),
-            "layers": LAYERS,
+        return AttentionShape(
+            dtype=dtype_name(self.dtype),
+            strides=(self.heads * self.dim, self.heads * self.dim),
+            layers=LAYERS,
+            has_alibi=self.has_alibi,
             **{name: getattr(self, name) for name in names},
-            "has_alibi": self.has_alibi,
-        }
+        )
 
     def first_key(self, new: int, length: int) -> int:
         """The first key that any of a sequence's new tokens sees."""
@@ -193,9 +192,9 @@ def case(step: Step, *, prefill: bool) -> Case:
     own = is_own.repeat_interleave(step.starts.diff())
     expected = {"out_ptr": behind(torch.where(own[:, None], result, torch.tensor(UNTOUCHED).to(step.dtype)))}
     if prefill:
-        source = prefill_attention(**step.shape(), cells=step.cells)
+        source = prefill_attention(step.shape(), step.cells)
     else:
-        source = decode_attention(**step.shape(), num_programs=step.num_programs, cells=step.cells)
+        source = decode_attention(step.shape(), step.num_programs, step.cells)
         tensors |= of_plan(plan(step), decode_rows(step.group), step)
         expected["arrived_ptr"] = torch.zeros(step.num_programs, dtype=torch.int64)
     return Case(step.name, source, tensors, expected, step.counts, SUMS if step.dtype == F32 else 1)

@@ -46,7 +46,7 @@ def prefix_cases() -> Iterator[Case]:
             "prefix_ptr": torch.full((len(step.seqs), step.heads, step.dim + 2), UNTOUCHED),
         }
         made = torch.stack([_of_prefix(step, tensors, cache, seq, int(keys)) for seq, keys in enumerate(shared)])
-        source = prefix_attention(**step.shape(), num_programs=step.num_programs)
+        source = prefix_attention(step.shape(), step.num_programs)
         # Sums that nothing divides, in two orders; otherwise the weights are rounded.
         roundings = 2 * SUMS if step.dtype == F32 else int(3 * TOLERANCE[step.dtype] / TOLERANCE[F32])
         counts = {"num_seqs": len(groups)}
@@ -57,7 +57,7 @@ def prefix_cases() -> Iterator[Case]:
             "shared_ptr": shared,
             "prefix_ptr": made.clone(),
         }
-        source = decode_attention(**step.shape(), num_programs=step.num_programs, has_shared=True)
+        source = decode_attention(step.shape(), step.num_programs, has_shared=True)
         expected = {"out_ptr": behind(result)}
         yield Case(step.name, source, behind_it, expected, step.counts, SUMS if step.dtype == F32 else 1)
 

@@ -14,6 +14,7 @@ from triton_cases import KERNELS
 
 from inferc.codegen.triton.attention_decode import decode_attention
 from inferc.codegen.triton.attention_plan import TILES, invariant_cells
+from inferc.codegen.triton.attention_tiles import AttentionShape
 from inferc.codegen.triton.build import Cubin, TooMuchSharedMemory, build, build_fitting
 from inferc.codegen.triton.launch import check_launch_record, read_entry, record_from_json
 from inferc.codegen.triton.linear import linear
@@ -91,8 +92,8 @@ def test_what_spills_more_than_its_budget_is_refused() -> None:
 @pytest.mark.parametrize("has_shared", [False, True])
 def test_decode_attention_of_eight_heads_a_kv_head_keeps_to_its_registers(has_shared: bool) -> None:
     cells = TILES if has_shared else invariant_cells("causal", 0, 8192)
-    shape = ("bfloat16", 32, 4, 128, (5120, 4096), 48, 32, 128**-0.5, 0.0, "causal", 0, False, 216)
-    source = decode_attention(*shape, cells=cells, has_shared=has_shared)
+    shape = AttentionShape("bfloat16", 32, 4, 128, (5120, 4096), 48, 32, 128**-0.5, 0.0, "causal", 0, has_sinks=False)
+    source = decode_attention(shape, 216, cells, has_shared)
     assert build(source, "decode_attention", "", "sm_80").record.resources["local_bytes"] == 0
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from inferc.codegen.kernels import select
 from inferc.codegen.target import Target
 from inferc.codegen.triton.attention_decode import prefix_attention
+from inferc.codegen.triton.attention_tiles import AttentionShape
 from inferc.codegen.triton.build import build_fitting
 from inferc.codegen.triton.builders import Builders, worth
 from inferc.codegen.triton.emit import CudaStep, emit
@@ -160,12 +161,14 @@ def test_kernels_of_an_8b_shape_compile_for_every_chip(
 def test_prefixes_in_int8_compile(arch: str, heads: list[tuple[int, int]], dims: list[int]) -> None:
     """Where they spilled, no model with such heads could be compiled."""
     for (num_heads, kv_heads), dim in product(heads, dims):
-        shape: dict[str, Any] = {
-            "heads": num_heads,
-            "kv_heads": kv_heads,
-            "dim": dim,
-            "strides": (num_heads * dim,) * 2,
+        strides = (num_heads * dim, num_heads * dim)
+        of_cache: dict[str, Any] = {"layers": 2, "block_size": 32, "int8_kv": True}
+        of_scores: dict[str, Any] = {
+            "scale": dim**-0.5,
+            "softcap": 0.0,
+            "mask": "causal",
+            "window": 0,
+            "has_sinks": False,
         }
-        shape |= {"layers": 2, "block_size": 32, "scale": dim**-0.5, "softcap": 0.0, "mask": "causal", "window": 0}
-        made = prefix_attention("bfloat16", has_sinks=False, num_programs=528, int8_kv=True, **shape)
-        build_fitting(made, "prefix_attention", "inferc.paged_attention", arch)
+        shape = AttentionShape("bfloat16", num_heads, kv_heads, dim, strides, **of_cache, **of_scores)
+        build_fitting(prefix_attention(shape, 528), "prefix_attention", "inferc.paged_attention", arch)
