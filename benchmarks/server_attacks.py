@@ -23,20 +23,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from health_probe import HealthProbe
 from measured import ROOT, save
 
 MODEL = ROOT / "examples/models/tiny-llama"
 INFERC = (sys.executable, "-m", "inferc")
 OPEN_FILES = 2048
-EVERY_SECONDS = 0.02
 TIMEOUT = 120.0
 TRAPS = (
     "{%- if messages[0]['content'] == 'boom' -%}{%- set n=namespace(x=[1],y=[1]) -%}{%- for i in range(60) -%}"
@@ -229,67 +228,24 @@ ATTACKS: dict[str, Callable[[Target], str]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------- health
-
-
-def probe(http_address: str, grpc_address: str) -> None:
-    """Ask for health until standard input ends; then print the longest waits in milliseconds, as JSON."""
-    worst, count, over = {"http": 0.0, "grpc": 0.0}, 0, threading.Event()
-
-    def wait_for_the_end() -> None:
-        sys.stdin.read()
-        over.set()
-
-    threading.Thread(target=wait_for_the_end, daemon=True).start()
-    with grpc.insecure_channel(grpc_address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        health.Check(health_pb2.HealthCheckRequest(), timeout=30)
-        print("ready", flush=True)
-        while not over.is_set():
-            for name, ask in (
-                ("http", lambda: _ask_http(http_address)),
-                ("grpc", lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=30)),
-            ):
-                began = time.monotonic()
-                try:
-                    ask()
-                except (OSError, http.client.HTTPException, grpc.RpcError):
-                    worst[name] = float("inf")
-                worst[name] = max(worst[name], 1e3 * (time.monotonic() - began))
-            count += 1
-            time.sleep(EVERY_SECONDS)
-    print(json.dumps({**{name: round(each, 1) for name, each in worst.items()}, "asked": count}))
-
-
-def _ask_http(address: str) -> None:
-    connection = http.client.HTTPConnection(address, timeout=30)
-    try:
-        connection.request("GET", "/health")
-        if connection.getresponse().status != 200:
-            raise http.client.HTTPException("no health")
-    finally:
-        connection.close()
+# ------------------------------------------------------------------------------------------------------- runs
 
 
 def run_attack(name: str, attack: Callable[[Target], str], target: Target) -> dict[str, Any]:
     """What is told of one attack."""
-    command = [sys.executable, __file__, "--probe", target.http, target.grpc]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
-        assert asking.stdin is not None and asking.stdout is not None
-        asking.stdout.readline()
+    with HealthProbe(target.http, target.grpc) as probe:
         began = time.monotonic()
         answered = attack(target)
         seconds = time.monotonic() - began
-        asking.stdin.close()
-        waits = json.loads(asking.stdout.readline())
+    waits = probe.waits
     status = Path(f"/proc/{target.pid}/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0])
     return {
         "attack": name,
         "answered": answered,
         "seconds": round(seconds, 2),
-        "health_http_ms": waits["http"],
-        "health_grpc_ms": waits["grpc"],
+        "health_http_ms": waits["http"]["max"],
+        "health_grpc_ms": waits["grpc"]["max"],
         "asked": waits["asked"],
         "server_peak_mb": round(peak / 1024),
     }
@@ -306,35 +262,45 @@ def make_artifact(folder: Path) -> Path:
     return artifact
 
 
+class Attacked(AbstractContextManager["Attacked"]):
+    """A server with few files, until it is closed; then `log` is what it said."""
+
+    def __init__(self, artifact: Path, *options: str) -> None:
+        self._files = ExitStack()
+        self._stderr = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        serve = [*INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0", *options]
+        under = ["sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$@"', "sh"]
+        self.process = subprocess.Popen([*under, *serve], stdout=subprocess.PIPE, stderr=self._stderr, text=True)
+        assert self.process.stdout is not None
+        words = dict(word.split("=") for word in self.process.stdout.readline().split()[1:])
+        self.target = Target(words["http"], words["grpc"], self.process.pid)
+        self.log = ""
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.process.kill()
+        self.process.communicate()
+        self._stderr.seek(0)
+        self.log = self._stderr.read()
+        self._files.close()
+
+
 def run_all(artifact: Path, names: list[str]) -> dict[str, Any]:
     """Every attack on one server, one after the other; at the end what the server's log has of them."""
-    with tempfile.TemporaryFile("w+") as log:
-        serve = [*INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0"]
-        under = ["sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$@"', "sh"]
-        server = subprocess.Popen([*under, *serve], stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert server.stdout is not None
-            words = dict(word.split("=") for word in server.stdout.readline().split()[1:])
-            target = Target(words["http"], words["grpc"], server.pid)
-            rows = []
-            for name in names:
-                rows.append(run_attack(name, ATTACKS[name], target))
-                print(_line(rows[-1]), file=sys.stderr, flush=True)
-            descriptors = psutil.Process(server.pid).num_fds()
-        finally:
-            server.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(20)
-            server.kill()
-            server.wait()
-        log.seek(0)
-        text = log.read()
+    rows = []
+    with Attacked(artifact) as server:
+        for name in names:
+            rows.append(run_attack(name, ATTACKS[name], server.target))
+            print(_line(rows[-1]), file=sys.stderr, flush=True)
+        descriptors = psutil.Process(server.process.pid).num_fds()
     return {
         "attacks": rows,
         "open_files_after": descriptors,
-        "log_bytes": len(text),
-        "tracebacks": text.count("Traceback"),
-        "exit_code": server.returncode,
+        "log_bytes": len(server.log),
+        "tracebacks": server.log.count("Traceback"),
+        "exit_code": server.process.returncode,
     }
 
 
@@ -349,11 +315,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(ATTACKS), default=list(ATTACKS), metavar="NAME")
     parser.add_argument("--json", action="store_true", help="print JSON besides the lines, which go to standard error")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
-    parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.probe:
-        probe(*options.probe)
-        return
     with tempfile.TemporaryDirectory() as folder:
         result = run_all(options.artifact or make_artifact(Path(folder)), options.only)
     if options.json:
