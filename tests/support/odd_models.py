@@ -81,6 +81,7 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": LEFT_OUT,
     },
     "xglm": {"attention_heads": HEADS},
+    "youtu": {"pad_token_id": None},  # transformers makes its row of zeros, whatever the file has there
     "helium": {"head_dim": HIDDEN // HEADS},  # its output projection is square
     "zamba2": {"layer_types": ["linear_attention", "hybrid", "linear_attention"]},
     "zaya": {"num_experts_per_tok": 1},
