@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from all_classes import reference
-from families import FAMILIES, Family
+from families import FAMILIES, skip_without
 from model_table import DOCUMENT, render, versions
 from odd_families import ODD_FAMILIES
 from odd_models import make_odd_model
@@ -55,12 +55,6 @@ def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     assert [each.shape for each in found] == [each.shape for each in expected]
     worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     return worst / max(float(each.abs().max()) for each in expected)
-
-
-def skip_without(family: Family, name: str) -> None:
-    if family.model_type(name) not in transformers.CONFIG_MAPPING:
-        assert family.since > transformers.__version__, f"{name} is said to be known since {family.since}"
-        pytest.skip(f"transformers {transformers.__version__} does not have it")
 
 
 # GPT-BigCode's module scripts a function as it is imported, in some transformers versions.

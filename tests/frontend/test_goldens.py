@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
-from families import FAMILIES, Family
+from families import FAMILIES, skip_without
 from tiny_checkpoints import tiny_checkpoint, with_every_kind
 
 from inferc.frontend.export import export_model
@@ -98,19 +98,13 @@ def renew(folder: Path, name: str, version: str, main_version: str, found: str) 
         own.write_text(found)
 
 
-def skip_without(name: str, family: Family) -> None:
-    if name not in transformers.CONFIG_MAPPING:
-        assert family.since > transformers.__version__, f"{name} is said to be known since {family.since}"
-        pytest.skip(f"transformers {transformers.__version__} does not have it")
-
-
 # GPT-BigCode's module scripts a function as it is imported, in some transformers versions.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in NAMES]
 )
 def test_the_captured_program_is_the_golden_one(name: str) -> None:
-    skip_without(name, FAMILIES[name])
+    skip_without(FAMILIES[name], name)
     checkpoint = with_every_kind(tiny_checkpoint(name, **COMPACT.get(name, {})))
     found = export_model(checkpoint, "float32").to_text()
     if os.environ.get("INFERC_UPDATE_GOLDENS"):
