@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 HEALTH_PLACES = 128  # beyond the limit, for those who ask for health
 PROBES = tuple(b"GET " + path.encode() for path in sorted(OPEN))  # how a request for health begins
 PEEKED_BYTES = max(map(len, PROBES))
-READ_BYTES = 64 << 10
+READ_BYTES = 64 << 10  # of who is refused: the system resets what is closed unread, and the answer is lost
 REFUSED_AT_ONCE = 64  # in a row, before others have their turn
 SAY_SECONDS = 60.0  # from one line about this to the next
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -108,9 +108,7 @@ class Listener(socket.socket):
                 connection.setblocking(False)
                 with suppress(OSError):
                     connection.send(FULL)
-                    connection.recv(
-                        READ_BYTES
-                    )  # what is not read would have the system reset it, and the answer be lost
+                    connection.recv(READ_BYTES)
             connection.close()
         raise BlockingIOError
 

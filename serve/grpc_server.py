@@ -46,9 +46,7 @@ FOR_ADMINS = frozenset(
         *("RepositoryModelLoad", "RepositoryModelUnload"),
     )
 )
-MAX_MESSAGE_BYTES = (
-    32 << 20
-)  # of a request; a prompt of a million tokens takes a tenth, and gRPC copies it on the event loop
+MAX_MESSAGE_BYTES = 32 << 20  # of a request, which gRPC copies on the event loop; a million tokens are a fifth
 MAX_METADATA_BYTES = 64 << 10  # of a call
 LATE_SECONDS = 0.1  # before its deadline here, a call that its client ends is one whose deadline is over there
 OPTIONS = [

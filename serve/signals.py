@@ -78,7 +78,8 @@ def handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # else it is not Python's to set
+                signal.signal(number, handler)
 
 
 class _SigAction(ctypes.Structure):
