@@ -57,10 +57,6 @@ def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return worst / max(float(each.abs().max()) for each in expected)
 
 
-# GPT-BigCode's module scripts a function as it is imported, in some transformers versions.
-scripts = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
-
 # Their parts are those of others in the table, and the goldens have each one's captured program.
 ALIKE = {
     "mistral",
@@ -93,7 +89,6 @@ ALIKE |= {
 ALIKE |= {"mpt", "gptj", "gpt_neox_japanese", "xglm", "codegen", "qwen3", "gemma2"}
 
 
-@scripts
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in FAMILIES]
 )

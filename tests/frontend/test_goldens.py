@@ -98,8 +98,6 @@ def renew(folder: Path, name: str, version: str, main_version: str, found: str) 
         own.write_text(found)
 
 
-# GPT-BigCode's module scripts a function as it is imported, in some transformers versions.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in NAMES]
 )

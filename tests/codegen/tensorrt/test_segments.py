@@ -37,7 +37,6 @@ def lowered(
     return program
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "quantize", [None, "w8a8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "fp8"))]
 )
