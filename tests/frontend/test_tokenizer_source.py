@@ -79,7 +79,8 @@ def golden(checkpoint: Any) -> list[dict[str, Any]]:
         ("LlamaTokenizer", like_llama(), True),
         ("LlamaTokenizerFast", like_llama(), True),
         ("GemmaTokenizer", like_llama(), True),
-        ("LlamaTokenizerFast", like_deepseek(), False),
+        # of bytes; transformers 5.17 makes a sentencepiece tokenizer of it
+        ("LlamaTokenizerFast", like_deepseek(), transformers.__version__ < "5.18"),
         ("Qwen2Tokenizer", like_llama(), True),
         ("PreTrainedTokenizerFast", like_llama(), False),
     ],
