@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from inferc.codegen.target import Target
 from inferc.ops import cached_head_dim
 from inferc.ops.quantize import int4_group
-from inferc.program import target_name
+from inferc.program import named_arguments, target_name
 
 OTHER_TARGET = "another target's kernel"
 OTHER_CASE = "another kernel's dtype or case"
@@ -464,7 +464,8 @@ class ForTriton:
         dtype = _dtype(node, self.argument)
         if dtype not in FLOATS:
             return OTHER_CASE
-        for weight in (each for each in node.all_input_nodes if each.op == "get_attr"):
+        slopes = named_arguments(node).get("alibi")  # are float32 in every model
+        for weight in (each for each in node.all_input_nodes if each.op == "get_attr" and each is not slopes):
             if not self.mixed and (found := weight.meta["val"].dtype) != dtype:
                 return f"weight {weight.target} in {found}: expected {dtype}, as {self.argument}"
         reason = _cache_fits(node, dtype, _dtype(node, "kv_cache") == torch.int8) if self.uses_cache else ""

@@ -23,7 +23,7 @@ from inferc.passes.plan_memory import memory_plan
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 MAX_SHARED = 99 << 10  # bytes of a block: what the smallest of the chips that we compile for has
-OFTEN = ("gpt2", "llama4_text", "deepseek_v3")
+OFTEN = ("gpt2", "bloom", "llama4_text", "deepseek_v3")
 """Families that together have most ops; the others run with the slow tests."""
 
 
