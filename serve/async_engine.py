@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
 STATS_SECONDS = 10.0  # for the engine to tell its counters
+TAKEN_AT_ONCE = 8  # events of the engine, before others have their turn of the event loop
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
 Result = TypeVar("Result")
 
@@ -401,7 +402,7 @@ class AsyncEngine:
             work.fail(EngineUnavailable(self.reason))
 
     def _sink(self, work: Work, start: int, event: Event) -> None:
-        """Called on the engine client's thread. All events of a step wake the loop once."""
+        """Called on the engine client's thread. The events of a step wake the loop once."""
         self._incoming.append((work, start, event))
         if not self._is_woken:
             self._is_woken = True
@@ -410,9 +411,12 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:
+        """Events of some requests; of the others once their readers, and whoever else waits for the loop, have had a turn."""
         self._is_woken = False  # before taking: what comes from here on wakes the loop again
         incoming, now = self._incoming, time.monotonic()
-        while incoming:
+        for _ in range(TAKEN_AT_ONCE):
+            if not incoming:
+                return
             work, start, event = incoming.popleft()
             if start != work.num_starts:
                 continue  # of an engine before
@@ -420,6 +424,9 @@ class AsyncEngine:
                 self._fail(work, event)
             else:
                 work.take_event(event, now)
+        if incoming and not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._take)
 
     def _fail(self, work: Work, event: Failed) -> None:
         error = event.error
