@@ -75,7 +75,7 @@ def ask_until_told(http_address: str, grpc_address: str) -> None:
 
 
 def _figures(waits: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Quantiles of how long health waited, in milliseconds."""
     if not waits:
         return {}
     quantiles = np.quantile(waits, (0.5, 0.99, 1.0), method="higher").tolist()

@@ -6,7 +6,7 @@ A server of tiny-llama, whose chat template has two traps in it, streams complet
 one as soon as one ends. Another process asks for health fifty times a second. With `--attacks`, those of server_attacks.py come
 meanwhile, one after the other, and clients that leave in the middle of a stream. Printed are tokens a second, what failed, how long health
 waited (milliseconds), and of each process of the server its memory, open files and threads: the most in the second third of the time,
-when everything has happened once, and in the last.
+and in the last.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Watch(threading.Thread):
             self.seen.append(seen)
 
     def figures(self) -> dict[str, dict[str, list[float]]]:
-        """Of each process and figure the most in the second third, and in the last."""
+        """The most memory, files and threads of each process in the second third of the time, and in the last."""
         third = max(1, len(self.seen) // 3)
         parts = self.seen[third : 2 * third], self.seen[2 * third :]
         found: dict[str, dict[str, list[float]]] = {}

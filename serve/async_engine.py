@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
 STATS_SECONDS = 10.0  # for the engine to tell its counters
-TAKEN_AT_ONCE = 8  # events of the engine, before others have their turn of the event loop
+TAKEN_AT_ONCE = 8  # requests that the engine has something for, before others have their turn of the event loop
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
 Result = TypeVar("Result")
 
@@ -414,9 +414,12 @@ class AsyncEngine:
         """Events of some requests; of the others once their readers, and whoever else waits for the loop, have had a turn."""
         self._is_woken = False  # before taking: what comes from here on wakes the loop again
         incoming, now = self._incoming, time.monotonic()
-        for _ in range(TAKEN_AT_ONCE):
-            if not incoming:
-                return
+        taken, last = 0, None
+        while incoming:
+            if incoming[0][0] is not last:  # what a step brings for one request is taken together
+                if taken == TAKEN_AT_ONCE:
+                    break
+                taken, last = taken + 1, incoming[0][0]
             work, start, event = incoming.popleft()
             if start != work.num_starts:
                 continue  # of an engine before

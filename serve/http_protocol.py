@@ -119,7 +119,7 @@ class Protocol(HttpToolsProtocol):
             self._begin()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Let a request with a body wait for it here, where it costs a tenth of what it does in the application.
+        """Let a request with a body wait for it here, where no task of the application waits with it.
 
         Who asks whether to send the body, or says that it is too large, is answered at once.
         """
@@ -132,7 +132,7 @@ class Protocol(HttpToolsProtocol):
             self._held = cycle, app
 
     def _begin(self) -> None:
-        """With what was held, if anything was."""
+        """Start the application on the request that was held for its body, if one was."""
         held, self._held = self._held, None
         if held is not None:
             super()._start_asgi_task(*held)

@@ -479,7 +479,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_misses_nothing(url: str, served:
         for choice in event["choices"]:
             tokens[choice["index"]] += len(choice.get("token_ids", ()))
     assert tokens == [200] * 32
-    assert len(events) < 32 * 200 * 3 / 4, "what it did not read, beyond what the system keeps for it, was merged"
+    assert len(events) < 32 * 200 / 2, "what it did not read was merged"
 
 
 def test_a_full_server_says_when_to_come_back(slow: Server) -> None:

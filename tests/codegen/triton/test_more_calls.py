@@ -24,7 +24,7 @@ from inferc.passes.plan_memory import memory_plan
 ARCHS = ("sm_80", "sm_90", "sm_100")
 MAX_SHARED = 99 << 10  # bytes of a block: what the smallest of the chips that we compile for has
 OFTEN = ("gpt2", "bloom", "llama4_text", "deepseek_v3")
-"""Families that together have most ops; the others run with the slow tests."""
+"""Families of different ops, one of which is refused; the others run with the slow tests."""
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", "sm_100"])
