@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -147,7 +148,7 @@ def test_requests_are_aborted_by_who_made_them(locked: Server) -> None:
         Client(locked.address, api_key="root-key") as root,
     ):
         for who, may in ((other, False), (alice, True), (root, True)):
-            stream = alice.generate("abc", request_id="mine", max_tokens=150, n=4, ignore_eos=True)
+            stream = alice.generate("abc", request_id="mine", max_tokens=3000, n=4, ignore_eos=True)
             next(stream)
             assert who.abort("mine") is may
             stream.close()  # type: ignore[attr-defined]
@@ -181,14 +182,14 @@ def test_a_key_has_its_rate(locked: Server) -> None:
 
 
 def test_a_key_has_its_number_at_once(locked: Server) -> None:
-    with Client(locked.address, api_key="one-key", retries=0) as client:
-        stream = client.generate("abc", max_tokens=100, n=4, ignore_eos=True)
-        next(stream)
+    with Client(locked.address, api_key="one-key", retries=0) as client, ThreadPoolExecutor() as pool:
+        locked.engine.suspend()  # or one may be over before the other is sent
+        both = [pool.submit(client.complete, "abc", **SHORT) for _ in range(2)]
+        (refused,), (taken,) = wait(both, timeout=30, return_when=FIRST_COMPLETED)
         with pytest.raises(ServerError, match="has 1 requests under way, and 1 are allowed at once"):
-            client.complete("abc", **SHORT)
-        stream.close()  # type: ignore[attr-defined]
-        with Client(locked.address, api_key="root-key") as root:
-            wait_until(lambda: root.loads().num_requests == 0, "it has ended")
+            refused.result()
+        locked.engine.resume()
+        assert taken.result(30)
         assert client.complete("abc", **SHORT)
 
 
