@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Literal, TypeVar
 
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
@@ -113,7 +114,8 @@ class AsyncEngine:
         self._num_sequences = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._incoming: deque[tuple[Work, int, Event]] = deque()
+        self._incoming: deque[tuple[Work, int, Event]] = deque()  # from the engine client's thread
+        self._untaken: dict[Work, list[tuple[int, Event]]] = {}  # of these, those that the loop has seen, the oldest first
         self._is_woken = False
 
     @property
@@ -411,23 +413,24 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:
-        """Events of some requests; of the others once their readers, and whoever else waits for the loop, have had a turn."""
+        """What has come for some requests; for the others once their readers, and whoever else waits for the loop, have had a turn.
+
+        All that has come for a request meanwhile is taken together, so a loop that lags behind has fewer pieces to send.
+        """
         self._is_woken = False  # before taking: what comes from here on wakes the loop again
-        incoming, now = self._incoming, time.monotonic()
-        taken, last = 0, None
-        while incoming:
-            if incoming[0][0] is not last:  # what a step brings for one request is taken together
-                if taken == TAKEN_AT_ONCE:
-                    break
-                taken, last = taken + 1, incoming[0][0]
-            work, start, event = incoming.popleft()
-            if start != work.num_starts:
-                continue  # of an engine before
-            if isinstance(event, Failed):
-                self._fail(work, event)
-            else:
-                work.take_event(event, now)
-        if incoming and not self._is_woken:
+        while self._incoming:
+            work, start, event = self._incoming.popleft()
+            self._untaken.setdefault(work, []).append((start, event))
+        now = time.monotonic()
+        for work in list(islice(self._untaken, TAKEN_AT_ONCE)):
+            for start, event in self._untaken.pop(work):
+                if start != work.num_starts:
+                    continue  # of an engine before
+                if isinstance(event, Failed):
+                    self._fail(work, event)
+                else:
+                    work.take_event(event, now)
+        if self._untaken and not self._is_woken:
             self._is_woken = True
             self._loop.call_soon(self._take)
 

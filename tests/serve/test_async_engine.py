@@ -17,7 +17,7 @@ from inferc.runtime.sequence import Output
 from inferc.runtime.text import Text
 from inferc.serve import async_engine
 from inferc.serve.admission import ARRIVED_AT
-from inferc.serve.async_engine import MAX_STARTS, AsyncEngine
+from inferc.serve.async_engine import MAX_STARTS, TAKEN_AT_ONCE, AsyncEngine
 from inferc.serve.streams import (
     EngineUnavailable,
     ModelFacts,
@@ -111,6 +111,37 @@ def test_what_a_slow_reader_misses_is_merged() -> None:
             Piece(0, "hello", list(b"hello"), None, []),
             Piece(0, "!", list(b"!"), "length", []),
         ]
+
+    run(work())
+
+
+def test_what_a_step_brings_is_handed_out_a_few_requests_at_a_time() -> None:
+    """Between them others have their turn of the loop; what has come again meanwhile is taken together."""
+
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script, max_sequences=3 * TAKEN_AT_ONCE)
+        names = [chr(ord("a") + number) for number in range(3 * TAKEN_AT_ONCE)]
+        streams = {name: engine.open([1], SamplingParams(), name) for name in names}
+
+        readers = [asyncio.ensure_future(rest(stream)) for stream in streams.values()]
+        await asyncio.sleep(0)
+
+        def step(letter: bytes, reason: str | None = None) -> None:
+            for name in names:
+                script.sinks[name](Output(name, 0, list(letter), reason))
+
+        def reached() -> list[str]:
+            return [name for name, stream in streams.items() if stream.num_output]
+
+        step(b"a")
+        await asyncio.sleep(0)
+        assert reached() == names[:TAKEN_AT_ONCE]
+        step(b"b", "length")
+        await asyncio.sleep(0)
+        assert reached() == names[: 2 * TAKEN_AT_ONCE]
+        texts = [[piece.text for piece in pieces] for pieces in await asyncio.gather(*readers)]
+        assert texts == [["a", "b"]] * TAKEN_AT_ONCE + [["ab"]] * (2 * TAKEN_AT_ONCE)
 
     run(work())
 
