@@ -115,7 +115,9 @@ class AsyncEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._incoming: deque[tuple[Work, int, Event]] = deque()  # from the engine client's thread
-        self._untaken: dict[Work, list[tuple[int, Event]]] = {}  # of these, those that the loop has seen, the oldest first
+        self._untaken: dict[
+            Work, list[tuple[int, Event]]
+        ] = {}  # of these, those that the loop has seen, the oldest first
         self._is_woken = False
 
     @property
