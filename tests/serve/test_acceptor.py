@@ -1,0 +1,187 @@
+"""Who is begun with first, who is told that there is no place, and what happens when the system has no files."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from inferc.serve import acceptor, connections, http_address
+from inferc.serve.acceptor import BEGUN_AT_ONCE, FULL, Acceptor
+from inferc.serve.connections import Connections
+
+HEALTH = b"GET /health HTTP/1.1\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\n"
+
+
+class House(AbstractContextManager["House"]):
+    """A listening socket, its acceptor, and what it has begun with: how each had begun to speak."""
+
+    def __init__(self, limit: int | None = None, greets: bool = True) -> None:
+        self.listener = http_address.bind("127.0.0.1", 0)
+        self.connections = Connections(limit)
+        self.begun: list[bytes] = []
+        self.taken: list[socket.socket] = []
+        self.said: list[str] = []
+        self.clients: list[socket.socket] = []
+        self.fails: OSError | None = None
+        self.acceptor = Acceptor(self.listener, self.connections, self._begin, greets, self.said.append)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        self.taken.append(connection)
+        self.begun.append(connection.recv(len(HEALTH), socket.MSG_PEEK))
+        if self.fails is not None:
+            raise self.fails
+
+    def connect(self, sent: bytes) -> socket.socket:
+        client = socket.create_connection(self.listener.getsockname(), timeout=30)
+        self.clients.append(client)
+        client.sendall(sent)
+        return client
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        for _ in range(1_000_000):  # turns of the loop
+            if is_true():
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("it does not come")
+
+    def __exit__(self, *of_error: object) -> None:
+        self.acceptor.close()
+        for each in (self.listener, *self.clients, *self.taken):
+            each.close()
+        assert len(self.connections) == 0
+
+
+def test_who_asks_for_health_is_begun_with_first() -> None:
+    async def work() -> None:
+        with House() as house:
+            for _ in range(2 * BEGUN_AT_ONCE):
+                house.connect(POST)
+            house.connect(HEALTH)
+            await house.until(lambda: bool(house.begun))
+            assert house.begun[0] == HEALTH and len(house.begun) <= BEGUN_AT_ONCE
+            await house.until(lambda: len(house.begun) == 2 * BEGUN_AT_ONCE + 1)
+            assert house.begun.count(HEALTH) == 1 and len(house.connections) == len(house.begun)
+
+    asyncio.run(work())
+
+
+def test_more_than_are_taken_at_once_all_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "TAKEN_AT_ONCE", 3)
+    monkeypatch.setattr(acceptor, "BEGUN_AT_ONCE", 2)
+
+    async def work() -> None:
+        with House() as house:
+            for _ in range(20):
+                house.connect(POST)
+            await house.until(lambda: len(house.begun) == 20)
+
+    asyncio.run(work())
+
+
+def test_who_waits_for_a_protocol_has_a_place() -> None:
+    """Two have come and nothing has begun with them yet: the third is told that there is no place, and health finds one."""
+
+    async def work() -> None:
+        with House(limit=2) as house:
+            clients = [house.connect(sent) for sent in (POST, POST, POST, HEALTH)]
+            await house.until(lambda: len(house.begun) == 3)
+            assert sorted(house.begun) == sorted([POST[: len(HEALTH)]] * 2 + [HEALTH])
+            assert clients[2].recv(len(FULL)) == FULL and clients[2].recv(1) == b""
+
+    asyncio.run(work())
+
+
+def test_under_tls_nobody_is_looked_at_or_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEALTH_PLACES", 0)
+
+    async def work() -> None:
+        with House(limit=BEGUN_AT_ONCE + 1, greets=False) as house:
+            for _ in range(BEGUN_AT_ONCE):
+                house.connect(POST)
+            last = house.connect(HEALTH)
+            await house.until(lambda: len(house.begun) == BEGUN_AT_ONCE + 1)
+            assert house.begun[-1] == HEALTH, "in the order in which they came"
+            for taken in house.taken:
+                house.connections.busy(taken.fileno())
+            late = house.connect(POST)
+            await house.until(lambda: _is_closed(late))
+            assert not _is_closed(last)
+
+    asyncio.run(work())
+
+
+def _is_closed(client: socket.socket) -> bool:
+    """Raises AssertionError if it was told anything."""
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_a_handshake_that_fails_is_nobodys_error(recwarn: pytest.WarningsRecorder) -> None:
+    async def work() -> None:
+        heard: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
+        with House() as house:
+            house.fails = ConnectionResetError()
+            house.connect(POST)
+            await house.until(lambda: bool(house.begun))
+            house.fails = None
+            house.connect(HEALTH)
+            await house.until(lambda: len(house.begun) == 2)
+        assert not heard
+
+    asyncio.run(work())
+
+
+class Exhausted(socket.socket):
+    """A listening socket of a system that has no file left, until it has."""
+
+    left = 0
+    asked = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.asked += 1
+        if not self.left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_without_files_it_waits_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(socket, "socket", Exhausted)
+
+    async def work() -> None:
+        with House() as house:
+            listener = house.listener
+            assert isinstance(listener, Exhausted)
+            house.connect(POST)
+            await house.until(lambda: listener.asked == 3)
+            assert (
+                house.said
+                == ["no connection can be taken: [Errno 24] Too many open files; raise the limit of open files"] * 3
+            )
+            listener.left = 1
+            await house.until(lambda: bool(house.begun))
+
+    asyncio.run(work())
+
+
+def test_closed_it_takes_nobody() -> None:
+    async def work() -> None:
+        with House() as house:
+            clients = [house.connect(POST) for _ in range(4 * BEGUN_AT_ONCE)]
+            await house.until(lambda: bool(house.begun))
+            house.acceptor.close()
+            clients.append(house.connect(HEALTH))
+            await house.until(lambda: sum(map(_is_closed, clients)) + len(house.begun) == len(clients) - 1)
+            assert len(house.begun) < 4 * BEGUN_AT_ONCE and HEALTH not in house.begun
+
+    asyncio.run(work())
