@@ -34,8 +34,13 @@ def by_transformers(folder: Path) -> list[Tensor]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
+    return logits_of(model.eval())
+
+
+def logits_of(model: Any) -> list[Tensor]:
+    """The same of a model of transformers that is loaded."""
     with torch.no_grad():
-        return [model.eval()(input_ids=torch.tensor([each]), use_cache=False).logits[0] for each in prompts()]
+        return [model(input_ids=torch.tensor([each]), use_cache=False).logits[0] for each in prompts()]
 
 
 def by_program(folder: Path, target: str = "cpu", dtype: str = "float32") -> list[Tensor]:

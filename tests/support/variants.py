@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from families import FAMILIES, MIXED, OLD, WINDOW
+from families import FAMILIES, MIXED, WINDOW
 
 WIDE = {"hidden_size": 80, "head_dim": 20}  # heads that no kernel takes as they are
 
@@ -36,15 +36,14 @@ class Variant:
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 BIASED = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
-UNTIED = {"tie_word_embeddings": False}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32}
 ROUTES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 COMPILED: dict[str, Variant] = {
     "olmo: clip_qkv": Variant("olmo", {"clip_qkv": 0.5, "attention_bias": True, **TIED}),
     "olmoe: clip_qkv": Variant("olmoe", {"clip_qkv": 0.5, "attention_bias": True, "norm_topk_prob": True}),
-    "nemotron: norms with 1 + w": Variant("nemotron", {"norm_eps": 1e-5, "partial_rotary_factor": 0.5}),
-    "nemotron: biases": Variant("nemotron", {"norm_eps": 1e-5, **BIASED, **TIED}),
+    "nemotron: norms with 1 + w": Variant("nemotron", {"norm_eps": 1e-3, "partial_rotary_factor": 0.25}),
+    "nemotron: biases": Variant("nemotron", {"norm_eps": 1e-3, **BIASED, **TIED}),
     "stablelm: qk_layernorm": Variant("stablelm", {"qk_layernorm": True}),
     "stablelm: parallel residual, biases": Variant(
         "stablelm", {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True, **TIED}
@@ -54,17 +53,17 @@ COMPILED: dict[str, Variant] = {
     "phi3: heads of 20": Variant("phi3", WIDE),
     "qwen3: heads of 20, behind norms": Variant("qwen3", {"head_dim": 20}),
     "cohere: heads of 20, with norms of their own": Variant("cohere", WIDE),
-    "gpt2: heads of 20, packed": Variant("gpt2", {**OLD, "n_embd": 80, "activation_function": "gelu"}),
+    "gpt2: heads of 20, packed": Variant("gpt2", {"hidden_size": 80, "activation_function": "gelu"}),
     "llama: biases, tied": Variant("llama", {**BIASED, **TIED}),
     "llama: one KV head": Variant("llama", {"num_key_value_heads": 1}),
     "llama: as many KV heads as heads": Variant("llama", {"num_key_value_heads": 4}),
-    "qwen2: untied": Variant("qwen2", UNTIED),
+    "qwen2: untied": Variant("qwen2", {"tie_word_embeddings": False}),
     "qwen3: biases, windows": Variant("qwen3", {**WINDOWED, "max_window_layers": 1, "attention_bias": True, **TIED}),
     "mistral: wide heads, tied": Variant("mistral", {"head_dim": 32, **TIED}),
-    "gemma: biases, untied": Variant("gemma", {"attention_bias": True, **UNTIED}),
-    "gemma2: biases, no softcaps, untied": Variant(
+    "gemma: biases, tied": Variant("gemma", {"attention_bias": True, **TIED}),
+    "gemma2: biases, no softcaps, tied": Variant(
         "gemma2",
-        {"attention_bias": True, "attn_logit_softcapping": None, "final_logit_softcapping": None, **UNTIED},
+        {"attention_bias": True, "attn_logit_softcapping": None, "final_logit_softcapping": None, **TIED},
     ),
     "gemma3_text: biases, softcaps": Variant(
         "gemma3_text", {"attention_bias": True, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
@@ -73,14 +72,14 @@ COMPILED: dict[str, Variant] = {
     "phi3: partial rope, no window, tied": Variant(
         "phi3", {"partial_rotary_factor": 0.5, "sliding_window": None, **TIED}
     ),
-    "gpt2: scales, inner size, untied": Variant(
+    "gpt2: scales, inner size, tied": Variant(
         "gpt2",
         {
             "scale_attn_by_inverse_layer_idx": True,
             "reorder_and_upcast_attn": True,
             "n_inner": 80,
             "activation_function": "relu",
-            **UNTIED,
+            **TIED,
         },
     ),
     "gpt2: unscaled": Variant("gpt2", {"scale_attn_weights": False, "activation_function": "silu"}),
@@ -88,7 +87,7 @@ COMPILED: dict[str, Variant] = {
         "gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast", **TIED}
     ),
     "gpt_bigcode: a KV head for each": Variant(
-        "gpt_bigcode", {"multi_query": False, "activation_function": "gelu", "n_inner": 80, **UNTIED}
+        "gpt_bigcode", {"multi_query": False, "activation_function": "gelu", "n_inner": 80, **TIED}
     ),
     "gpt_bigcode: unscaled": Variant("gpt_bigcode", {"scale_attn_weights": False, "activation_function": "relu"}),
     "opt: norms behind, projected embeddings": Variant(
@@ -97,18 +96,18 @@ COMPILED: dict[str, Variant] = {
     "opt: no biases, norms without weights": Variant(
         "opt", {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "silu"}
     ),
-    "opt: no last norm": Variant("opt", {"_remove_final_layer_norm": True, **UNTIED}),
+    "opt: no last norm": Variant("opt", {"_remove_final_layer_norm": True, **TIED}),
     "olmo2: biases, tied": Variant("olmo2", {"attention_bias": True, **TIED}),
     "granite: biases, tied": Variant("granite", {**BIASED, **TIED}),
-    "cohere: biases, no norms of heads, untied": Variant(
-        "cohere", {"attention_bias": True, "use_qk_norm": False, **UNTIED}
+    "cohere: biases, no norms of heads, tied": Variant(
+        "cohere", {"attention_bias": True, "use_qk_norm": False, **TIED}
     ),
-    "cohere2: biases, untied": Variant("cohere2", {"attention_bias": True, **UNTIED}),
-    "starcoder2: no biases, untied": Variant("starcoder2", {"use_bias": False, "hidden_act": "gelu", **UNTIED}),
+    "cohere2: biases, tied": Variant("cohere2", {"attention_bias": True, **TIED}),
+    "starcoder2: no biases, tied": Variant("starcoder2", {"use_bias": False, "hidden_act": "gelu", **TIED}),
     "glm: no biases, tied": Variant("glm", {"attention_bias": False, **TIED}),
     "glm4: no biases, tied": Variant("glm4", {"attention_bias": False, **TIED}),
-    "smollm3: windows, biases, untied": Variant(
-        "smollm3", {**WINDOWED, "layer_types": MIXED, "num_hidden_layers": 3, **BIASED, **UNTIED}
+    "smollm3: windows, biases, tied": Variant(
+        "smollm3", {**WINDOWED, "layer_types": MIXED, "num_hidden_layers": 3, **BIASED, **TIED}
     ),
     "seed_oss: other biases, tied": Variant(
         "seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, **TIED}
@@ -137,9 +136,9 @@ COMPILED: dict[str, Variant] = {
     "hunyuan_v1_moe: biases, wide heads, tied": Variant(
         "hunyuan_v1_moe", {"attention_bias": True, "head_dim": 32, **TIED}
     ),
-    "ernie4_5_moe: biases, no shared experts, dense layers": Variant(
+    "ernie4_5_moe: biases, no shared experts, no dense layers": Variant(
         "ernie4_5_moe",
-        {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_start_index": 1, **TIED},
+        {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_start_index": 0, **TIED},
     ),
     "minimax_m2: tied": Variant("minimax_m2", TIED),
     "glm4_moe: norms of heads, biases, scaled, tied": Variant(
@@ -182,7 +181,7 @@ COMPILED: dict[str, Variant] = {
         },
     ),
     "bamba: attention alone": Variant("bamba", {**MAMBA, "attn_layer_indices": [0, 1], "mamba_n_groups": 1}),
-    "lfm2: attention alone": Variant("lfm2", {"layer_types": ["full_attention"] * 2, "block_ff_dim": 96}),
+    "lfm2: attention alone": Variant("lfm2", {"layer_types": ["full_attention"] * 2}),
     "lfm2_moe: attention alone": Variant(
         "lfm2_moe", {**ROUTES, "layer_types": ["full_attention"] * 2, "num_dense_layers": 1}
     ),
