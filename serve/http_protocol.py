@@ -1,4 +1,4 @@
-"""uvicorn's protocol with bounds on who sends slowly or without end before there is a request to answer."""
+"""uvicorn's protocol with bounds on who sends slowly, or without end, and on who does not read what is sent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from inferc.serve.connections import Connections
 from inferc.serve.http_edge import MAX_BODY_BYTES
 
 MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follows its body
-LOOK_SECONDS = 30.0  # a head must be whole by then
-MIN_BYTES = 16 << 10  # of a body that is not whole, from one look to the next
+LOOK_SECONDS = 30.0  # a head must be whole by then, and what was closed must have been read
+MIN_BYTES = 16 << 10  # of a body that is not whole, or of an answer that is not read, from one look to the next
+MAX_PIPELINED = 16  # requests behind the one that is being answered
 BEGINS_AT_BYTES = 16 << 10  # of a body: the application hears of the request by then, or when the body is whole
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes connections that hold a place and send next to nothing; refuses (431) heads that are too large, and (503) requests
-    that there is no place for."""
+    """Closes connections that hold a place and send, or read, next to nothing; refuses (431) heads that are too large, and (503)
+    requests that there is no place for."""
 
     def __init__(
         self,
@@ -34,7 +35,9 @@ class Protocol(HttpToolsProtocol):
         self._connections, self._max_body_bytes = connections, max_body_bytes
         self._number = -1  # by which it is counted
         self._is_refused = False
-        self._looking: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None  # while something is expected of the client
+        self._is_deaf = False  # it has sent too many requests at once, and what follows them is not read
+        self._num_unsent = 0  # bytes that it has not read, when it was looked at last
         self._is_in_head = self._is_in_body = False
         self._num_head = 0  # bytes of the head, as far as the parser told of it
         self._num_unheard = 0  # bytes since the parser told of something whole
@@ -45,7 +48,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         if self._connections is not None:
             self._number = transport.get_extra_info("socket").fileno()
-        self._look_later()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_looking()
@@ -53,12 +56,26 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._looking is None and not self._is_answering:
-            self._look_later()
+        if self._is_deaf:
+            return
         self._num_unheard += len(data)
         super().data_received(data)
-        if self._num_unheard > MAX_HEAD_BYTES:
+        if self._num_unheard > MAX_HEAD_BYTES and not self._is_deaf:
             self._refuse(b"431 Request Header Fields Too Large")
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch()
 
     def on_message_begin(self) -> None:
         # What was not heard of stays counted: it is the beginning of this head.
@@ -82,10 +99,14 @@ class Protocol(HttpToolsProtocol):
             raise ValueError("the head is too large")
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():  # else it was refused in other words
+        if not (self._is_deaf or self.transport.is_closing()):  # else it was refused in other words
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) == MAX_PIPELINED:
+            self._is_deaf = True
+            self.pipeline[0][0].keep_alive = False  # of the one that came last: its answer is the last, too
+            raise ValueError("too many requests at once")
         self._is_in_head, self._is_in_body, self._num_unheard, self._num_body = False, True, 0, 0
         if self._connections is not None:
             path = self.url.partition(b"?")[0].rstrip(b"/").decode("latin-1")
@@ -100,6 +121,10 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._rest_if_done()
+        self._watch()
+
+    def _rest_if_done(self) -> None:
         if self._connections is not None and not self._is_in_body and not self._is_answering:
             self._connections.rests(self._number)
 
@@ -113,10 +138,11 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_in_body, self._num_unheard, self._num_head = False, 0, 0
-        self._stop_looking()
+        self._stop_looking()  # what is expected next has its own time
         if not self._is_refused:
             super().on_message_complete()
             self._begin()
+        self._rest_if_done()  # it was answered before it was whole
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Let a request with a body wait for it here, where no task of the application waits with it.
@@ -141,9 +167,21 @@ class Protocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _look_later(self) -> None:
-        self._stop_looking()
-        self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
+    @property
+    def _is_expected_to_act(self) -> bool:
+        """Whether it is the client's turn: to send, or to read."""
+        if self.transport.is_closing() or self.flow.write_paused:
+            return True
+        if self._is_in_body:
+            return not self.pipeline  # else it waits behind others, and is not read
+        return not self._is_answering and self.timeout_keep_alive_task is None
+
+    def _watch(self) -> None:
+        """Look at the client later if it is its turn now; what has begun to run goes on."""
+        if not self._is_expected_to_act:
+            self._stop_looking()
+        elif self._looking is None:
+            self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
 
     def _stop_looking(self) -> None:
         if self._looking is not None:
@@ -152,14 +190,19 @@ class Protocol(HttpToolsProtocol):
 
     def _look(self) -> None:
         self._looking = None
-        is_paused = self.flow is not None and self.flow.read_paused
-        if self._is_in_body and (self._num_body >= MIN_BYTES or is_paused):
+        if self.transport.is_closing():
+            self.transport.abort()
+        elif self.flow.write_paused:
+            unsent, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+            if unsent - self._num_unsent < MIN_BYTES:
+                self.transport.abort()
+        elif self._is_in_body and (self._num_body >= MIN_BYTES or self.flow.read_paused):
             self._num_body = 0
-            self._look_later()
         elif self._is_in_head or self._is_in_body or self._num_unheard:
             self._refuse(b"408 Request Timeout")
         else:  # it was opened and not used
             self.transport.close()
+        self._watch()
 
     def _refuse(self, status: bytes) -> None:
         """Who has begun to get an answer gets no other."""
@@ -168,3 +211,4 @@ class Protocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         self.transport.close()
+        self._watch()

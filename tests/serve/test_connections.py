@@ -9,15 +9,29 @@ from typing import Any
 
 import pytest
 
-from inferc.serve import connections, http_address
+from inferc.serve import connections, http_address, http_protocol
 from inferc.serve.access import Access
 from inferc.serve.connections import Connections, Seldom
-from inferc.serve.http_protocol import BEGINS_AT_BYTES
+from inferc.serve.http_protocol import BEGINS_AT_BYTES, MAX_PIPELINED
 from inferc.serve.http_server import HttpServer, make_app
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
-Open = Callable[[bytes], Awaitable[asyncio.StreamReader]]
+
+
+class Open:
+    """Opens connections that have sent some bytes. places: those that are open at the endpoint."""
+
+    def __init__(self, address: Any, places: Connections) -> None:
+        self.address, self.places = address, places
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def __call__(self, sent: bytes) -> asyncio.StreamReader:
+        connection = socket.create_connection(self.address)
+        connection.sendall(sent)  # before the endpoint, which is of this thread, has seen that it is there
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self.writers.append(writer)
+        return reader
 
 
 def with_places(limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
@@ -35,17 +49,9 @@ def with_application(app: Any, limit: int, work: Callable[[Open], Awaitable[None
         listener = http_address.bind("127.0.0.1", 0)
         server = HttpServer(app, listener, max_connections=limit)
         running = asyncio.create_task(server.run_until_stopped())
-        writers = []
-
-        async def opened(sent: bytes) -> asyncio.StreamReader:
-            connection = socket.create_connection(listener.getsockname())
-            connection.sendall(sent)  # before the endpoint, which is of this thread, has seen that it is there
-            reader, writer = await asyncio.open_connection(sock=connection)
-            writers.append(writer)
-            return reader
-
+        opened = Open(listener.getsockname(), server.connections)
         await work(opened)
-        for writer in writers:
+        for writer in opened.writers:
             writer.close()
         server.stop(at_once=True)
         await running
@@ -169,6 +175,77 @@ def test_of_a_long_body_it_hears_before_the_end_and_of_one_that_waits_for_leave(
         assert app.begun == ["/asks", "/long"]
 
     with_application(app, 8, work)
+
+
+class Early:
+    """An ASGI application that answers with so many bytes, whatever comes."""
+
+    def __init__(self, length: int) -> None:
+        self.body = b"x" * length
+        self.num_begun = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_begun += 1
+        headers = [(b"content-length", str(len(self.body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(1), 30) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.2)
+
+
+def test_a_body_without_end_behind_another_request_holds_no_place(soon: None) -> None:
+    async def work(opened: Open) -> None:
+        reader = await opened(post("/first", 2, b"ab") + post("/slow", 1000, b"abc"))
+        assert await answer(reader) == b"2"
+        assert (await head(reader)).startswith(b"HTTP/1.1 408 ") and await is_closed(reader)
+
+    with_application(Lengths(), 8, work)
+
+
+def test_who_is_answered_before_the_body_is_whole_rests_when_it_is(soon: None) -> None:
+    async def work(opened: Open) -> None:
+        reader = await opened(post("/x", BEGINS_AT_BYTES + 100, bytes(BEGINS_AT_BYTES)))
+        assert await answer(reader) == b"x"
+        opened.writers[-1].write(bytes(100))
+        assert await is_closed(reader)
+
+    with_application(Early(1), 8, work)
+
+
+def test_who_never_reads_holds_no_place(soon: None) -> None:
+    async def work(opened: Open) -> None:
+        connection = socket.create_connection(opened.address)
+        with connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+            while not opened.places:
+                await asyncio.sleep(0.01)
+            while opened.places:
+                await asyncio.sleep(0.01)
+
+    with_application(Early(32 << 20), 8, work)
+
+
+def test_of_many_requests_at_once_the_first_are_answered() -> None:
+    app = Early(1)
+
+    async def work(opened: Open) -> None:
+        reader = await opened(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 5000)
+        for _ in range(1 + MAX_PIPELINED):
+            assert await answer(reader) == b"x"
+        assert await is_closed(reader)
+
+    with_application(app, 8, work)
+    assert app.num_begun == 1 + MAX_PIPELINED
 
 
 class Begun(Connections):
