@@ -339,11 +339,16 @@ class Engine:
         if not params.allowed_token_ids and not params.banned_token_ids:
             return
         banned = frozenset(params.banned_token_ids)
-        left = frozenset(params.allowed_token_ids or range(self.model.vocab_size)) - banned
-        if not left:
+        if params.allowed_token_ids:
+            left = frozenset(params.allowed_token_ids) - banned
+            num_left, num_going_on = len(left), len(left - ends)
+        else:  # all of the vocabulary: all ids have been found to be in it
+            num_left = self.model.vocab_size - len(banned)
+            num_going_on = num_left - sum(end < self.model.vocab_size for end in ends - banned)
+        if not num_left:
             what = "allowed_token_ids are all" if params.allowed_token_ids else "all tokens are"
             raise RequestError(f"{what} in banned_token_ids: nothing is left to choose; ban fewer")
-        if params.min_tokens and ends.issuperset(left):
+        if params.min_tokens and not num_going_on:
             raise RequestError(
                 "allowed_token_ids and banned_token_ids leave end tokens only, and min_tokens forbids these at first: nothing"
                 " is left to choose; allow more, or set min_tokens to 0"

@@ -141,8 +141,7 @@ class EngineProcess(EngineClient):
         self._write(encode_command(command))
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        is_long = any(isinstance(value, list) and len(value) > LONG_LIST for value in message.values())
-        data = partial(dump_long, message) if is_long else json.dumps(message).encode()
+        data = partial(dump_long, message) if has_long(message) else json.dumps(message).encode()
         with self._writing:
             if callable(data):  # by the writer: who asks has others to serve
                 self._unsent.append(data)
@@ -258,16 +257,26 @@ def encode_command(command: Command) -> dict[str, Any]:
     return {"command": type(command).__name__, **values}
 
 
+def has_long(message: Mapping[str, Any]) -> bool:
+    """Whether there is a long list in it, or in a map in it."""
+    return any(
+        has_long(value) if isinstance(value, Mapping) else isinstance(value, (list, tuple)) and len(value) > LONG_LIST
+        for value in message.values()
+    )
+
+
 def dump_long(message: Mapping[str, Any]) -> bytes:
     """A message with long lists of numbers, in pieces: other threads go on between them."""
-    pieces = []
-    for name, value in message.items():
-        if isinstance(value, list) and len(value) > LONG_LIST:
-            parts = (json.dumps(value[at : at + LONG_LIST])[1:-1] for at in range(0, len(value), LONG_LIST))
-            pieces.append(f"{json.dumps(name)}: [{', '.join(parts)}]")
-        else:
-            pieces.append(f"{json.dumps(name)}: {json.dumps(value)}")
-    return f"{{{', '.join(pieces)}}}".encode()
+    return _dumped(message).encode()
+
+
+def _dumped(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(str(name))}: {_dumped(each)}' for name, each in value.items())}}}"
+    if isinstance(value, (list, tuple)) and len(value) > LONG_LIST:
+        parts = (json.dumps(value[at : at + LONG_LIST])[1:-1] for at in range(0, len(value), LONG_LIST))
+        return f"[{', '.join(parts)}]"
+    return json.dumps(value)
 
 
 def decode_command(data: bytes) -> Command:

@@ -94,6 +94,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def num_listed(self) -> int:
+        """Entries of its lists of token ids: what it takes beyond its prompt to hold it."""
+        return len(self.stop_token_ids) + len(self.allowed_token_ids) + len(self.banned_token_ids)
+
     def _check_numbers(self) -> None:
         check_integer("n", self.n, 1, MAX_N)
         check_number("temperature", self.temperature, 0.0, 100.0, "use 0 for greedy decoding")

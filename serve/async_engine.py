@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine import EngineStats
 from inferc.runtime.engine_loop import Embedded, Event, Failed, Scored, Sink, Stats
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.sampling_params import MAX_ITEMS, SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.text import Text
 from inferc.serve.admission import QueueForecast
@@ -43,6 +43,7 @@ from inferc.serve.waiting import RequestTimeout
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
+MAX_LISTED = 16 * MAX_ITEMS  # token ids in the parameters of them all: 150 MB here, and in the engine
 STATS_SECONDS = 10.0  # for the engine to tell its counters
 TAKEN_AT_ONCE = 8  # requests that the engine has something for, before others have their turn of the event loop
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
@@ -112,6 +113,7 @@ class AsyncEngine:
         self._works: dict[str, Work] = {}
         self._parked: dict[str, Work] = {}  # of these, which wait for an engine
         self._num_sequences = 0
+        self._num_listed = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._incoming: deque[tuple[Work, int, Event]] = deque()  # from the engine client's thread
@@ -165,7 +167,7 @@ class AsyncEngine:
         Raises RequestIdInUse, QueueFull or EngineUnavailable. What else is wrong with the request (a prompt that is
         too long) is raised by the stream.
         """
-        self.check_open(params.n)
+        self.check_open(params.n, num_listed=params.num_listed)
         stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over)
         self._begin(stream)
         if max_seconds is not None:
@@ -206,10 +208,11 @@ class AsyncEngine:
         self._begin(errand)
         return await errand.result()
 
-    def check_open(self, num_sequences: int = 1, within: float | None = None) -> None:
+    def check_open(self, num_sequences: int = 1, within: float | None = None, num_listed: int = 0) -> None:
         """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now, and RequestError if never.
 
-        within: seconds after which nobody waits for its first token any more.
+        within: seconds after which nobody waits for its first token any more. num_listed: token ids in its parameters, for each
+        prompt anew.
         """
         if (refusal := self.refusal) is not None:
             self.metrics.refused("unavailable")
@@ -224,6 +227,17 @@ class AsyncEngine:
             raise QueueFull(
                 f"{self._num_sequences} sequences are running or waiting, and {self._max_sequences} are let in; try"
                 " again later"
+            )
+        if num_listed > MAX_LISTED:
+            raise RequestError(
+                f"prompt: the parameters have {num_listed} token ids in lists, those of each prompt counted, and at most"
+                f" {MAX_LISTED} are allowed; send fewer prompts at once"
+            )
+        if self._num_listed + num_listed > MAX_LISTED:
+            self.metrics.refused("queue_full")
+            raise QueueFull(
+                f"the parameters of what is running or waiting have {self._num_listed} token ids in lists, and {MAX_LISTED} are"
+                " let in; try again later"
             )
         limits = [limit for limit in (within, self._max_queue_seconds) if limit is not None]
         num_running = self._num_sequences - self.queue.num_waiting
@@ -284,6 +298,7 @@ class AsyncEngine:
             del self._works[work.request_id]
             self._parked.pop(work.request_id, None)
             self._num_sequences -= work.num_sequences
+            self._num_listed -= work.num_listed
             if isinstance(work, Stream):
                 self.queue.left(work.num_waiting)
                 ended = work.ended()
@@ -332,6 +347,7 @@ class AsyncEngine:
     def _begin(self, work: Work) -> None:
         self._works[work.request_id] = work
         self._num_sequences += work.num_sequences
+        self._num_listed += work.num_listed
         if isinstance(work, Stream):
             self.queue.came(work.num_sequences, work.opened_at)
         self._idle.clear()

@@ -33,7 +33,7 @@ class InferenceService:
         engine = model.engine
         defaults = CALLER.get().limits.defaults(engine.facts.defaults)
         params = changed(protocol.sampling_params(request.sampling, defaults), tap=request.tap)
-        model.check_open(params.n)  # before the work that a prompt is
+        model.check_open(params)  # before the work that a prompt is
         prompt = await self._prompt(model, request)
         prompt_logprobs: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):

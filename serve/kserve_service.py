@@ -265,7 +265,7 @@ class KServeService:
         for prompt in prompts:
             if not isinstance(prompt, str):
                 model.check_length(len(prompt))
-        model.check_open(len(prompts))
+        model.check_open(params, len(prompts))
         return _Work(
             id=request.id,
             model=model,

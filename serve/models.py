@@ -229,9 +229,9 @@ class ServedModel:
         encode, limit = self.engine.text.encode, self.engine.facts.max_model_len
         return await asyncio.to_thread(lambda: [encode(text, add_special_tokens, limit) for text in texts])
 
-    def check_open(self, num_sequences: int) -> None:
-        """AsyncEngine.check_open within the time that the caller has."""
-        self.engine.check_open(num_sequences, WITHIN.get())
+    def check_open(self, params: SamplingParams, num_prompts: int = 1) -> None:
+        """AsyncEngine.check_open of a request for each prompt, within the time that the caller has."""
+        self.engine.check_open(params.n * num_prompts, WITHIN.get(), params.num_listed * num_prompts)
 
     def open(
         self,

@@ -17,6 +17,7 @@ from inferc.serve.streams import Piece, Stream
 from inferc.serve.waiting import gather
 
 OPENED_AT_ONCE = 32  # streams: some milliseconds
+MANY_LISTED = 1 << 12  # token ids of a request's parameters: those of 32 streams would take longer
 
 
 class Answering:
@@ -31,7 +32,7 @@ class Answering:
         self._streams: list[Stream] = []
         self._prompts: list[EchoedPrompt] = []
         if request.generates:
-            model.check_open(self.params.n * len(request.prompts))
+            model.check_open(self.params, len(request.prompts))
 
     async def start(self) -> None:
         """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open."""
@@ -41,7 +42,7 @@ class Answering:
         )
         if self.request.generates:
             for number, each in enumerate(ids):
-                if number % OPENED_AT_ONCE == OPENED_AT_ONCE - 1:
+                if number % OPENED_AT_ONCE == OPENED_AT_ONCE - 1 or self.params.num_listed > MANY_LISTED:
                     await asyncio.sleep(0)  # others have their turn: there may be a thousand
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
                 self._streams.append(self.model.open(each, self.params, name, self._news))

@@ -143,6 +143,7 @@ class Stream:
         self.engine_id = ""  # until it is started
         self.num_starts = 0
         self.num_sequences = params.n
+        self.num_listed = params.num_listed
         self.prompt_len = len(prompt_token_ids)
         self.opened_at = time.monotonic()
         self.arrived_at = ARRIVED_AT.get() or self.opened_at  # at the server: before its prompt was tokenized
@@ -307,6 +308,7 @@ class Errand(Generic[Result]):
     """
 
     num_sequences = 1
+    num_listed = 0
     can_start = True
 
     def __init__(

@@ -33,6 +33,7 @@ from inferc.runtime.engine_process import (
     decode_command,
     dump_long,
     encode_command,
+    has_long,
 )
 from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
@@ -456,7 +457,15 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
 
 def test_messages_survive_the_pipe() -> None:
     params = SamplingParams(stop=("é\n",), logit_bias={3: -1.5}, seed=2**64 - 1, stop_token_ids=(4,), max_tokens=None)
-    for command in (Add("a", [1, 2], params), Add("l", [*range(50_000)], params), Abort("a", 1), Abort("b")):
+    listed = SamplingParams(allowed_token_ids=tuple(range(50_000)), logit_bias={3: -1.5})
+    assert has_long(encode_command(Add("m", [1], listed))) and not has_long(encode_command(Add("a", [1, 2], params)))
+    for command in (
+        Add("a", [1, 2], params),
+        Add("l", [*range(50_000)], params),
+        Add("m", [1], listed),
+        Abort("a", 1),
+        Abort("b"),
+    ):
         assert decode_command(_json(encode_command(command))) == command
         assert decode_command(dump_long(encode_command(command))) == command
     events: list[Event] = [

@@ -363,6 +363,12 @@ def test_a_request_without_a_seed_is_random() -> None:
         ([1], {"banned_token_ids": (99,)}, "banned_token_ids: token id 99"),
         ([1], {"banned_token_ids": tuple(range(50))}, "all tokens are in banned_token_ids: nothing is left to choose"),
         ([1], {"banned_token_ids": (5,), "allowed_token_ids": (5,)}, "allowed_token_ids are all in banned_token_ids"),
+        (
+            [1],
+            {"banned_token_ids": tuple(range(49)), "stop_token_ids": (49,), "min_tokens": 1},
+            "leave end tokens only",
+        ),
+        ([1], {"allowed_token_ids": (3, 4), "stop_token_ids": (3, 4), "min_tokens": 1}, "leave end tokens only"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: dict[str, object], message: str) -> None:

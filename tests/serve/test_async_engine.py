@@ -236,6 +236,27 @@ def test_ids_are_unique_and_the_queue_is_bounded_by_sequences() -> None:
     run(work())
 
 
+def test_token_ids_in_parameters_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of them takes ten here and in the engine, and is sent for each prompt anew."""
+    monkeypatch.setattr(async_engine, "MAX_LISTED", 10)
+
+    async def work() -> None:
+        engine = make_engine(Script())
+        params = SamplingParams(allowed_token_ids=(1, 2, 3), stop_token_ids=(4,), banned_token_ids=(5,))
+        with pytest.raises(
+            RequestError, match="have 15 token ids in lists, .* at most 10 are allowed; send fewer prompts"
+        ):
+            engine.check_open(3, num_listed=3 * params.num_listed)
+        streams = [engine.open([1], params) for _ in range(2)]
+        with pytest.raises(QueueFull, match="have 10 token ids in lists, and 10 are let in; try again later"):
+            engine.open([1], params)
+        engine.open([1], SamplingParams())
+        streams[0].close()
+        engine.open([1], params)
+
+    run(work())
+
+
 def test_a_name_used_again_gets_nothing_of_the_request_before() -> None:
     async def work() -> None:
         script = Script()

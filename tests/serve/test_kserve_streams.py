@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Coroutine
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from inferc.runtime.sampling_params import SamplingParams
 from inferc.serve.kserve_service import MAX_AT_ONCE, KServeService
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.streams import Piece
@@ -36,7 +37,7 @@ class Model:
     def __init__(self) -> None:
         self.answers: list[Answer] = []
 
-    def check_open(self, num_sequences: int) -> None:
+    def check_open(self, params: SamplingParams, num_prompts: int = 1) -> None:
         pass
 
     async def encode(self, text: str) -> list[int]:

@@ -13,6 +13,7 @@ from scripted_process import Process
 
 from inferc.config import EngineConfig
 from inferc.runtime.kv_events import Cleared, KvBatch
+from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.serve import models as served_models
 from inferc.serve import supervisor
@@ -157,7 +158,7 @@ def test_who_asks_a_model_that_is_unloaded_is_told_so() -> None:
         with pytest.raises(
             EngineUnavailable, match="^the model is being unloaded and takes no new requests$"
         ) as raised:
-            models.get("a").check_open(1)
+            models.get("a").check_open(SamplingParams())
         assert raised.value.retry_after is not None
         with pytest.raises(EngineUnavailable, match="^the model is being unloaded and takes no new requests$"):
             await models.wake("a")
@@ -180,7 +181,7 @@ def test_a_server_that_shuts_down_loads_nothing() -> None:
         with pytest.raises(EngineUnavailable, match="^the server is shutting down and loads no models$"):
             await models.load("b")
         with pytest.raises(EngineUnavailable, match="^the server is shutting down and takes no new requests$"):
-            models.get("a").check_open(1)
+            models.get("a").check_open(SamplingParams())
         await models.close()
 
     run(work())
