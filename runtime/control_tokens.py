@@ -8,9 +8,11 @@ control tokens by such names alone, so that the user's, put back, are texts like
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from tokenizers import Tokenizer
@@ -82,6 +84,12 @@ class ControlTokens:
         refused, and for a role that a template may make one of."""
         if self.in_text == "allow" or not self._ids:
             return dict(values)
+        try:
+            return self._without_tokens(values)
+        except RecursionError:
+            raise RequestError("messages and variables of a chat template are nested too deeply") from None
+
+    def _without_tokens(self, values: Mapping[str, Any]) -> dict[str, Any]:
         messages = []
         for index, message in enumerate(values["messages"]):
             where, role = f"messages[{index}]", message["role"]
@@ -195,9 +203,25 @@ def _as_ascii(text: str) -> str:
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Any of these texts, the longest first; of none, nothing."""
-    found = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-    return re.compile(found or NOTHING)
+    """Any of these texts, the longest first; of none, nothing.
+
+    What several begin with is written once: hundreds that begin alike would each be tried wherever a text begins so, too.
+    """
+    found = sorted(set(texts))
+    return re.compile(_expression(found, 0) if found else NOTHING)
+
+
+def _expression(texts: list[str], at: int) -> str:
+    """What the sorted `texts`, which are equal before `at`, go on with."""
+    if len(texts) == 1:
+        return re.escape(texts[0][at:])
+    may_end = len(texts[0]) == at
+    groups = groupby(texts[1:] if may_end else texts, key=lambda text: text[at])
+    several = [list(group) for _, group in groups]
+    if len(several) == 1 and not may_end:
+        stop = len(os.path.commonprefix(several[0]))
+        return re.escape(several[0][0][at:stop]) + _expression(several[0], stop)
+    return f"(?:{'|'.join(_expression(group, at) for group in several)}){'?' if may_end else ''}"
 
 
 def _private(count: int) -> str:

@@ -99,8 +99,6 @@ class Text:
 
         max_tokens refuses a text that cannot be so few tokens before time is spent on it; others may still be more.
         """
-        if self._controls is not None:
-            self._controls.check_prompt(text)
         return self._encode(text, add_special_tokens, max_tokens, is_prompt=True)
 
     def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -113,6 +111,8 @@ class Text:
                 f"the prompt has {len(text)} characters, and the model takes {max_tokens} tokens, of at most"
                 f" {self._longest_token} characters; shorten it"
             )
+        if is_prompt and self._controls is not None:
+            self._controls.check_prompt(text)
         try:
             if self._controls is not None:
                 ids = self._controls.encode(text, is_prompt, add_special_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,13 +54,12 @@ class ArtifactWatch:
         self._known: dict[str, _Identity] = {}  # of files that are as they were, as far as anybody knows
         self._hashed: set[str] = set()  # of those, the ones that were hashed here
         self._mapped: dict[str, tuple[int, int]] = {}  # device and inode of what an engine reads
+        self._bad: dict[str, tuple[_Identity, str]] = {}  # files that were hashed and are not as they were, and why
         self._lock = threading.Lock()  # one look at a time
         for name in self._sums:
-            try:
+            with suppress(OSError):  # it has just gone: the first look says so
                 self._known[name] = _Identity.of(self._folder / name)
-            except OSError:  # it has just gone: the first look says so
-                continue
-            self._mapped[name] = (self._known[name].device, self._known[name].inode)
+        self.mapped_anew()
 
     def fault(self, thorough: bool = False) -> FileFault | None:
         """What is wrong now, if anything; waits for the disk where a file has changed, or thorough, was never hashed."""
@@ -68,19 +68,31 @@ class ArtifactWatch:
         return min(faults, key=lambda fault: not fault.in_place, default=None)
 
     def mapped_anew(self) -> None:
-        """An engine has been started, of the files that are there now."""
-        with self._lock:
-            self._mapped = {name: (known.device, known.inode) for name, known in self._known.items()}
+        """An engine has been started, of the files that are there now. Waits for the disk, and for no look."""
+        mapped = {}
+        for name in self._sums:
+            with suppress(OSError):
+                found = (self._folder / name).stat()
+                mapped[name] = (found.st_dev, found.st_ino)
+        self._mapped = mapped
 
     def _look(self, name: str, thorough: bool) -> FileFault | None:
         path = self._folder / name
         try:
             checked_path(self._folder, name, self._sizes[name])
             found = _Identity.of(path)
-            if found != self._known.get(name) or (thorough and name not in self._hashed):
+            if found == self._known.get(name) and not (thorough and name not in self._hashed):
+                return None
+            identity, reason = self._bad.get(name, (None, ""))
+            if found == identity:
+                return FileFault(reason, self._is_mapped(name))
+            try:
                 _check_sums(path, self._sums[name])
-                self._known[name] = found
-                self._hashed.add(name)
+            except ArtifactError as error:
+                self._bad[name] = (found, str(error))
+                raise
+            self._known[name] = found
+            self._hashed.add(name)
         except ArtifactError as error:
             return FileFault(str(error), self._is_mapped(name))
         except OSError as error:

@@ -37,7 +37,7 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
             model.check_length(len(each), room=0)
     of_texts = iter(await model.encode_all([each for each in inputs if isinstance(each, str)]))
     ids = [next(of_texts) if isinstance(each, str) else each for each in inputs]
-    values = np.array(await model.embed(ids), np.float32)
+    values = np.stack([np.array(each, np.float32) for each in await model.embed(ids)])
     if dimensions is not None:
         if dimensions > values.shape[1]:
             raise RequestError(f"dimensions is {dimensions}; the model's vectors have {values.shape[1]}")

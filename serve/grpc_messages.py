@@ -23,7 +23,7 @@ from inferc.errors import RequestError
 MAX_FIELDS = 1 << 15  # at any depth: the texts of a call for vectors are 8,192
 MAX_NUMBERS = 1 << 21  # of one list: more than any prompt
 COUNTED_AT_ONCE = 1 << 20  # bytes, which a cache holds
-LARGE_BYTES = 256 << 10  # of a message that is read beside the event loop
+LARGE_BYTES = 16 << 10  # of a message that is read beside the event loop: it may have 8,192 fields
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 SIZES = {FIXED64: 8, FIXED32: 4}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -14,10 +15,14 @@ from inferc.runtime.openai_request import OpenAIRequest
 from inferc.serve.http_edge import ClientLeft, Receive, Scope, Send, while_client_waits
 from inferc.serve.models import ServedModel
 from inferc.serve.openai_answering import Answering
+from inferc.serve.text_threads import in_text_thread
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}
 }
+
+
+MANY_TOLD = 1 << 12  # tokens that an answer tells of: some milliseconds
 
 
 class Json(Response):
@@ -59,6 +64,19 @@ class Form(Protocol):
     def events(self, answering: Answering) -> AsyncGenerator[bytes, None]: ...
 
 
+def _whole(form: Form, answering: Answering, answers: list[Answer]) -> Json:
+    return Json(form.whole(answering, answers))
+
+
+def _num_told(request: OpenAIRequest, answers: list[Answer]) -> int:
+    """About how many tokens an answer tells of, those that are told as likely ones included."""
+    prompts, outputs = 0, 0
+    for answer in answers:
+        prompts += answer.prompt_tokens if answer.prompt is not None else 0
+        outputs += sum(len(output.token_ids) for output in answer.outputs)
+    return prompts * (1 + (request.prompt_logprobs or 0)) + outputs * (1 + (request.params.logprobs or 0))
+
+
 async def answered(
     http: Request, model: ServedModel, request: OpenAIRequest, name: str, form: Form, is_streamed: bool
 ) -> Response:
@@ -73,7 +91,9 @@ async def answered(
         async with while_client_waits(http.receive):
             await answering.start()
             if not is_streamed:
-                return Json(form.whole(answering, await answering.answers()))
+                answers = await answering.answers()
+                make = partial(_whole, form, answering, answers)
+                return make() if _num_told(request, answers) <= MANY_TOLD else await in_text_thread(make)
             events = form.events(answering)
             first = await anext(events)
         is_handed_over = True

@@ -36,6 +36,7 @@ from inferc.serve.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.rendering import Rendering
 from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
+from inferc.serve.text_threads import in_text_thread
 from inferc.serve.waiting import deadline, gather_some
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ log = logging.getLogger(__name__)
 
 # Characters that are tokenized at once, in less time than a thread costs; a text of a megabyte takes a second.
 SHORT_TEXT = 500
+# Longer than any prompt of most models, so that texts can be counted before they are cut; some seconds of one core.
+MAX_CHARACTERS = 4 << 20
+CHARACTERS_OF_TOKEN = 8  # a prompt of a model that takes more than a million tokens may be longer
 TEXTS_AT_ONCE = 128  # of one call for vectors: enough to fill steps, and room for others
 NAME = re.compile(r"[\w.:@+-]{1,128}")
 ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "damaged", "dead", "unloading"]
@@ -207,11 +211,22 @@ class ServedModel:
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. Raises QueueFull where others take its time."""
-        render = partial(self.engine.text.render_chat, messages, **(variables or {}))
+        """Token ids of a conversation, by the model's chat template. Raises QueueFull where others take its time, and RequestError
+        for one of more characters than are tokenized at once."""
+
+        def render() -> str:
+            self.check_characters(num_characters(messages) + num_characters(variables))
+            return self.engine.text.render_chat(messages, **(variables or {}))
+
         text = await self._rendering.run(render)
         limit = self.engine.facts.max_model_len if is_prompt else None
         return await _beside(text, partial(self.engine.text.encode_rendered, text, limit))
+
+    def check_characters(self, count: int) -> None:
+        """Raise RequestError for a text that is too long, before any time is spent on it."""
+        limit = max(MAX_CHARACTERS, CHARACTERS_OF_TOKEN * self.engine.facts.max_model_len)
+        if count > limit:
+            raise RequestError(f"the text has {count} characters; at most {limit} are tokenized at once, send parts")
 
     def check_length(self, num_tokens: int, room: int = 1) -> None:
         """Raise RequestError for a prompt of so many tokens that is too long, before anything is made of it."""
@@ -227,7 +242,7 @@ class ServedModel:
         if sum(map(len, texts)) <= SHORT_TEXT:
             return [await self.encode(text, add_special_tokens) for text in texts]
         encode, limit = self.engine.text.encode, self.engine.facts.max_model_len
-        return await asyncio.to_thread(lambda: [encode(text, add_special_tokens, limit) for text in texts])
+        return await in_text_thread(lambda: [encode(text, add_special_tokens, limit) for text in texts])
 
     def check_open(self, params: SamplingParams, num_prompts: int = 1) -> None:
         """AsyncEngine.check_open of a request for each prompt, within the time that the caller has."""
@@ -331,9 +346,23 @@ class ServedModel:
             self.kv_events.close("the model was unloaded")
 
 
+def num_characters(value: Any) -> int:
+    """Of all texts in a value of JSON, those that name something counted."""
+    count, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            count += len(each)
+        elif isinstance(each, Mapping):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, (list, tuple)):
+            waiting += each
+    return count
+
+
 async def _beside(text: str, encode: Callable[[], list[int]]) -> list[int]:
     """The ids of a text; those of a long one are made in a thread."""
-    return encode() if len(text) <= SHORT_TEXT else await asyncio.to_thread(encode)
+    return encode() if len(text) <= SHORT_TEXT else await in_text_thread(encode)
 
 
 @dataclass(frozen=True)

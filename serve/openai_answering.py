@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from inferc.errors import RequestError
@@ -14,6 +15,7 @@ from inferc.runtime.openai_request import OpenAIRequest, Prompt
 from inferc.serve.models import ServedModel
 from inferc.serve.openai_chunks import add_piece
 from inferc.serve.streams import Piece, Stream
+from inferc.serve.text_threads import in_text_thread
 from inferc.serve.waiting import gather
 
 OPENED_AT_ONCE = 32  # streams: some milliseconds
@@ -115,7 +117,7 @@ class Answering:
         request = self.request
         text = ""
         if request.echo:
-            text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.model.decode, ids, False)
+            text = prompt if isinstance(prompt, str) else await in_text_thread(partial(self.model.decode, ids, False))
         top = request.prompt_logprobs
         if request.echo and self.params.logprobs is not None:
             top = max(self.params.logprobs, top or 0)

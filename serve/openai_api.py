@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import secrets
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from inferc import __version__
@@ -31,7 +31,7 @@ from inferc.runtime.openai_request import (
 from inferc.runtime.sampling_params import of_chat
 from inferc.serve import text_calls
 from inferc.serve.access import CALLER
-from inferc.serve.embedding import embed
+from inferc.serve.embedding import Vectors, embed
 from inferc.serve.http_answers import STREAMED, Json, answered
 from inferc.serve.http_bodies import described, read_body
 from inferc.serve.http_edge import body_of, while_client_waits
@@ -40,6 +40,7 @@ from inferc.serve.openai_answering import Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
 from inferc.serve.responses_api import responses_routes
 from inferc.serve.streams import Piece
+from inferc.serve.text_threads import in_text_thread
 
 OWNER = "inferc"
 
@@ -75,12 +76,7 @@ def openai_routes(models: Models) -> APIRouter:
         request.scope["started"]()  # what follows waits for the engine
         async with while_client_waits(request.receive):
             vectors = await embed(model, inputs, values.get("dimensions"))
-        rows: list[Any] = vectors.values.tolist()
-        if form == "base64":
-            rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors.values]
-        usage = {"prompt_tokens": vectors.num_tokens, "total_tokens": vectors.num_tokens}
-        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
-        return Json({"object": "list", "data": data, "model": model.name, "usage": usage})
+        return await in_text_thread(partial(_embeddings, model.name, vectors, form))
 
     # -------------------------------------------------------------------------------------------- models
 
@@ -116,7 +112,7 @@ def openai_routes(models: Models) -> APIRouter:
             ids = await text_calls.tokenize_chat(model, messages, request.template)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len, "tokens": ids}
         if values.get("return_token_strs"):
-            found["token_strs"] = await asyncio.to_thread(_spelled, model, ids)
+            found["token_strs"] = await in_text_thread(partial(_spelled, model, ids))
         return Json(found)
 
     @routes.post("/detokenize", tags=["text"], openapi_extra=described("DetokenizeBody"))
@@ -176,6 +172,16 @@ def _model(model: ServedModel) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.engine.facts.max_model_len,
     }
+
+
+def _embeddings(model: str, vectors: Vectors, form: str) -> Json:
+    """The answer, written a vector at a time: all at once would keep others waiting for a third of a second."""
+    data = []
+    for index, row in enumerate(vectors.values):
+        value: Any = row.tolist() if form == "float" else base64.b64encode(row.astype("<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": msgspec.Raw(msgspec.json.encode(value))})
+    usage = {"prompt_tokens": vectors.num_tokens, "total_tokens": vectors.num_tokens}
+    return Json({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 def _spelled(model: ServedModel, ids: list[int]) -> list[str]:

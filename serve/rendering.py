@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from inferc.serve.streams import QueueFull
+from inferc.errors import RequestError
+from inferc.serve.streams import EngineUnavailable, QueueFull
 
 MAX_WAITING = 1024  # conversations of one model, as many as it has sequences
 MAX_SECONDS = 10.0  # for the turn of a conversation to come and to end; one takes half of that at most
@@ -21,23 +22,38 @@ class Rendering:
     def __init__(self, max_waiting: int = MAX_WAITING, max_seconds: float = MAX_SECONDS) -> None:
         self._pool = ThreadPoolExecutor(1, "inferc-template")
         self._num_waiting, self._max_waiting, self._max_seconds = 0, max_waiting, max_seconds
+        self._is_closed = False
 
     async def run(self, make: Callable[[], Result]) -> Result:
-        """What `make` makes, on the thread. Raises QueueFull where others take too long, and what `make` raises."""
+        """What `make` makes, on the thread. Raises QueueFull where others take too long, EngineUnavailable once it is closed, and what
+        `make` raises."""
+        if self._is_closed:
+            raise _unloaded()
         if self._num_waiting >= self._max_waiting:
             raise QueueFull(f"{self._num_waiting} conversations wait for the model's chat template; come back later")
         self._num_waiting += 1
+        turn = self._pool.submit(make)
+        made = asyncio.wrap_future(turn)
         try:
-            made = asyncio.get_running_loop().run_in_executor(self._pool, make)
-            return await asyncio.wait_for(made, self._max_seconds)
-        except asyncio.TimeoutError:
-            raise QueueFull(
-                f"the conversation waited {self._max_seconds:g} s for the model's chat template, which takes long over others;"
-                " come back later"
-            ) from None
+            await asyncio.wait((made,), timeout=self._max_seconds)
+            if not made.done():
+                raise QueueFull(
+                    f"the conversation waited {self._max_seconds:g} s for the model's chat template, which takes long over others;"
+                    " come back later"
+                )
+            if self._is_closed and (made.cancelled() or isinstance(made.exception(), RequestError)):
+                raise _unloaded()  # its turn does not come, or the template's process was ended under it
+            return made.result()
         finally:
+            turn.cancel()
+            made.cancel()
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more; who waits, and who is at it, is told that the model is unloaded."""
+        self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _unloaded() -> EngineUnavailable:
+    return EngineUnavailable("the model was unloaded before the request was done")

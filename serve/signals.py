@@ -45,9 +45,7 @@ class Signals:
         if self._beat is not None:
             self._beat.cancel()
         faulthandler.cancel_dump_traceback_later()
-        for number in NUMBERS:
-            self._loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
+        self._listen_no_more()
 
     def _listen(self, number: signal.Signals) -> None:
         self._loop.add_signal_handler(number, self._heard, number)
@@ -64,6 +62,12 @@ class Signals:
             if self._beat is not None:
                 self._beat.cancel()
             faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=STDERR)
+            self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
+        for number in NUMBERS:
+            self._loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
 
     def _keep_alive(self) -> None:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=STDERR)

@@ -297,7 +297,7 @@ class Supervisor:
             await asyncio.to_thread(process.close)
             raise InfercError(f"it was not ready within {limit_seconds:g} s and was killed")
         starting.result()
-        self._files.mapped_anew()
+        await asyncio.to_thread(self._files.mapped_anew)
         self.engine.attach(process)
         self._state_changed()
 

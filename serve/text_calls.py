@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,18 +10,16 @@ from inferc.errors import RequestError
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.serve.access import CALLER
 from inferc.serve.models import ServedModel
+from inferc.serve.text_threads import in_text_thread
 
-# Longer than any prompt of most models, so that texts can be counted before they are cut; some seconds of one core.
-MAX_CHARACTERS = 4 << 20
 MAX_TOKENS = 1 << 20
-CHARACTERS_OF_TOKEN = 8  # a prompt of a model that takes more than a million tokens may be longer
 
 Result = TypeVar("Result")
 
 
 async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
     """Raises RequestError for a text that is too long, and as Caller.begin."""
-    _check_characters(model, len(text))
+    model.check_characters(len(text))
     with _counted():
         return await model.encode(text, add_special_tokens, is_prompt=False)
 
@@ -31,7 +28,6 @@ async def tokenize_chat(
     model: ServedModel, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None
 ) -> list[int]:
     """The same of a conversation. variables: of its template."""
-    _check_characters(model, sum(map(_num_characters, messages)))
     with _counted():
         return await model.encode_chat(messages, variables, is_prompt=False)
 
@@ -42,20 +38,7 @@ async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callabl
     if len(token_ids) > limit:
         raise RequestError(f"tokens: found {len(token_ids)}; at most {limit} are turned into text at once, send parts")
     with _counted():
-        return await asyncio.to_thread(made)
-
-
-def _num_characters(message: Mapping[str, Any]) -> int:
-    """Of a message's text, or of its parts'."""
-    content = message.get("content")
-    parts = [part["text"] for part in content] if isinstance(content, list) else [content]
-    return len(message["role"]) + sum(len(part) for part in parts if isinstance(part, str))
-
-
-def _check_characters(model: ServedModel, count: int) -> None:
-    limit = max(MAX_CHARACTERS, CHARACTERS_OF_TOKEN * model.engine.facts.max_model_len)
-    if count > limit:
-        raise RequestError(f"the text has {count} characters; at most {limit} are tokenized at once, send parts")
+        return await in_text_thread(made)
 
 
 @contextmanager

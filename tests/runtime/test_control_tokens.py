@@ -17,6 +17,7 @@ from inferc.chat_form import ChatForm
 from inferc.errors import ConfigError, RequestError
 from inferc.frontend.load import load
 from inferc.frontend.tokenizer import tokenizer_files
+from inferc.runtime import control_tokens
 from inferc.runtime.control_tokens import CHOICES, ControlTokens
 from inferc.runtime.text import Text
 
@@ -207,6 +208,26 @@ def test_longer_tokens_go_before_shorter_ones(tmp_path: Path) -> None:
     longer, shorter = tokenizer.token_to_id("<a><b>"), tokenizer.token_to_id("<a>")
     found = text.encode_chat([{"role": "user", "content": "<a><b>"}])
     assert found[-2:] == [longer, shorter] and not {longer, shorter} & set(found[:-2])
+
+
+@given(st.lists(st.text("ab<|.", min_size=1, max_size=5), max_size=8), st.text("ab<|.", max_size=60))
+def test_a_pattern_finds_what_a_list_of_them_would(texts: list[str], where: str) -> None:
+    """What they begin with alike is written once, and the longest still goes first."""
+    found, at = [], 0
+    while at < len(where):
+        hit = max((text for text in texts if where.startswith(text, at)), key=len, default="")
+        found += [hit] if hit else []
+        at += len(hit) or 1
+    assert control_tokens._pattern(texts).findall(where) == found
+
+
+def test_what_is_nested_too_deeply(tmp_path: Path) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    text = text_of(byte_level(["<s>"], []), "{{ messages[0].content }}", tmp_path, "refuse")
+    with pytest.raises(RequestError, match="are nested too deeply"):
+        text.encode_chat([{"role": "user", "content": "a"}], k=nested)
 
 
 def test_a_tokenizer_that_makes_them_of_other_tokens_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from serving import Server, wait_until
 from inferc.client import Client
 from inferc.errors import InfercError
 from inferc.runtime.artifact import load_artifact
+from inferc.runtime.artifact_files import ChunkSums
 from inferc.runtime.sign_artifact import sign_artifact
+from inferc.serve import artifact_watch
 from inferc.serve.artifact_watch import ArtifactWatch
 from inferc.signature import new_key, read_private_key
 
@@ -78,6 +80,34 @@ def test_what_happened_to_a_file_is_told(copied: Path) -> None:
     watch.mapped_anew()
     (copied / "aside").replace(path)
     assert watch.fault() is None
+
+
+def test_what_an_engine_maps_is_what_is_there_when_it_starts(copied: Path) -> None:
+    watch, path = ArtifactWatch(load_artifact(copied)), weights_of(copied)
+    shutil.copyfile(path, copied / "again")
+    (copied / "again").replace(path)
+    watch.mapped_anew()  # nobody has looked in between
+    flip(path)
+    fault = watch.fault()
+    assert fault is not None and fault.in_place
+
+
+def test_a_file_that_was_found_damaged_is_not_hashed_again(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, path = ArtifactWatch(load_artifact(copied)), weights_of(copied)
+    flip(path)
+    fault = watch.fault()
+    assert fault is not None
+    hashed: list[Path] = []
+    check = artifact_watch._check_sums
+
+    def noted(path: Path, sums: ChunkSums) -> None:
+        hashed.append(path)
+        check(path, sums)
+
+    monkeypatch.setattr(artifact_watch, "_check_sums", noted)
+    assert watch.fault() == fault and not hashed
+    flip(path)
+    assert watch.fault() is None and hashed == [path]
 
 
 def test_damage_from_before_is_found_by_a_thorough_look(copied: Path) -> None:

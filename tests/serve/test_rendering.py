@@ -16,8 +16,9 @@ from serving import Server
 
 from inferc.compiler import compile
 from inferc.config import CompileConfig
+from inferc.errors import RequestError
 from inferc.serve.rendering import Rendering
-from inferc.serve.streams import QueueFull
+from inferc.serve.streams import EngineUnavailable, QueueFull
 
 CHAT = "/v1/chat/completions"
 HOSTILE = (
@@ -56,6 +57,27 @@ def test_a_turn_that_does_not_come() -> None:
         assert await Rendering().run(lambda: 3) == 3
         assert await rendering.run(lambda: 4) == 4, "who gave up has no turn any more"
         assert not begun
+
+    asyncio.run(run())
+
+
+def test_who_waits_or_is_at_it_when_the_model_is_unloaded_is_told_so() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def killed() -> str:
+        begun.set()
+        ended.wait()
+        raise RequestError("the model's chat template cannot be rendered: its process ended with SIGKILL")
+
+    async def run() -> None:
+        rendering = Rendering()
+        both = [asyncio.ensure_future(rendering.run(work)) for work in (killed, lambda: "second")]
+        await asyncio.to_thread(begun.wait)
+        rendering.close()
+        ended.set()
+        for each in (*both, rendering.run(lambda: "third")):
+            with pytest.raises(EngineUnavailable, match="the model was unloaded before the request was done"):
+                await each
 
     asyncio.run(run())
 

@@ -24,10 +24,12 @@ from serving import Server, run_inferc, wait_until
 from inferc.client import AsyncClient, Client, ServerError, Tls
 from inferc.errors import RequestError
 from inferc.serve.access import Key, Limits, digest_of, read_keys, write_keys
-from inferc.serve.text_calls import MAX_CHARACTERS, MAX_TOKENS
+from inferc.serve.models import MAX_CHARACTERS
+from inferc.serve.text_calls import MAX_TOKENS
 from inferc.serve.tls import Certificates, TlsFiles
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0}
 OF_A_RESPONSE: dict[str, Any] = {"max_output_tokens": 2, "temperature": 0.0}
 ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
@@ -110,6 +112,13 @@ def test_tokenizing_is_a_request_of_its_key(tiny_artifact: Path, tmp_path: Path)
             ("/tokenize", {"prompt": "a" * (MAX_CHARACTERS + 1)}),
             ("/tokenize", {"messages": [{"role": "user", "content": "a" * (MAX_CHARACTERS + 1)}]}),
             ("/detokenize", {"tokens": [5] * (MAX_TOKENS + 1)}),
+            (
+                CHAT,
+                {
+                    "messages": [{"role": "user", "content": "a"}] * 3
+                    + [{"role": "a" * (MAX_CHARACTERS + 1), "content": ""}]
+                },
+            ),
         ]
         for path, body in bodies:
             reply = request(server.url, path, body, {"x-api-key": "carol"})

@@ -112,6 +112,17 @@ def test_what_never_ends_is_cut_by_the_second_signal(where: str, tmp_path: Path)
         assert server.process.wait(20) == (0 if where == "drain waits" else 1)
 
 
+def test_the_third_signal_ends_it_at_once_whichever_it_is(tmp_path: Path) -> None:
+    with Serving("close waits", tmp_path) as server:
+        assert server.next_line() == "ready"
+        server.terminate()
+        assert server.next_line() == "hangs"
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: not server.catches, "the second signal has come")
+        server.terminate()
+        assert server.process.wait(20) == -signal.SIGTERM
+
+
 def test_an_orderly_end_leaves_nothing_that_waits(tmp_path: Path) -> None:
     with Serving("nowhere", tmp_path) as server:
         assert server.next_line() == "ready"
