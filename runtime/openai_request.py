@@ -112,7 +112,7 @@ def parse_request(
             raise _not_built(name, body[name])
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     if body.get("logit_bias") is not None:
-        sampling["logit_bias"] = _logit_bias(body["logit_bias"])
+        sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
     if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
         raise _not_built("best_of", body["best_of"])
     read = _chat if url == CHAT else _completion
@@ -139,7 +139,7 @@ def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bo
         raise RequestError("add_special_tokens is False, which is not built yet; give the prompt as token ids")
     echo = body.get("echo") or False
     limit, generates = _max_tokens(body), True
-    if limit == 0 and echo and limit is not False:
+    if limit == 0 and echo:
         limit, generates = None, False
     if limit is not None:
         sampling["max_tokens"] = limit
@@ -210,7 +210,8 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
     return body[names[0]] if names else None
 
 
-def _logit_bias(value: Mapping[str, float]) -> dict[int, float]:
+def logit_bias_of(value: Mapping[str, float]) -> dict[int, float]:
+    """A bias by token id, of JSON's, whose keys are texts. Raises RequestError for a key that is none."""
     for key in value:
         if not re.fullmatch(r"[0-9]{1,10}", key):
             raise RequestError(f"logit_bias: a key is a token id, found {shown(key)}")

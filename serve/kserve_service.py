@@ -15,7 +15,7 @@ import numpy as np
 from inferc import __version__
 from inferc.errors import InfercError, RequestError, shown
 from inferc.json_text import parse_json
-from inferc.runtime.openai_request import MAX_PROMPTS
+from inferc.runtime.openai_request import MAX_PROMPTS, logit_bias_of
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve.access import CALLER
 from inferc.serve.admission import ARRIVED_AT
@@ -483,10 +483,8 @@ def _sampling(
             continue  # of Triton's queue, which is not here
         elif name not in TRITONS:
             values[name] = value
-    if isinstance(bias := values.get("logit_bias"), dict):  # JSON's keys are texts
-        if not all(isinstance(token, str) and token.isdecimal() and len(token) < 11 for token in bias):
-            raise RequestError("logit_bias: expected an object from token id to bias")
-        values["logit_bias"] = {int(token): value for token, value in bias.items()}
+    if isinstance(bias := values.get("logit_bias"), dict):
+        values["logit_bias"] = logit_bias_of(bias)
     return values, timeout
 
 
