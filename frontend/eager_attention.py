@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from inferc import weights as weight_lib
 from inferc.errors import ExportError
-from inferc.frontend.masks import HIDDEN
 from inferc.frontend.nodes import Calls, constant_value, is_constant, retype
+from inferc.frontend.trace import op_name
 from inferc.ops.attention import visible
 from inferc.program import Program, name_of
 
@@ -32,6 +32,26 @@ SOFTMAX = (aten.softmax.int, aten._softmax.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default, aten.alias.default)
 TRIED = 13  # tokens that are tried; no size of a model, and more than windows that stand for larger ones
 TOLERANCE = 1e-6
+LOWEST = 1e4  # what is this much lower than others is hidden, and no position
+# Ops that take a position and a number.
+ARITHMETIC = frozenset(
+    f"{name}{end}"
+    for name in (
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "floor_divide",
+        "remainder",
+        "fmod",
+        "pow",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+    )
+    for end in ("", "_")
+) | {"gt", "ge", "lt", "le", "eq", "ne"}
 _Kind = tuple[str, int]
 
 
@@ -63,6 +83,8 @@ def capture_eager_attention(program: Program) -> int:
     if left:
         why = reasons[0] if reasons else f"{name_of(left[0])} is read by {name_of(next(iter(left[0].users)))}"
         raise ExportError(f"attention code adds the mask to its scores itself, in a way that is not known: {why}")
+    if reasons and not any(node.target == inferc.attention.default for node in program.graph.nodes):
+        raise ExportError(f"attention code of the model's own is not known: {reasons[0]}")
     return count
 
 
@@ -160,11 +182,13 @@ class _Region:
         return products[0], softmaxes[0]
 
     def _mask(self, bias: Tensor) -> tuple[_Kind, Tensor]:
-        """The mask that hides what is hidden, and the pairs of query and key that are seen."""
-        seen = bias[0] > HIDDEN
-        rows = torch.arange(TRIED)
+        """The mask that hides what is hidden, and the pairs of query and key that are seen: to any degree."""
+        of_heads = (
+            bias.softmax(-1) > 0
+        )  # not of what has -1e4 or less more than others, which in 16 bits is all that a mask can add
+        seen, rows = of_heads[0], torch.arange(TRIED)
         for tried, real in {("causal", 0): ("causal", 0), **self.kinds}.items():
-            if torch.equal(seen, visible(rows, rows, *tried)) and torch.equal((bias > HIDDEN).all(0), seen):
+            if torch.equal(seen, visible(rows, rows, *tried)) and torch.equal(of_heads.all(0), seen):
                 return real, seen
         raise _Other("its mask is not causal, sliding or chunked")
 
@@ -204,6 +228,8 @@ class _Region:
             return self._constant(constant_value(self.program, node))
         if node.op != "call_function":
             raise _Other(f"its scores depend on {name_of(node)} too")
+        if node not in self.dependent:
+            _check_literals(node)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
         if node.target == frontend.mask.default:
             kind, window = (str(args[2]), int(args[3]))  # type: ignore[arg-type]
@@ -256,6 +282,17 @@ class _Region:
             return size
         expression = size.node.expr
         return int(expression.subs(dict.fromkeys(expression.free_symbols, sympy.Integer(TRIED))))
+
+
+def _check_literals(node: fx.Node) -> None:
+    """Raise _Other for arithmetic on positions with a number that so few of them do not show: a window, or where a bias ends."""
+    if op_name(node) not in ARITHMETIC:
+        return
+    for arg in (*node.args, *node.kwargs.values()):
+        if isinstance(arg, (int, float)) and TRIED - 1 <= abs(arg) < LOWEST:
+            raise _Other(
+                f"{name_of(node)} reckons with positions and {arg}, more than the {TRIED} tokens that are tried"
+            )
 
 
 def _dtype(program: Program) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,13 @@ class _Kept:
 _KEPT = _Kept(most=32)
 
 
-def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str:
-    """Of all that a program is made of, which is everything but the values of the weights and the folder's name."""
+def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str | None:
+    """Of all that a program is made of, which is everything but the values of the weights and the folder's name; None: their
+    values too, as they decide whether tensors that are tied and stored both stay tied."""
+    if getattr(checkpoint.config, "tie_word_embeddings", False):
+        tied = getattr(checkpoint.model_class, "_tied_weights_keys", None) or ()
+        if any(re.search(f"{pattern}$", name) for pattern in tied for name in checkpoint.tensors):
+            return None
     tensors = sorted((name, list(shape), str(kind)) for name, (shape, kind) in checkpoint.tensors.items())
     kind = checkpoint.model_class
     config = json.loads(checkpoint.config.to_json_string(use_diff=False))

@@ -17,9 +17,6 @@ from torch import Tensor
 from inferc.ops.attention import visible
 from inferc.ops.registry import define
 
-HIDDEN = -1e30
-"""Scores below this are hidden: masks add the smallest number of a dtype, which may be doubled or scaled."""
-
 
 def _mask_fake(
     num_tokens: Any, dtype: torch.dtype, kind: str, window: int, *, device: torch.device | None = None

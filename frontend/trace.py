@@ -20,6 +20,7 @@ from inferc.frontend.literals import Literals
 from inferc.frontend.positions import first_position, takes_positions
 
 HINT = 7  # tokens in the traced example: no size of a real model, so that none is mistaken for it
+LONGEST = 2**31 - 1  # tokens: no model takes more
 WRAPPER = "model"  # attribute of _Logits: the first part of every module path in the exported program
 
 
@@ -97,9 +98,17 @@ def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
             raise
         exported = export(torch.export.Dim.AUTO)
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
-        if any(isinstance(node.meta["val"].shape[1], int) for node in inputs):
+        if not all(_is_of_any_length(exported, node.meta["val"].shape[1]) for node in inputs):
             raise
         return exported
+
+
+def _is_of_any_length(exported: Any, num_tokens: Any) -> bool:
+    """Whether a number of tokens stayed open: the code that was traced is that of every number from two on."""
+    if isinstance(num_tokens, int):
+        return False
+    bounds = exported.range_constraints.get(num_tokens.node.expr)
+    return bounds is None or (bounds.lower <= 2 and bounds.upper >= LONGEST)
 
 
 def op_name(node: fx.Node) -> str:

@@ -23,11 +23,15 @@ def heads(seed: int = 0) -> Tensor:
     return random(1, HEADS, TOKENS, DIM, seed=seed)
 
 
-def spelled(function: Callable[..., Any], constants: dict[str, Tensor] | None = None) -> Example:
-    """A program of `function(mask, q, k, v, **constants)`; the mask is a causal one of the sizes of a trace."""
+def spelled(
+    function: Callable[..., Any], constants: dict[str, Tensor] | None = None, *, with_mask: bool = True
+) -> Example:
+    """A program of `function(mask, q, k, v, **constants)`; the mask is a causal one of the sizes of a trace, or None."""
 
     def traced(token_ids: Any, q: Any, k: Any, v: Any, **others: Any) -> Any:
-        mask = ops.frontend.mask.default(aten.sym_size.int(token_ids, 1), torch.float32, "causal", 0)
+        mask = None
+        if with_mask:
+            mask = ops.frontend.mask.default(aten.sym_size.int(token_ids, 1), torch.float32, "causal", 0)
         return function(mask, q, k, v, **others)
 
     names = list(constants or {})
@@ -143,9 +147,44 @@ def _by_key(mask: Any, q: Any, k: Any, v: Any) -> Any:
     return aten.matmul.default(aten.softmax.int(aten.add.Tensor(scores, mask), -1), v)
 
 
+def _distance(q: Any) -> Any:
+    positions = aten.arange.default(aten.sym_size.int(q, 2))
+    return aten.sub.Tensor(aten.unsqueeze.default(positions, 1), aten.unsqueeze.default(positions, 0))
+
+
+def _window_by_numbers(mask: Any, q: Any, k: Any, v: Any) -> Any:
+    """A window of more tokens than are tried."""
+    scores = aten.add.Tensor(aten.matmul.default(q, aten.transpose.int(k, 2, 3)), mask)
+    scores = aten.masked_fill.Scalar(scores, aten.gt.Scalar(_distance(q), 15), float("-inf"))
+    return aten.matmul.default(aten.softmax.int(scores, -1), v)
+
+
+def _bias_that_ends(mask: Any, q: Any, k: Any, v: Any) -> Any:
+    """ALiBi as far as 100 tokens."""
+    bias = aten.mul.Tensor(aten.clamp.default(_distance(q), -100, 100), -0.25)
+    scores = aten.add.Tensor(aten.matmul.default(q, aten.transpose.int(k, 2, 3)), bias)
+    return aten.matmul.default(aten.softmax.int(aten.add.Tensor(scores, mask), -1), v)
+
+
+@pytest.mark.parametrize("lowest", [-1e4, torch.finfo(torch.float16).min, torch.finfo(torch.float32).min])
+def test_a_mask_is_as_low_as_its_dtype_can_be(lowest: float) -> None:
+    """GPT takes 1e4 from hidden scores, and float16 ends at -65504."""
+
+    def hiding(_mask: Any, q: Any, k: Any, v: Any) -> Any:
+        seen = aten._to_copy.default(aten.ge.Scalar(_distance(q), 0), dtype=torch.float32)
+        hidden = aten.mul.Tensor(aten.rsub.Scalar(seen, 1), lowest)
+        scores = aten.mul.Tensor(aten.matmul.default(q, aten.transpose.int(k, 2, 3)), seen)
+        return aten.matmul.default(aten.softmax.int(aten.add.Tensor(scores, hidden), -1), v)
+
+    found = attention(spelled(hiding, with_mask=False))
+    assert (found["scale"], found["mask"], found["window"]) == (1.0, "causal", 0)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (_window_by_numbers, "gt.* reckons with positions and 15, more than the 13 tokens that are tried"),
+        (_bias_that_ends, "clamp.* reckons with positions and -100, more than the 13 tokens that are tried"),
         (_squared, "no softmax of them with a scale, ALiBi and a mask"),
         (_of_tokens, r"its scores depend on transpose_int\S* too"),
         (_by_key, "not linear in the distance of key and query"),
@@ -156,6 +195,18 @@ def test_other_arithmetic_is_refused_and_says_why(function: Callable[..., Any], 
     with pytest.raises(ExportError, match=message) as caught:
         capture_eager_attention(made.program)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mask_of_its_own_that_is_not_known_is_refused_too() -> None:
+    """Nothing of transformers' mask is left then that would tell of it."""
+
+    def two_sided(_mask: Any, q: Any, k: Any, v: Any) -> Any:
+        near = aten.lt.Scalar(aten.abs.default(_distance(q)), 3)
+        scores = aten.where.ScalarOther(near, aten.matmul.default(q, aten.transpose.int(k, 2, 3)), -1e9)
+        return aten.matmul.default(aten.softmax.int(scores, -1), v)
+
+    with pytest.raises(ExportError, match="attention code of the model's own is not known: .*mask is not causal"):
+        capture_eager_attention(spelled(two_sided, with_mask=False).program)
 
 
 def test_a_softmax_of_something_else_is_left_alone() -> None:

@@ -1,6 +1,8 @@
 """Captured programs: against transformers' logits, and what later stages rely on."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import transformers
 from random_models import make_random_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 
 from inferc import program as program_lib
@@ -197,6 +200,42 @@ def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypa
     with pytest.raises(ExportError, match="LlamaForCausalLM cannot be captured: .*branches on data") as caught:
         capture(tiny_llama_folder, "float32")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_long", [lambda count: count > 64, lambda count: count > 5])
+def test_a_branch_on_the_number_of_tokens_is_refused(
+    is_long: Callable[[Any], bool], tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would keep the side that the traced example took, for as many tokens as take it too."""
+    whole = transformers.LlamaModel.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = whole(self, *args, **kwargs)
+        if is_long(kwargs["input_ids"].shape[1]):
+            found.last_hidden_state = found.last_hidden_state * 2
+        return found
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
+    export.forget_captures()
+    with pytest.raises(
+        ExportError, match="LlamaForCausalLM cannot be captured: .*branches on data or on the number of"
+    ):
+        capture(tiny_llama_folder, "float32", check=False)
+
+
+def test_a_head_that_is_stored_decides_each_time(tmp_path: Path) -> None:
+    """Tied by the config and stored: equal to the embedding in one checkpoint, and not in another."""
+    equal = make_random_model("llama", tmp_path / "equal", "float32", tie_word_embeddings=True)
+    file = equal / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+    other = Path(shutil.copytree(equal, tmp_path / "other"))
+    save_file(
+        {**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, other / "model.safetensors", {"format": "pt"}
+    )
+    found = [capture(folder, "float32", 64, check=False).info["tied_embeddings"] for folder in (equal, other, equal)]
+    assert found == [True, False, True]
 
 
 def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
