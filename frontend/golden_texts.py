@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -29,6 +30,8 @@ GOLDEN_TEXTS = (
     "def f(x):\n    return x[0] if x else None  # <|im_ <s",
     "",
 )
+
+MAX_ADDED = 1024  # added tokens that are tried
 
 
 def golden_vectors(source: TokenizerSource, where: str) -> list[dict[str, Any]]:
@@ -66,12 +69,15 @@ def golden_vectors(source: TokenizerSource, where: str) -> list[dict[str, Any]]:
     return rows
 
 
-def warn_of_differences(source: TokenizerSource, where: str) -> None:
+def warn_of_differences(source: TokenizerSource, where: str, chats: Sequence[str] = ()) -> None:
     """Say in a warning where transformers' tokenizer gives other tokens, or other texts of tokens, than the artifact's.
 
+    Beside GOLDEN_TEXTS each added token is tried between spaces, which its flags may take, and `chats`, as a template writes them.
     Of a tokenizer in memory, which is what the artifact has, say where the file that it was read from gives others.
     """
     ours, theirs = source.tokenizer, source.theirs
+    added = [token.content for _, token in sorted(ours.get_added_tokens_decoder().items())][:MAX_ADDED]
+    without_bos = (*(f"a {token} \n b" for token in added), *chats)
     name = type(theirs).__name__
     if source.file is not None:
         _warn(
@@ -79,16 +85,22 @@ def warn_of_differences(source: TokenizerSource, where: str) -> None:
             " memory; give transformers.PreTrainedTokenizerFast(tokenizer_file=…) for the other",
             "by the file",
             _differing(ours, [(text, source.file.encode(text).ids) for text in GOLDEN_TEXTS]),
+            len(GOLDEN_TEXTS),
         )
     with trace.quiet():
         made = [(text, [int(token) for token in theirs(text)["input_ids"]]) for text in GOLDEN_TEXTS]
         texts = [
             (ours.encode(text).ids, theirs.decode(ours.encode(text).ids, skip_special_tokens=True)) for text, _ in made
         ]
+        plain = [
+            (text, [int(token) for token in theirs(text, add_special_tokens=False)["input_ids"]])
+            for text in without_bos
+        ]
     _warn(
         f"{where}: transformers' {name} gives other tokens than {source.origin}, which the artifact follows",
         "by transformers",
-        _differing(ours, made),
+        _differing(ours, made) + _differing(ours, plain, add_special_tokens=False),
+        len(made) + len(plain),
     )
     decoded = [(ids, str(text), ours.decode(ids)) for ids, text in texts if str(text) != ours.decode(ids)]
     if decoded:
@@ -100,18 +112,20 @@ def warn_of_differences(source: TokenizerSource, where: str) -> None:
         )
 
 
-def _differing(ours: Tokenizer, others: list[tuple[str, list[int]]]) -> list[tuple[str, list[str], list[str]]]:
+def _differing(
+    ours: Tokenizer, others: list[tuple[str, list[int]]], add_special_tokens: bool = True
+) -> list[tuple[str, list[str], list[str]]]:
     """The texts for which others have other ids: (text, their tokens, our tokens)."""
-    rows = [(text, ids, ours.encode(text).ids) for text, ids in others]
+    rows = [(text, ids, ours.encode(text, add_special_tokens=add_special_tokens).ids) for text, ids in others]
     return [(text, _names(ours, ids), _names(ours, own)) for text, ids, own in rows if ids != own]
 
 
-def _warn(what: str, by: str, differing: list[tuple[str, list[str], list[str]]]) -> None:
+def _warn(what: str, by: str, differing: list[tuple[str, list[str], list[str]]], num_texts: int) -> None:
     if differing:
         text, theirs, own = min(differing, key=lambda each: len(each[0]))
         log.warning(
             "%s: %r is %s %s and %s here (%d of %d texts differ)",
-            *(what, text, theirs, by, own, len(differing), len(GOLDEN_TEXTS)),
+            *(what, text, theirs, by, own, len(differing), num_texts),
         )
 
 

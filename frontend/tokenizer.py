@@ -48,7 +48,6 @@ def tokenizer_files(
         source = from_object(tokenizer, checkpoint.name)
     text = source.tokenizer.to_str(pretty=False)
     golden = golden_vectors(source, checkpoint.name)
-    warn_of_differences(source, checkpoint.name)
     _check_ids(text, golden, int(checkpoint.config.vocab_size), checkpoint.name)
     tokenizer = WithIds(source)
     files = {
@@ -58,10 +57,14 @@ def tokenizer_files(
         "golden.json": _json(golden),
     }
     template = chat_template(tokenizer)
+    chats: list[str] = []
     if template is not None:
         files["chat_template.jinja"] = template.encode()
         stop_ids = eos_token_ids(json.loads(files["generation_config.json"]))
-        files["golden_chat.json"] = _json(golden_chat(tokenizer, template, stop_ids, checkpoint.name))
+        chat = golden_chat(tokenizer, template, stop_ids, checkpoint.name)
+        files["golden_chat.json"] = _json(chat)
+        chats = [row["text"] for row in chat["vectors"]]
+    warn_of_differences(source, checkpoint.name, chats)
     return files
 
 

@@ -105,6 +105,26 @@ def test_tokens_are_those_of_the_file(
         )
 
 
+def test_an_added_token_that_takes_spaces_by_the_config_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every turn of a conversation has one, and no golden text."""
+    tokenizer = like_deepseek()
+    tokenizer.add_special_tokens([AddedToken("<|user|>", special=True, normalized=False)])
+    entry = {
+        "content": "<|user|>",
+        "special": True,
+        "rstrip": True,
+        "lstrip": False,
+        "normalized": False,
+        "single_word": False,
+    }
+    token_id = tokenizer.token_to_id("<|user|>")
+    checkpoint = write(
+        tmp_path, tokenizer, tokenizer_class="PreTrainedTokenizerFast", added_tokens_decoder={str(token_id): entry}
+    )
+    made(checkpoint)
+    assert "gives other tokens than tokenizer.json, which the artifact follows: 'a <|user|> \\n b' is" in caplog.text
+
+
 def test_a_class_that_has_no_fast_form(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """transformers reads other files for it; the artifact has tokenizer.json, where there is one."""
     checkpoint = write(tmp_path, like_deepseek(), tokenizer_class="CTRLTokenizer")
