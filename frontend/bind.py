@@ -245,13 +245,13 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
     optional = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
     missing = [name for name in specs if name not in binding.weights and not (optional and optional.search(name))]
     if missing:
-        names = unreadable.other_names(checkpoint.tensors, specs)
+        head = unreadable.missing_head(model, missing)
+        names = "" if head else unreadable.other_names(unused, len(checkpoint.tensors), specs)
         if names:
             raise ArtifactError(
                 f"{where}: {names}: they are of another model than config.json's {kind}, or a part of a larger one;"
                 " give a checkpoint whose names transformers loads into that class, or the config.json of this one"
             )
-        head = unreadable.missing_head(model, missing)
         raise ArtifactError(
             f"{where}: {head}"
             if head
@@ -273,6 +273,10 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
         for name in unused
         if (ignorable and ignorable.search(name)) or unreadable.is_old_mask(name, checkpoint.tensors[name][0])
     ]
+    others = [name for name in unused if unreadable.OTHER_HEAD.search(name) and name not in binding.ignored]
+    if others:
+        log.warning("%s: %s%s are of another task, and are left out", where, others[0], _more(others))
+    binding.ignored += others
     unexpected = [name for name in unused if name not in set(binding.ignored)]
     if unexpected:
         raise ArtifactError(

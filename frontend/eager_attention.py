@@ -96,6 +96,7 @@ class _Attention:
     q: fx.Node
     k: fx.Node
     v: fx.Node
+    is_turned: bool  # k is [1, heads, head_dim, T]
     scale: float
     mask: _Kind
     slopes: Tensor | None
@@ -157,7 +158,8 @@ class _Region:
         v = self.node.args[1]
         assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
         alibi = slopes.float() if slopes.any() else None
-        return _Attention(self.node, _heads(q), _heads(k, transposed=True), _heads(v), scale, mask, alibi)
+        (q, _), (k, is_turned), (v, _) = _heads(q), _heads(k, transposed=True), _heads(v)
+        return _Attention(self.node, q, k, v, is_turned, scale, mask, alibi)
 
     def _ends(self) -> tuple[fx.Node, fx.Node]:
         """The product of queries and keys, and the softmax behind it."""
@@ -316,8 +318,11 @@ def _kind_of(mask: Tensor) -> _Kind | None:
 # ----------------------------------------------------------------------------------------------- heads
 
 
-def _heads(node: fx.Node, transposed: bool = False) -> fx.Node:
-    """The [1, heads, T, head_dim] that an operand of a product is a view of, without casts and repeated heads."""
+def _heads(node: fx.Node, transposed: bool = False) -> tuple[fx.Node, bool]:
+    """The [1, heads, T, head_dim] that an operand of a product is a view of, without casts and repeated heads.
+
+    transposed: of its last two axes; whether they still are comes with it.
+    """
     while True:
         shape = node.meta["val"].shape
         source = node.args[0] if node.op == "call_function" and node.args else None
@@ -334,9 +339,9 @@ def _heads(node: fx.Node, transposed: bool = False) -> fx.Node:
             node = repeated
         else:
             break
-    if transposed or len(node.meta["val"].shape) != 4 or node.meta["val"].shape[0] != 1:
+    if len(node.meta["val"].shape) != 4 or node.meta["val"].shape[0] != 1:
         raise _Other(f"{name_of(node)} is no [1, heads, T, head_dim] that is multiplied")
-    return node
+    return node, transposed
 
 
 def _swaps_last(node: fx.Node) -> bool:
@@ -391,9 +396,10 @@ def _replace(program: Program, found: _Attention) -> None:
     base = name_of(old).rpartition(".")[0]
     slopes = None if found.slopes is None else _slopes_weight(program, found.slopes, old)
     calls = Calls(program, old)
+    k = calls.add(aten.transpose.int, found.k, 2, 3) if found.is_turned else found.k
     parts = [
         each if each.meta["val"].dtype == dtype else calls.add(aten._to_copy.default, each, dtype=dtype)
-        for each in (found.q, found.k, found.v)
+        for each in (found.q, k, found.v)
     ]
     alibi = () if slopes is None else (slopes,)
     out = calls.add(inferc.attention.default, *parts, None, found.scale, *found.mask, 0.0, *alibi)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inferc import program as program_lib
 from inferc.config import ContextLength
-from inferc.errors import ConfigError, ExportError
+from inferc.errors import ConfigError, ExportError, UnsupportedError
 from inferc.frontend import trace
 from inferc.frontend.bind import bind
 from inferc.frontend.convert import Converter
@@ -28,8 +28,11 @@ from inferc.frontend.position_tables import simplify_position_tables
 from inferc.frontend.positions import first_position
 from inferc.frontend.repeat import trace_once
 from inferc.frontend.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
-from inferc.program import Program, named_arguments
+from inferc.program import Program, name_of, named_arguments
 
+aten = torch.ops.aten
+CHOICES = (aten.index.Tensor, aten.index_put.default)
+PICKS = (aten.nonzero.default, aten.masked_select.default)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -132,7 +135,14 @@ def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len:
     overrides, ropes = fix_rope(model, length)
     binding = bind(model, checkpoint)
     converter = Converter(model, binding, constant_buffers(model, checkpoint, overrides))
-    program = converter.program(*trace_once(model))
+    exported, sections = trace_once(model)
+    if length > (longest := trace.longest(exported)):
+        raise ExportError(
+            f"{type(model).__name__}: its code takes another way for more than {longest} tokens, and the longest sequence is"
+            f" {length}; give --max-model-len {longest}, or fewer"
+        )
+    program = converter.program(exported, sections)
+    _refuse_choices(program, checkpoint)
     capture_eager_attention(program)
     simplify_position_tables(program)
     program.info = model_info(checkpoint, model, dtype, length)
@@ -164,7 +174,7 @@ def context_length(config: Any) -> ContextLength:
     """How many positions the model was made for, and how many its rope scaling reaches. Raises ConfigError."""
     for name in ("max_position_embeddings", "seq_length", "max_seq_len"):
         trained = getattr(config, name, None)
-        if trained is None:
+        if trained in (None, -1):  # -1: any number, as XLNet has it
             continue
         if not isinstance(trained, int) or trained < 1:
             raise ConfigError(
@@ -222,6 +232,18 @@ def _initialised(model: Any, module: Any, names: list[str]) -> dict[str, Tensor]
         for name, value in twin._buffers.items()
         if not torch.equal(value, before[name]) and not value.isnan().any()
     }
+
+
+def _refuse_choices(program: Program, checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError for a model that picks tokens by a condition on data, as one adapter for each language does."""
+    for node in program.graph.nodes:
+        indices = node.args[1] if node.target in CHOICES else ()
+        picks = [each for each in indices if isinstance(each, torch.fx.Node) and each.meta["val"].dtype == torch.bool]
+        if picks or node.target in PICKS:
+            raise UnsupportedError(
+                f"{checkpoint.name}: {name_of(node)} picks tokens by a condition on data, so how many it takes is known only when it"
+                " runs; expected a model that does the same for every token"
+            )
 
 
 def _require_positions(program: Program, checkpoint: Checkpoint) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.frontend import trace, unreadable
+from inferc.frontend import sentencepiece_file, trace, unreadable
 from inferc.frontend.checkpoint import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
 
 log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 CONFIG_FILE = "config.json"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", *sentencepiece_file.FILES, "*.txt"]
 
 
 @dataclass(frozen=True)

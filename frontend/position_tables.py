@@ -40,6 +40,8 @@ def simplify_position_tables(program: Program) -> int:
         made.meta["name"] = name_of(node)
         if made.meta["val"].dim() > node.meta["val"].dim():
             made = calls.add(aten.view.default, made, [-1, table.meta["val"].shape[1]])
+        if made.meta["val"].dtype != node.meta["val"].dtype:  # the table was cast, and now its rows are
+            made = calls.add(aten._to_copy.default, made, dtype=node.meta["val"].dtype)
         node.replace_all_uses_with(made)
         count += 1
     for node in list(program.graph.find_nodes(op="call_function", target=aten.embedding.default, sort=True)):
@@ -60,6 +62,8 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         index = index if isinstance(index, fx.Node) and index.meta["val"].dim() == 2 else None
     else:
         return None
+    if isinstance(table, fx.Node) and table.target == aten._to_copy.default:
+        table = table.args[0]
     if not isinstance(table, fx.Node) or not isinstance(index, fx.Node):
         return None
     is_table = table.op == "get_attr" and table.meta["val"].dim() == 2 and table.meta["val"].is_floating_point()

@@ -76,9 +76,8 @@ def from_folder(folder: Path) -> TokenizerSource:
 
     Raises ConfigError for files that cannot be read, UnsupportedError for a tokenizer without a tokenizer.json form.
     """
-    theirs = _load(folder)
+    theirs, path = _load(folder), folder / TOKENIZER_JSON
     config = _read_config(folder / "tokenizer_config.json")
-    path = folder / TOKENIZER_JSON
     if path.is_file():
         return _from_file(path, theirs, config)
     source = from_object(theirs, str(folder))
@@ -151,13 +150,33 @@ def _file_of(theirs: Any) -> Tokenizer | None:
 
 
 def _load(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    kind: Any = AutoTokenizer
+    if own := _class_of_its_own(folder):
+        log.warning(
+            "%s: tokenizer_config.json names the class %s of the checkpoint's own code, which is not run; its %s is followed as it is",
+            *(folder, own, TOKENIZER_JSON),
+        )
+        kind = PreTrainedTokenizerFast
     try:
         with trace.quiet():
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a tokenizer class raises whatever its parsers raise
         raise _unreadable(folder, error) from error
+
+
+def _class_of_its_own(folder: Path) -> str:
+    """The tokenizer class for which a checkpoint brings code, where a tokenizer.json says all that is to be known; else empty."""
+    if not (folder / TOKENIZER_JSON).is_file():
+        return ""
+    try:
+        found = _read_config(folder / "tokenizer_config.json").get("auto_map")
+    except (ValueError, AttributeError):  # AutoTokenizer says what is wrong with it
+        return ""
+    classes = found.get("AutoTokenizer") if isinstance(found, dict) else found
+    named = [each for each in (classes if isinstance(classes, list) else [classes]) if isinstance(each, str)]
+    return named[0] if named else ""
 
 
 def _read_file(path: Path) -> Tokenizer:

@@ -98,17 +98,29 @@ def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
             raise
         exported = export(torch.export.Dim.AUTO)
         inputs = [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
-        if not all(_is_of_any_length(exported, node.meta["val"].shape[1]) for node in inputs):
+        if any(isinstance(node.meta["val"].shape[1], int) for node in inputs):
             raise
+        if max(_bounds(exported, node.meta["val"].shape[1])[0] for node in inputs) > 2:
+            raise  # what was traced is not what fewer tokens take
         return exported
 
 
-def _is_of_any_length(exported: Any, num_tokens: Any) -> bool:
-    """Whether a number of tokens stayed open: the code that was traced is that of every number from two on."""
-    if isinstance(num_tokens, int):
-        return False
+def longest(exported: Any) -> int:
+    """The most tokens for which the code that was traced is the model's; LONGEST for any number.
+
+    torch keeps what the traced example took, and for which lengths: code that branches on the number of tokens takes another way
+    beyond, and a table of positions ends.
+    """
+    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
+    return min(_bounds(exported, node.meta["val"].shape[1])[1] for node in inputs)
+
+
+def _bounds(exported: Any, num_tokens: torch.SymInt) -> tuple[int, int]:
+    """The fewest and the most tokens that what was traced holds for."""
     bounds = exported.range_constraints.get(num_tokens.node.expr)
-    return bounds is None or (bounds.lower <= 2 and bounds.upper >= LONGEST)
+    if bounds is None:
+        return 0, LONGEST
+    return int(bounds.lower), int(bounds.upper) if bounds.upper < LONGEST else LONGEST
 
 
 def op_name(node: fx.Node) -> str:

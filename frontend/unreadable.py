@@ -37,7 +37,9 @@ FILES = {
 }
 FOLDER = "give a Hugging Face folder with config.json and model.safetensors"
 # Causal masks that the modules of old transformers versions stored, and a number that stood for minus infinity.
-OLD_MASK = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)(\.attention)?\.(bias|masked_bias)$")
+OLD_MASK = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)(\.attention)?\.(bias|masked_bias|causal_mask)$")
+# Of another task, beside the language model: a pooled text, the order of two sentences, classes.
+OTHER_HEAD = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.|^(classifier|score|qa_outputs)\.")
 
 
 def quantized(method: str) -> str:
@@ -87,15 +89,15 @@ def is_old_mask(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is a buffer of old attention modules: a mask [1, 1, length, length], or one number."""
     if not OLD_MASK.search(name):
         return False
-    return len(shape) == 4 if name.endswith(".bias") else all(size == 1 for size in shape)
+    return all(size == 1 for size in shape) if name.endswith(".masked_bias") else len(shape) == 4
 
 
-def other_names(found: Iterable[str], expected: Iterable[str]) -> str:
-    """How the names of a file's tensors begin where a model's do not begin so; empty where most are the model's."""
-    heads = Counter(_head(name) for name in found)
+def other_names(unused: Iterable[str], num_tensors: int, expected: Iterable[str]) -> str:
+    """How the names of a file's tensors begin that a model has no use for and where its own do not begin so; empty where most of the
+    file's `num_tensors` are the model's."""
     wanted = Counter(_head(name) for name in expected)
-    strange = {head: count for head, count in heads.items() if head not in wanted}
-    if not strange or sum(strange.values()) * 2 < sum(heads.values()):
+    strange = Counter(head for name in unused if (head := _head(name)) not in wanted)
+    if not strange or sum(strange.values()) * 2 < num_tensors:
         return ""
     most, usual = max(strange, key=lambda head: strange[head]), max(wanted, key=lambda head: wanted[head])
     return f"the file's tensors begin with `{most}.`, where the model's begin with `{usual}.`"

@@ -36,7 +36,7 @@ class FoldWeights:
             value = node.meta["val"]
             if not isinstance(value, Tensor) or not value.dim():
                 continue
-            folded = _folded(node, [program.weight(each) for each in sources])
+            folded = _folded(node, [_as_read(program, each) for each in node.all_input_nodes])
             if folded is None:
                 no_rewrite(self.name, node, f"{target_name(node.target)} of weights is no arithmetic on their elements")
                 continue
@@ -48,6 +48,18 @@ class FoldWeights:
         if count:
             program.drop_unused()
         return count
+
+
+def _as_read(program: Program, node: fx.Node) -> Weight:
+    """The weight that stands behind a node, rounded by the casts of a single number that lie between."""
+    source, dtypes = weight_behind(node), []
+    while node is not source:
+        dtypes.append(node.meta["val"].dtype)
+        node = node.args[0]  # type: ignore[assignment]
+    weight = program.weight(source)
+    for dtype in reversed(dtypes):
+        weight = weight if weight.dtype == dtype else weight_lib.cast(weight, dtype)
+    return weight
 
 
 def _folded(node: fx.Node, weights: list[Weight]) -> Folded | None:

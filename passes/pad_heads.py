@@ -101,6 +101,7 @@ class _Padding:
         linear, first = node, 0
         if node.target == aten.slice.Tensor and arguments(node)[1] in (1, -1) and arguments(node)[4] == 1:
             linear, first = node.args[0], int(arguments(node)[2] or 0)  # type: ignore[assignment]
+            first += int(linear.meta["val"].shape[-1]) if first < 0 else 0
         if linear.target != aten.linear.default:
             return None
         x, *weights = arguments(linear)

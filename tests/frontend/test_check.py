@@ -110,16 +110,28 @@ def test_wrong_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         capture(folder, "float32")
 
 
-def test_attention_past_the_interface_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mixed", "message"),
+    [
+        (
+            lambda q, k, v: torch.matmul(torch.matmul(q, k.transpose(2, 3)).softmax(-1), v),
+            "attention code of the model's own is not known: .*its mask is not causal, sliding or chunked",
+        ),
+        (
+            lambda q, k, v: v.cumsum(2),
+            "0 attention nodes were captured in 1 layers, expected one in each, and layer 0 has none; the model",
+        ),
+    ],
+)
+def test_attention_past_the_interface_is_counted(
+    mixed: Callable[..., Tensor], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def plain(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-        return torch.matmul(torch.matmul(q, k.transpose(2, 3)).softmax(-1), v).transpose(1, 2).contiguous(), None
+        return mixed(q, k, v).transpose(1, 2).contiguous(), None
 
     folder = make_random_model("llama", tmp_path / "m", num_key_value_heads=4, num_hidden_layers=1)
     monkeypatch.setattr(interfaces, "attention", plain)
-    with pytest.raises(
-        ExportError,
-        match="0 attention nodes were captured in 1 layers, expected one in each, and layer 0 has none; the model",
-    ):
+    with pytest.raises(ExportError, match=message):
         capture(folder, "float32")
 
 

@@ -202,9 +202,18 @@ def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypa
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("is_long", [lambda count: count > 64, lambda count: count > 5])
+@pytest.mark.parametrize(
+    ("is_long", "message"),
+    [
+        (
+            lambda count: count > 64,
+            "takes another way for more than 64 tokens, and the longest sequence is 256; give --max-model-len 64",
+        ),
+        (lambda count: count > 5, "LlamaForCausalLM cannot be captured: .*branches on data or on the number of tokens"),
+    ],
+)
 def test_a_branch_on_the_number_of_tokens_is_refused(
-    is_long: Callable[[Any], bool], tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+    is_long: Callable[[Any], bool], message: str, tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch would keep the side that the traced example took, for as many tokens as take it too."""
     whole = transformers.LlamaModel.forward
@@ -217,9 +226,7 @@ def test_a_branch_on_the_number_of_tokens_is_refused(
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
     export.forget_captures()
-    with pytest.raises(
-        ExportError, match="LlamaForCausalLM cannot be captured: .*branches on data or on the number of"
-    ):
+    with pytest.raises(ExportError, match=message):
         capture(tiny_llama_folder, "float32", check=False)
 
 

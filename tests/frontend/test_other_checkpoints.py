@@ -76,6 +76,9 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
             3,
         ),
         ("llama", extended({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}), 1),
+        ("codegen", extended({"transformer.h.0.attn.causal_mask": MASK.bool()}), 1),
+        # Heads of other tasks, as BERT's and embedding models' files have them.
+        ("llama", extended({"model.pooler.dense.weight": torch.ones(8, 8), "score.weight": torch.ones(2, 64)}), 2),
     ],
 )
 def test_what_transformers_loads_is_bound(
@@ -113,6 +116,16 @@ def test_a_bias_that_is_no_mask_is_not_ignored(tmp_path: Path) -> None:
             without("lm_head.weight"),
             ArtifactError,
             "no tensor for lm_head.weight, the LM head, which config.json does not tie .* random numbers for it; set tie",
+        ),
+        (
+            lambda tensors: renamed("model.", "")(without("lm_head.weight")(tensors)),  # as base models are saved
+            ArtifactError,
+            "no tensor for lm_head.weight, the LM head",
+        ),
+        (
+            lambda tensors: renamed("model.", "")(without("model.norm.weight")(tensors)),
+            ArtifactError,
+            "no tensor for model.norm.weight; the checkpoint is incomplete",
         ),
         (
             without("model.norm.weight"),

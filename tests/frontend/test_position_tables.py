@@ -66,3 +66,22 @@ def test_a_table_that_is_added_stays_one() -> None:
         return aten.add.Tensor(x, aten.embedding.default(table, positions))
 
     with_table(added, SINES).check_untouched(simplify_position_tables)
+
+
+def test_a_table_that_is_cast_is_read_as_it_is_stored() -> None:
+    """CTRL casts all of it to the activations' dtype, for a few rows."""
+    golden = """
+        %positions: int64[1, s0] = input
+        %x: float32[1, s0, 6] = input
+        %0: float32[1, s0, 6] = aten.embedding(@table, %positions)
+        %1: bfloat16[1, s0, 6] = aten._to_copy(%0, dtype=bfloat16)
+        %2: bfloat16[1, s0, 6] = aten.add.Tensor(%1, 1)
+        return (%2)
+    """
+
+    def indexed(positions: Any, x: Any, table: Any) -> Any:
+        rows = aten.index.Tensor(aten._to_copy.default(table, dtype=torch.bfloat16), [positions])
+        return aten.add.Tensor(rows, 1)
+
+    made = with_table(indexed, random(40, 6))
+    made.check(simplify_position_tables, 1, golden, tolerance=0.0)

@@ -105,6 +105,13 @@ def test_tokens_are_those_of_the_file(
         )
 
 
+def test_a_class_of_the_checkpoints_own_code_is_not_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    auto_map = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    checkpoint = write(tmp_path, like_deepseek(), tokenizer_class="OwnTokenizer", auto_map=auto_map)
+    assert made(checkpoint).encode("Hello").ids == like_deepseek().encode("Hello").ids
+    assert "names the class tokenization_own.OwnTokenizer of the checkpoint's own code, which is not run" in caplog.text
+
+
 def test_an_added_token_that_takes_spaces_by_the_config_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Every turn of a conversation has one, and no golden text."""
     tokenizer = like_deepseek()

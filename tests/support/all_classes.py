@@ -31,7 +31,8 @@ FEATURES = {
     "layers without attention": "and has no attention",
     "a state that grows along the sequence": r"sequence state is not built",
     "dynamic sparse attention": "dynamic sparse attention",
-    "code that branches on its input": "cannot be captured",
+    "code that branches on its input": "cannot be captured: .*(data-dependent|GuardOnData|Constraints violated)|by a condition on data|"
+    "takes another way for more than",
     "attention past transformers' interface": "goes past transformers' attention interface|another length than its queries|"
     "adds the mask to its scores itself|ALiBi is rounded",
     "attention of another kind": r"inferc\.attention does not have|its mask is|the model's mask is|the paged cache holds|"
@@ -41,6 +42,16 @@ FEATURES = {
     "experts of another kind": "experts with",
     "a size that is not fixed": r"a size of the captured graph|no max_position_embeddings|has max_position_embeddings",
 }
+
+
+# Of these a model must run in transformers: what is captured, and fails where the model itself does, names no feature.
+OF_CODE = (
+    "code that branches on its input",
+    "attention past transformers' interface",
+    "attention of another kind",
+    "an op without a kernel",
+    "a size that is not fixed",
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,15 @@ def reference(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[
     return tokens, logits
 
 
+def fault_of_model(folder: Path) -> str:
+    """What transformers' own code raises for a prompt, "" for a model that runs."""
+    try:
+        reference(folder, prompts()[:1], 1)
+    except Exception as error:  # noqa: BLE001 (whatever it is)
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
 def relative_error(found: Any, expected: Any) -> float:
     """The largest difference by the largest value expected; infinite where something is no number."""
     error = float((found - expected).abs().max() / expected.abs().max())
@@ -101,16 +121,19 @@ def relative_error(found: Any, expected: Any) -> float:
 def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
     """Make, compile and run a small model of a type; what is not refused is held against transformers' own code."""
     from inferc.certify import run_kernels
+    from inferc.codegen.target import Target
     from inferc.compiler import compile
     from inferc.config import CompileConfig
     from inferc.errors import InfercError
-    from inferc.frontend.export import context_length
+    from inferc.frontend.export import capture, context_length
     from inferc.frontend.load import load
+    from inferc.passes.pipeline import LowerConfig, lower
 
+    has_weights = True
     try:
         make_odd_model(model_type, folder / "model", **overrides)
     except OnlyConfigError:
-        pass
+        has_weights = False
     try:
         checkpoint = load(folder / "model")
         length = "auto" if context_length(checkpoint.config).trained else LENGTH
@@ -118,7 +141,10 @@ def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
         compile(folder / "model", folder / "out", how)
     except InfercError as error:
         says = str(error).replace(f"{folder}/model", model_type).replace(f"{folder}/", "")
-        return Found(feature_of(says) or f"refused without a feature: {type(error).__name__}", says)
+        feature = feature_of(says)
+        if has_weights and feature in OF_CODE and (why := fault_of_model(folder / "model")):
+            return Found(f"the model that is tried does not run: {why}", says)
+        return Found(feature or f"refused without a feature: {type(error).__name__}", says)
     tokens, logits = reference(folder / "model", prompts(), NEW_TOKENS)
     worst = 0.0
     for token_budget in (sum(LENGTHS), 16):
@@ -128,6 +154,10 @@ def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
             return Found(f"other logits, {worst:.1e} of the largest", error=worst)
         if greedy != tokens:
             return Found("other tokens", error=worst)
+    try:  # what is equal in one dtype may be refused in another
+        lower(capture(checkpoint, "bfloat16", LENGTH), LowerConfig(Target.parse("cpu")))
+    except InfercError as error:
+        return Found("equal in float32, and refused in bfloat16", str(error), worst)
     return Found(EQUAL, error=worst)
 
 

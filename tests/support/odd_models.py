@@ -64,6 +64,7 @@ MAMBA = {
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA, "attn_layer_indices": list(range(LAYERS))},
     "codegen": {"n_embd": 256, "n_head": 4, "rotary_dim": 32},  # whose heads are packed in fours
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 2.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS["num"], "moe_top_k": EXPERTS["top"]},
@@ -110,7 +111,12 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 12, "head_dim": 48},
     "mimo_v2_flash": {"num_key_value_heads": 3},  # its window layers have a default of their own
-    "longcat_flash": {"ffn_hidden_size": INNER, "expert_ffn_hidden_size": EXPERTS["inner"], "zero_expert_num": 2},
+    "longcat_flash": {
+        "ffn_hidden_size": INNER,
+        "expert_ffn_hidden_size": EXPERTS["inner"],
+        "zero_expert_num": 2,
+        "head_dim": 16,
+    },
     "reformer": {"axial_pos_embds": False},
 }
 
