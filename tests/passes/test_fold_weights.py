@@ -38,6 +38,21 @@ def test_a_norm_that_scales_by_one_plus_its_weight_reads_the_sum_as_the_graph_ro
     example(graph, {"x": rows(8, dtype=torch.bfloat16)}, weights).check(FoldWeights(), 1, golden, tolerance=0)
 
 
+def test_a_single_number_is_rounded_by_its_casts() -> None:
+    def graph(x: Any, weight: Any, scale: Any) -> Any:
+        number = aten._to_copy.default(aten.view.default(scale, []), dtype=torch.bfloat16)
+        return aten.linear.default(x, aten.mul.Tensor(weight, number))
+
+    golden = """
+        %x: bfloat16[s0, 8] = input
+        %0: bfloat16[s0, 8] = aten.linear(%x, @weight.mul)
+        return (%0)
+    """
+    weights = {"weight": random(8, 8, dtype=torch.bfloat16), "scale": torch.tensor([1.00390625])}  # half between two
+    made = example(graph, {"x": rows(8, dtype=torch.bfloat16)}, weights)
+    made.check(lambda program: int(bool(FoldWeights()(program))), 1, golden, tolerance=0)
+
+
 def test_a_mode_of_arithmetic_on_a_weight_is_the_graphs() -> None:
     def graph(x: Any, weight: Any) -> Any:
         return aten.mul.Tensor(x, aten.softplus.default(aten.gelu.default(weight, approximate="tanh")))

@@ -1,5 +1,6 @@
 """Heads that no kernel takes get zeros behind their elements, and the same numbers come out."""
 
+import sys
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def test_projections_rotations_and_clamps_are_padded_in_their_weights() -> None:
 def test_columns_of_one_projection_are_padded_apart_and_packed_again() -> None:
     def graph(x: Any, qkv: Any, bias: Any, o: Any) -> Any:
         packed = aten.linear.default(x, qkv, bias)
-        parts = [aten.slice.Tensor(packed, -1, start, start + 6 * count) for start, count in ((0, 2), (12, 1), (18, 1))]
+        parts = [aten.slice.Tensor(packed, -1, *part) for part in ((0, 12), (12, 18), (-6, sys.maxsize))]
         q, k, v = (aten.view.default(part, [-1, count, 6]) for part, count in zip(parts, (2, 1, 1), strict=True))
         return attended(q, k, v, o)
 
