@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from inferc import weights as weight_lib
 from inferc.errors import ExportError
-from inferc.frontend.nodes import Calls, constant_value, is_constant, retype
+from inferc.frontend.nodes import Calls, constant_value, retype
 from inferc.frontend.trace import op_name
 from inferc.ops.attention import visible
 from inferc.program import Program, name_of
@@ -107,7 +107,7 @@ def _dependent(program: Program) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr":
-            known = is_constant(program.weight(node))
+            known = program.weight(node).is_constant
         else:
             known = node.op != "placeholder" and not any(arg in found for arg in node.all_input_nodes)
             known = known or not isinstance(node.meta.get("val"), (Tensor, tuple))

@@ -14,6 +14,7 @@ import torch
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.frontend import sentencepiece_file, trace, unreadable
 from inferc.frontend.checkpoint import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
+from inferc.frontend.model_class import causal_class
 
 log = logging.getLogger(__name__)
 
@@ -241,13 +242,9 @@ def _refuse_state(config: Any, where: str) -> None:
 
 def _model_class(config: Any) -> type[Any]:
     """The causal language model class of a config."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if not names:
+    found = causal_class(config)
+    if found is None:
         raise UnsupportedError(
             f"model_type {config.model_type} is not a causal language model in transformers; expected one that generates text"
         )
-    found: type[Any] = getattr(transformers, names if isinstance(names, str) else names[0])
     return found

@@ -10,7 +10,6 @@ from torch import Tensor, fx
 
 from inferc import weights as weight_lib
 from inferc.program import Program, name_of, target_name
-from inferc.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,8 @@ def retype(program: Program, changed: fx.Node) -> None:
             todo += node.users
 
 
-def is_constant(weight: Weight) -> bool:
-    """Whether a weight's value is known without a checkpoint."""
-    return all(leaf.op == "constant" for leaf in weight.sources())
-
-
 def constant_value(program: Program, node: fx.Node) -> Tensor | None:
     """The value of a constant of the model's code; None for another node."""
-    if node.op != "get_attr" or not is_constant(program.weight(node)):
+    if node.op != "get_attr" or not program.weight(node).is_constant:
         return None
-    return weight_lib.read_whole(program.weight(node), _NoReader())
-
-
-class _NoReader:
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        raise AssertionError(f"{name}: a constant has no checkpoint tensor")
+    return weight_lib.read_constant(program.weight(node))

@@ -9,6 +9,8 @@ import importlib
 import inspect
 from typing import Any
 
+from inferc.frontend.model_class import causal_class
+
 COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # what such a model makes its own position_ids with
 
 
@@ -22,17 +24,9 @@ def first_position(config: Any) -> int:
 
     Padding tokens in a text, which such a class does not count, are counted here as any other token.
     """
-    model_class = _model_class(config)
+    model_class = causal_class(config)
     padding = getattr(config, "pad_token_id", None)
     if model_class is None or padding is None or not takes_positions(model_class):
         return 0
     parts = vars(importlib.import_module(model_class.__module__)).values()
     return padding + 1 if any(isinstance(part, type) and hasattr(part, COUNTS_FROM_PADDING) for part in parts) else 0
-
-
-def _model_class(config: Any) -> type[Any] | None:
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", ""))
-    return getattr(transformers, names if isinstance(names, str) else names[0]) if names else None

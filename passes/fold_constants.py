@@ -57,8 +57,7 @@ def _value(program: Program, node: fx.Node, known: dict[fx.Node, Tensor]) -> Ten
         return None
     if node.op == "get_attr":
         weight = program.weight(node)
-        is_constant = all(leaf.op == "constant" for leaf in weight.sources())
-        return weight_lib.read_constant(weight) if is_constant and weight.num_bytes <= MOST_BYTES else None
+        return weight_lib.read_constant(weight) if weight.is_constant and weight.num_bytes <= MOST_BYTES else None
     if node.op != "call_function" or node.target is operator.getitem or _namespace(node) != "aten":
         return None
     if any(source not in known for source in node.all_input_nodes) or _is_random(node):

@@ -64,7 +64,7 @@ def uniform(program: Program, node: Any) -> int | None:
         return None
     if node.op == "get_attr":
         weight = program.weight(node)
-        if any(leaf.op != "constant" for leaf in weight.sources()):
+        if not weight.is_constant:
             return None
         values = weight_lib.read_constant(weight).unique()
         return int(values) if values.numel() == 1 else None

@@ -269,7 +269,6 @@ def _number(program: Program, node: fx.Node) -> float | None:
     if source.op != "get_attr" or source.meta["val"].dim() != 1 or source.meta["val"].numel() != 1:
         return None
     weight = program.weight(source)
-    leaves = list(weight.sources())
-    if any(leaf.op != "constant" for leaf in leaves):
+    if not weight.is_constant:
         return None
     return float(weight_lib.read_constant(weight).item())

@@ -49,16 +49,12 @@ class FuseRope:
         return count
 
 
-def _is_constant(program: Program, weight: fx.Node) -> bool:
-    return all(leaf.op == "constant" for leaf in program.weight(weight).sources())
-
-
 def _rotation(program: Program, node: fx.Node, terms: Terms) -> Rotation | str:
     value = node.meta["val"]
     if value.dim() != 3:
         return f"it has shape {list(value.shape)}, expected [num_tokens, heads, head_dim]"
     found = rotation(terms, int(value.shape[1]), int(value.shape[2]))
-    if isinstance(found, Rotation) and found.is_backwards and not _is_constant(program, found.table.inv_freq):
+    if isinstance(found, Rotation) and found.is_backwards and not program.weight(found.table.inv_freq).is_constant:
         return "it turns backwards by frequencies that are no constant"
     if isinstance(found, Rotation) and found.source.meta["val"].dtype != value.dtype:
         return f"it makes {value.dtype} of {found.source.meta['val'].dtype}"

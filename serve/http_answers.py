@@ -13,9 +13,9 @@ from fastapi import Request, Response
 from inferc.runtime.openai_answer import Answer
 from inferc.runtime.openai_request import OpenAIRequest
 from inferc.serve.http_edge import ClientLeft, Receive, Scope, Send, while_client_waits
+from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import ServedModel
 from inferc.serve.openai_answering import Answering
-from inferc.serve.text_threads import in_text_thread
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}

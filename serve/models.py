@@ -32,11 +32,11 @@ from inferc.serve.artifact_watch import ArtifactWatch
 from inferc.serve.async_engine import CLOSED, MAX_SEQUENCES, UNLOAD, AsyncEngine, State
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
+from inferc.serve.long_texts import check_characters, in_text_thread, num_characters
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.rendering import Rendering
 from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
 from inferc.serve.supervisor import HANG_SECONDS, Supervisor
-from inferc.serve.text_threads import in_text_thread
 from inferc.serve.waiting import deadline, gather_some
 
 if TYPE_CHECKING:
@@ -46,9 +46,6 @@ log = logging.getLogger(__name__)
 
 # Characters that are tokenized at once, in less time than a thread costs; a text of a megabyte takes a second.
 SHORT_TEXT = 500
-# Longer than any prompt of most models, so that texts can be counted before they are cut; some seconds of one core.
-MAX_CHARACTERS = 4 << 20
-CHARACTERS_OF_TOKEN = 8  # a prompt of a model that takes more than a million tokens may be longer
 TEXTS_AT_ONCE = 128  # of one call for vectors: enough to fill steps, and room for others
 NAME = re.compile(r"[\w.:@+-]{1,128}")
 ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "damaged", "dead", "unloading"]
@@ -215,18 +212,12 @@ class ServedModel:
         for one of more characters than are tokenized at once."""
 
         def render() -> str:
-            self.check_characters(num_characters(messages) + num_characters(variables))
+            check_characters(num_characters(messages) + num_characters(variables), self.engine.facts.max_model_len)
             return self.engine.text.render_chat(messages, **(variables or {}))
 
         text = await self._rendering.run(render)
         limit = self.engine.facts.max_model_len if is_prompt else None
         return await _beside(text, partial(self.engine.text.encode_rendered, text, limit))
-
-    def check_characters(self, count: int) -> None:
-        """Raise RequestError for a text that is too long, before any time is spent on it."""
-        limit = max(MAX_CHARACTERS, CHARACTERS_OF_TOKEN * self.engine.facts.max_model_len)
-        if count > limit:
-            raise RequestError(f"the text has {count} characters; at most {limit} are tokenized at once, send parts")
 
     def check_length(self, num_tokens: int, room: int = 1) -> None:
         """Raise RequestError for a prompt of so many tokens that is too long, before anything is made of it."""
@@ -344,20 +335,6 @@ class ServedModel:
             await asyncio.to_thread(self.engine.text.close)
         if self.kv_events is not None:
             self.kv_events.close("the model was unloaded")
-
-
-def num_characters(value: Any) -> int:
-    """Of all texts in a value of JSON, those that name something counted."""
-    count, waiting = 0, [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, str):
-            count += len(each)
-        elif isinstance(each, Mapping):
-            waiting += [*each, *each.values()]
-        elif isinstance(each, (list, tuple)):
-            waiting += each
-    return count
 
 
 async def _beside(text: str, encode: Callable[[], list[int]]) -> list[int]:

@@ -12,10 +12,10 @@ from inferc.errors import RequestError
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token, prompt_offsets
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
+from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import ServedModel
 from inferc.serve.openai_chunks import add_piece
 from inferc.serve.streams import Piece, Stream
-from inferc.serve.text_threads import in_text_thread
 from inferc.serve.waiting import gather
 
 OPENED_AT_ONCE = 32  # streams: some milliseconds

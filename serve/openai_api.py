@@ -35,12 +35,12 @@ from inferc.serve.embedding import Vectors, embed
 from inferc.serve.http_answers import STREAMED, Json, answered
 from inferc.serve.http_bodies import described, read_body
 from inferc.serve.http_edge import body_of, while_client_waits
+from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import Models, ServedModel
 from inferc.serve.openai_answering import Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
 from inferc.serve.responses_api import responses_routes
 from inferc.serve.streams import Piece
-from inferc.serve.text_threads import in_text_thread
 
 OWNER = "inferc"
 

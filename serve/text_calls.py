@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from inferc.errors import RequestError
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.serve.access import CALLER
+from inferc.serve.long_texts import check_characters, in_text_thread
 from inferc.serve.models import ServedModel
-from inferc.serve.text_threads import in_text_thread
 
 MAX_TOKENS = 1 << 20
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
     """Raises RequestError for a text that is too long, and as Caller.begin."""
-    model.check_characters(len(text))
+    check_characters(len(text), model.engine.facts.max_model_len)
     with _counted():
         return await model.encode(text, add_special_tokens, is_prompt=False)
 

@@ -58,6 +58,11 @@ class Weight:
         for arg in self.args:
             yield from arg.sources()
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether its value is known without a checkpoint."""
+        return all(leaf.op == "constant" for leaf in self.sources())
+
     def __str__(self) -> str:
         inner = ", ".join(str(arg) for arg in self.args)
         if self.op == "source":

@@ -24,7 +24,7 @@ from serving import Server, run_inferc, wait_until
 from inferc.client import AsyncClient, Client, ServerError, Tls
 from inferc.errors import RequestError
 from inferc.serve.access import Key, Limits, digest_of, read_keys, write_keys
-from inferc.serve.models import MAX_CHARACTERS
+from inferc.serve.long_texts import MAX_CHARACTERS
 from inferc.serve.text_calls import MAX_TOKENS
 from inferc.serve.tls import Certificates, TlsFiles
 

@@ -1,0 +1,46 @@
+"""What takes long over texts: how long one may be, and threads where nothing else waits behind it, least of all what watches
+over an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+from inferc.errors import RequestError
+
+Result = TypeVar("Result")
+
+# Longer than any prompt of most models, so that texts can be counted before they are cut; some seconds of one core.
+MAX_CHARACTERS = 4 << 20
+CHARACTERS_OF_TOKEN = 8  # a prompt of a model that takes more than a million tokens may be longer
+_POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), "inferc-text")
+
+
+async def in_text_thread(make: Callable[[], Result]) -> Result:
+    """What `make` makes, and raises, on one of these threads."""
+    return await asyncio.get_running_loop().run_in_executor(_POOL, copy_context().run, make)
+
+
+def check_characters(count: int, max_model_len: int) -> None:
+    """Raise RequestError for a text that is too long to be tokenized at once."""
+    limit = max(MAX_CHARACTERS, CHARACTERS_OF_TOKEN * max_model_len)
+    if count > limit:
+        raise RequestError(f"the text has {count} characters; at most {limit} are tokenized at once, send parts")
+
+
+def num_characters(value: Any) -> int:
+    """Of all texts in a value of JSON, those that name something counted."""
+    count, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            count += len(each)
+        elif isinstance(each, Mapping):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, (list, tuple)):
+            waiting += each
+    return count
