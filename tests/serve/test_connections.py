@@ -1,6 +1,9 @@
 """Places for connections: who gives way, who is told that there is none, and that health is always answered."""
 
 import asyncio
+import asyncio.selector_events
+import inspect
+import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -11,7 +14,7 @@ import pytest
 
 from inferc.serve import connections, http_address, http_protocol
 from inferc.serve.access import Access
-from inferc.serve.connections import Connections, Seldom
+from inferc.serve.connections import ACCEPT_FAILED, Connections, Seldom, quiet_accept_errors
 from inferc.serve.http_protocol import BEGINS_AT_BYTES, MAX_PIPELINED
 from inferc.serve.http_server import HttpServer, make_app
 
@@ -48,15 +51,16 @@ def with_application(app: Any, limit: int, work: Callable[[Open], Awaitable[None
     async def run() -> None:
         listener = http_address.bind("127.0.0.1", 0)
         server = HttpServer(app, listener, max_connections=limit)
+        assert listener.connections is not None
         running = asyncio.create_task(server.run_until_stopped())
-        opened = Open(listener.getsockname(), server.connections)
+        opened = Open(listener.getsockname(), listener.connections)
         await work(opened)
         for writer in opened.writers:
             writer.close()
         server.stop(at_once=True)
         await running
         listener.close()
-        assert len(server.connections) == 0
+        assert len(opened.places) == 0
 
     asyncio.run(run())
 
@@ -248,18 +252,9 @@ def test_of_many_requests_at_once_the_first_are_answered() -> None:
     assert app.num_begun == 1 + MAX_PIPELINED
 
 
-class Begun(Connections):
-    """Something has begun with every connection as it came."""
-
-    def came(self, connection: socket.socket) -> bool:
-        has_come = super().came(connection)
-        self.rests(connection.fileno())
-        return has_come
-
-
 def test_a_connection_that_is_closed_gives_its_place_back() -> None:
     said: list[str] = []
-    places = Begun(2, said.append)
+    places = Connections(2, said.append)
     pairs = [socket.socketpair() for _ in range(5)]
     ours = [pair[0] for pair in pairs]
     assert places.came(ours[0]) and places.came(ours[1]) and len(places) == 2 and not said
@@ -282,7 +277,7 @@ def test_a_connection_that_is_closed_gives_its_place_back() -> None:
 
 def test_beyond_the_limit_who_asks_for_nothing_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
-    places = Begun(1, lambda message: None)
+    places = Connections(1, lambda message: None)
     pairs = [socket.socketpair() for _ in range(4)]
     ours = [pair[0] for pair in pairs]
     assert places.came(ours[0]) and not places.is_full
@@ -328,3 +323,21 @@ def test_a_line_comes_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
         "full (5 times more since this was said last)",
         "full (5 times more since this was said last)",
     ]
+
+
+def test_a_loop_that_can_accept_nobody_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    quiet_accept_errors(loop)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1000):
+            loop.call_exception_handler({"message": ACCEPT_FAILED, "exception": OSError(24, "Too many open files")})
+        loop.call_exception_handler({"message": "something else"})
+    loop.close()
+    assert len(caplog.records) == 2
+    assert "no connection can be taken: [Errno 24] Too many open files" in caplog.records[0].message
+    assert "something else" in caplog.records[1].message
+
+
+def test_these_are_the_words_of_this_python() -> None:
+    source = inspect.getsource(asyncio.selector_events)
+    assert ACCEPT_FAILED in source
