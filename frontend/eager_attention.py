@@ -35,8 +35,7 @@ TOLERANCE = 1e-6
 LOWEST = 1e4  # what is this much lower than others is hidden, and no position
 # Ops that take a position and a number.
 ARITHMETIC = frozenset(
-    f"{name}{end}"
-    for name in (
+    [
         "add",
         "sub",
         "rsub",
@@ -49,9 +48,14 @@ ARITHMETIC = frozenset(
         "clamp",
         "clamp_min",
         "clamp_max",
-    )
-    for end in ("", "_")
-) | {"gt", "ge", "lt", "le", "eq", "ne"}
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "eq",
+        "ne",
+    ]
+)
 _Kind = tuple[str, int]
 
 
@@ -185,9 +189,8 @@ class _Region:
 
     def _mask(self, bias: Tensor) -> tuple[_Kind, Tensor]:
         """The mask that hides what is hidden, and the pairs of query and key that are seen: to any degree."""
-        of_heads = (
-            bias.softmax(-1) > 0
-        )  # not of what has -1e4 or less more than others, which in 16 bits is all that a mask can add
+        # A probability is 0 of what is 1e4 lower than others, which in 16 bits is all that a mask can take away.
+        of_heads = bias.softmax(-1) > 0
         seen, rows = of_heads[0], torch.arange(TRIED)
         for tried, real in {("causal", 0): ("causal", 0), **self.kinds}.items():
             if torch.equal(seen, visible(rows, rows, *tried)) and torch.equal(of_heads.all(0), seen):
@@ -288,7 +291,7 @@ class _Region:
 
 def _check_literals(node: fx.Node) -> None:
     """Raise _Other for arithmetic on positions with a number that so few of them do not show: a window, or where a bias ends."""
-    if op_name(node) not in ARITHMETIC:
+    if op_name(node).rstrip("_") not in ARITHMETIC:  # in place or not
         return
     for arg in (*node.args, *node.kwargs.values()):
         if isinstance(arg, (int, float)) and TRIED - 1 <= abs(arg) < LOWEST:

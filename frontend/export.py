@@ -103,8 +103,10 @@ _KEPT = _Kept(most=32)
 
 
 def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str | None:
-    """Of all that a program is made of, which is everything but the values of the weights and the folder's name; None: their
-    values too, as they decide whether tensors that are tied and stored both stay tied."""
+    """The key under which a capture is kept: all that a program is made of, without the weights' values and the folder's name.
+
+    None, and nothing is kept, where values matter too: they decide whether tensors that are tied and stored both stay tied.
+    """
     if getattr(checkpoint.config, "tie_word_embeddings", False):
         tied = getattr(checkpoint.model_class, "_tied_weights_keys", None) or ()
         if any(re.search(f"{pattern}$", name) for pattern in tied for name in checkpoint.tensors):

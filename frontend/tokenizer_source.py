@@ -156,7 +156,9 @@ def _load(folder: Path) -> Any:
     if own := _class_of_its_own(folder):
         log.warning(
             "%s: tokenizer_config.json names the class %s of the checkpoint's own code, which is not run; its %s is followed as it is",
-            *(folder, own, TOKENIZER_JSON),
+            folder,
+            own,
+            TOKENIZER_JSON,
         )
         kind = PreTrainedTokenizerFast
     try:

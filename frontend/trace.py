@@ -97,7 +97,7 @@ def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
         if "Constraints violated" not in str(error):
             raise
         exported = export(torch.export.Dim.AUTO)
-        inputs = [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
+        inputs = _inputs(exported)
         if any(isinstance(node.meta["val"].shape[1], int) for node in inputs):
             raise
         if max(_bounds(exported, node.meta["val"].shape[1])[0] for node in inputs) > 2:
@@ -111,8 +111,13 @@ def longest(exported: Any) -> int:
     torch keeps what the traced example took, and for which lengths: code that branches on the number of tokens takes another way
     beyond, and a table of positions ends.
     """
-    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
+    inputs = _inputs(exported)
     return min(_bounds(exported, node.meta["val"].shape[1])[1] for node in inputs)
+
+
+def _inputs(exported: Any) -> list[fx.Node]:
+    """The placeholders of token_ids and positions, which stand behind those of all parameters and buffers."""
+    return [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
 
 
 def _bounds(exported: Any, num_tokens: torch.SymInt) -> tuple[int, int]:

@@ -38,7 +38,7 @@ FILES = {
 FOLDER = "give a Hugging Face folder with config.json and model.safetensors"
 # Causal masks that the modules of old transformers versions stored, and a number that stood for minus infinity.
 OLD_MASK = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)(\.attention)?\.(bias|masked_bias|causal_mask)$")
-# Of another task, beside the language model: a pooled text, the order of two sentences, classes.
+# Names of tensors that other tasks have beside the language model: a pooled text, the order of two sentences, classes.
 OTHER_HEAD = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.|^(classifier|score|qa_outputs)\.")
 
 

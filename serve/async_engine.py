@@ -43,7 +43,7 @@ from inferc.serve.waiting import RequestTimeout
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
-MAX_LISTED = 16 * MAX_ITEMS  # token ids in the parameters of them all: 150 MB here, and in the engine
+MAX_LISTED = 16 * MAX_ITEMS  # token ids in the parameters of them all; each takes some 40 bytes
 STATS_SECONDS = 10.0  # for the engine to tell its counters
 TAKEN_AT_ONCE = 8  # requests that the engine has something for, before others have their turn of the event loop
 MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of

@@ -33,7 +33,7 @@ def check_characters(count: int, max_model_len: int) -> None:
 
 
 def num_characters(value: Any) -> int:
-    """Of all texts in a value of JSON, those that name something counted."""
+    """How many characters all texts in a value of JSON have together, names of its objects included."""
     count, waiting = 0, [value]
     while waiting:
         each = waiting.pop()

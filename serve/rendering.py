@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from inferc.errors import RequestError
+from inferc.serve.async_engine import UNLOAD
 from inferc.serve.streams import EngineUnavailable, QueueFull
 
 MAX_WAITING = 1024  # conversations of one model, as many as it has sequences
@@ -56,4 +57,4 @@ class Rendering:
 
 
 def _unloaded() -> EngineUnavailable:
-    return EngineUnavailable("the model was unloaded before the request was done")
+    return EngineUnavailable(UNLOAD.late)

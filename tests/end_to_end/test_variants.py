@@ -26,7 +26,7 @@ OF_NO_EFFECT = {
     ("smollm3: windows, biases, tied", "use_sliding_window"),  # the types of the layers say where windows are
     ("lfm2: attention alone", "layer_types"),  # they are of a config that names none
 }
-# Of layers with state, in a config that has none of them.
+# Fields that size layers with state, in configs that have no such layer.
 OF_STATE = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "use_mamba_kernels")
 # What transformers says to fields that do not go together.
 NO_SUCH_MODEL = (

@@ -232,9 +232,9 @@ def test_who_never_reads_holds_no_place(soon: None) -> None:
         with connection:
             connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
             while not opened.places:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
             while opened.places:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
 
     with_application(Early(32 << 20), 8, work)
 

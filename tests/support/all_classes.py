@@ -44,7 +44,7 @@ FEATURES = {
 }
 
 
-# Of these a model must run in transformers: what is captured, and fails where the model itself does, names no feature.
+# Features for which a refusal counts only if the model runs in transformers: where it fails by itself, the refusal says nothing of us.
 OF_CODE = (
     "code that branches on its input",
     "attention past transformers' interface",
