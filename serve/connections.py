@@ -1,38 +1,33 @@
 """How many HTTP connections there are: so few that files are left for everything else, and those who ask for health find a place.
 
-Where all places are taken, the connection that has been idle for the longest gives its place to the next one. Where all are
-busy, a few more are taken in, and told that the server is full unless they ask for health.
+Where all places are taken, the connection that has been idle for the longest, or has brought part of a request, gives its place to
+the next one. Where all are busy, a few more are taken in, and told that the server is full unless they ask for health.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
-
-from inferc.serve.access import OPEN
 
 log = logging.getLogger(__name__)
 
 HEALTH_PLACES = 128  # beyond the limit, for those who ask for health
-PROBES = tuple(b"GET " + path.encode() for path in sorted(OPEN))  # how a request for health begins
-PEEKED_BYTES = max(map(len, PROBES))
 READ_BYTES = 64 << 10  # of who is refused: the system resets what is closed unread, and the answer is lost
-REFUSED_AT_ONCE = 64  # in a row, before others have their turn
 SAY_SECONDS = 60.0  # from one line about this to the next
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's words for it
 
 
 class Connections:
-    """The open connections by their files' numbers. limit: places; more than `limit` + HEALTH_PLACES are closed at once."""
+    """The open connections by their files' numbers. limit: places, or None for any number; beyond `limit` + HEALTH_PLACES one is
+    let in only where another ends for it."""
 
-    def __init__(self, limit: int, say: Callable[[str], None] | None = None) -> None:
-        self.limit = limit
-        self._open: dict[int, socket.socket] = {}
+    def __init__(self, limit: int | None, say: Callable[[str], None] | None = None) -> None:
+        self.limit = sys.maxsize if limit is None else limit
+        self.num_ended = 0  # so far, for others; their files are closed a little later
+        self._open: dict[int, Connection] = {}
         self._idle: dict[int, None] = {}  # those that no request is answered on, in the order in which they became so
         self._extra: set[int] = set()  # those beyond the limit
         self._say = say or Seldom()
@@ -40,8 +35,8 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def came(self, connection: socket.socket) -> bool:
-        """Whether there is a place for it."""
+    def came(self, connection: Connection, has_asked: bool) -> bool:
+        """Whether there is a place for it. has_asked: it has sent something; it is busy until this was looked at."""
         number = connection.fileno()
         if len(self._open) >= self.limit:
             self._say(
@@ -55,7 +50,8 @@ class Connections:
             if not has_place_for_health:
                 self._end_oldest()
         self._open[number] = connection
-        self._idle[number] = None
+        if not has_asked:
+            self._idle[number] = None
         return True
 
     @property
@@ -66,15 +62,15 @@ class Connections:
     def _end_oldest(self) -> None:
         number = next(iter(self._idle))
         del self._idle[number]
-        with suppress(OSError):
-            self._open[number].shutdown(socket.SHUT_RDWR)  # whoever reads from it sees its end, and closes it
+        self.num_ended += 1
+        self._open[number].end()
 
     def busy(self, number: int) -> None:
-        """A request has begun on it."""
+        """What is asked on it is not answered."""
         self._idle.pop(number, None)
 
     def rests(self, number: int) -> None:
-        """What was asked on it is answered."""
+        """Nothing is asked on it, not wholly yet, or what was asked is answered."""
         if number in self._open:
             self._idle[number] = None
 
@@ -88,49 +84,40 @@ class Connections:
         self._extra.discard(number)
 
 
-class Listener(socket.socket):
-    """A listening socket whose connections are counted, if `connections` is set."""
+class Connection(socket.socket):
+    """One that was accepted, and gives its place back when it is closed."""
 
-    connections: Connections | None = None
-    greets = True  # who finds no place is told so, in plain HTTP
+    def __init__(self, listener: socket.socket, connections: Connections) -> None:
+        """Raises OSError as `accept` does: BlockingIOError if nobody waits."""
+        plain, _ = listener.accept()
+        super().__init__(plain.family, plain.type, plain.proto, plain.detach())
+        self.setblocking(False)
+        self.is_begun = False  # a protocol reads from it
+        self._connections: Connections | None = connections
 
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Raises BlockingIOError if nobody waits, or if all who waited were turned away."""
-        for _ in range(REFUSED_AT_ONCE):
-            plain, address = super().accept()
-            if self.connections is None:
-                return plain, address
-            connection = _Counted(plain.family, plain.type, plain.proto, plain.detach())
-            if not self._is_in_vain(connection) and self.connections.came(connection):
-                connection.of = self.connections
-                return connection, address
-            if self.greets:
-                connection.setblocking(False)
-                with suppress(OSError):
-                    connection.send(FULL)
-                    connection.recv(READ_BYTES)
-            connection.close()
-        raise BlockingIOError
-
-    def _is_in_vain(self, connection: socket.socket) -> bool:
-        """Whether there is no place, and it has asked for something other than health already: as far as can be seen from
-        outside, which under TLS is not at all."""
-        assert self.connections is not None
-        if not (self.greets and self.connections.is_full):
-            return False
+    def peek(self, num_bytes: int) -> bytes:
+        """How what it has sent begins."""
         try:
-            begin = connection.recv(PEEKED_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return self.recv(num_bytes, socket.MSG_PEEK)
         except OSError:  # nothing is there yet
-            return False
-        return not any(begin.startswith(probe[: len(begin)]) for probe in PROBES)
+            return b""
 
+    def refuse(self, answer: bytes) -> None:
+        with suppress(OSError):
+            self.send(answer)
+            self.recv(READ_BYTES)
+        self.close()
 
-class _Counted(socket.socket):
-    of: Connections | None = None
+    def end(self) -> None:
+        """Give way to another: at once, or as soon as the protocol has seen that nothing more comes, and closes it."""
+        if self.is_begun:
+            with suppress(OSError):
+                self.shutdown(socket.SHUT_RDWR)
+        else:
+            self.close()
 
     def close(self) -> None:
-        """Give the place back."""
-        connections, self.of = self.of, None
+        connections, self._connections = self._connections, None
         if connections is not None:
             connections.left(self.fileno())
         super().close()
@@ -151,17 +138,3 @@ class Seldom:
         more = f" ({self._num_left_out} times more since this was said last)" if self._num_left_out else ""
         self._num_left_out = 0
         log.warning("%s%s", message, more)
-
-
-def quiet_accept_errors(loop: Any) -> None:
-    """Let an event loop say once a minute that there are no files left for a connection, where it would say so a thousand times a
-    second."""
-    say = Seldom()
-
-    def handle(loop: Any, context: Mapping[str, Any]) -> None:
-        if context.get("message") == ACCEPT_FAILED:
-            say(f"no connection can be taken: {context.get('exception')}; raise the limit of open files")
-        else:
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)

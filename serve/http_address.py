@@ -6,18 +6,17 @@ import ipaddress
 import socket
 
 from inferc.errors import ConfigError
-from inferc.serve.connections import Listener
 
 BACKLOG = 2048
 # Last parts of names that nobody can register, so that no stranger's web page can be one's that such a name stands for.
 PRIVATE = (".localhost", ".local", ".internal")
 
 
-def bind(host: str, port: int) -> Listener:
+def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if there is no such port to have."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = Listener(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from None
     try:

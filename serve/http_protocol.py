@@ -62,6 +62,7 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self._num_unheard > MAX_HEAD_BYTES and not self._is_deaf:
             self._refuse(b"431 Request Header Fields Too Large")
+        self._count()
         self._watch()
 
     def pause_writing(self) -> None:
@@ -114,18 +115,23 @@ class Protocol(HttpToolsProtocol):
                 self._is_refused = True
                 self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
                 return
-            self._connections.busy(self._number)
+            self._connections.busy(self._number)  # no longer idle since the last one
         scope: Any = self.scope  # of a type that knows ASGI's keys alone
         scope["arrived_at"] = time.monotonic()
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._rest_if_done()
+        self._count()
         self._watch()
 
-    def _rest_if_done(self) -> None:
-        if self._connections is not None and not self._is_in_body and not self._is_answering:
+    def _count(self) -> None:
+        """It is busy with what has come whole and is not answered; with part of a request it holds no place against others."""
+        if self._connections is None:
+            return
+        if self._is_answering and (self.pipeline or not self._is_in_body):
+            self._connections.busy(self._number)
+        else:
             self._connections.rests(self._number)
 
     def on_body(self, body: bytes) -> None:
@@ -142,7 +148,6 @@ class Protocol(HttpToolsProtocol):
         if not self._is_refused:
             super().on_message_complete()
             self._begin()
-        self._rest_if_done()  # it was answered before it was whole
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Let a request with a body wait for it here, where no task of the application waits with it.

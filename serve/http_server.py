@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
@@ -16,9 +17,9 @@ from starlette.exceptions import HTTPException
 
 from inferc import __version__
 from inferc.errors import InfercError
+from inferc.serve.acceptor import Acceptor
 from inferc.serve.access import Access
-from inferc.serve.connections import Connections, Listener
-from inferc.serve.http_address import BACKLOG
+from inferc.serve.connections import Connections
 from inferc.serve.http_bodies import describe
 from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_our_fault
 from inferc.serve.http_protocol import Protocol
@@ -27,7 +28,6 @@ from inferc.serve.models import Models
 from inferc.serve.openai_api import openai_routes
 from inferc.serve.web_page import page_routes
 
-ACCEPTED_AT_ONCE = 64  # connections in a row, before others have their turn
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
 
 
@@ -76,19 +76,17 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: Any,
-        listener: Listener,
+        listener: socket.socket,
         context: ssl.SSLContext | None = None,
         max_connections: int | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         """context: of TLS. max_connections: at the same time; None: any number. max_body_bytes: as the application's."""
-        listener.connections = None if max_connections is None else Connections(max_connections)
-        listener.greets = context is None
-        protocol: Any = partial(Protocol, connections=listener.connections, max_body_bytes=max_body_bytes)
+        self.connections = Connections(max_connections)
+        protocol: Any = partial(Protocol, connections=self.connections, max_body_bytes=max_body_bytes)
         config = uvicorn.Config(
             app,
             http=protocol,
-            backlog=ACCEPTED_AT_ONCE,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -101,17 +99,25 @@ class HttpServer(uvicorn.Server):
         config.ssl = context
         super().__init__(config)
         self._listener = listener
+        self._acceptor: Acceptor | None = None  # while connections are taken
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._listener.listen(
-                BACKLOG
-            )  # as it was: asyncio takes what it accepts in a row for the system's queue too
+        await super().startup([])  # uvicorn has none to accept on: that is done here
+        self._acceptor = Acceptor(self._listener, self.connections, self._begin, self.config.ssl is None)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        factory: Any = self.config.http_protocol_class
+        make = partial(factory, self.config, self.server_state, self.lifespan.state)
+        await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=self.config.ssl)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
 
     async def run_until_stopped(self) -> None:
         """Returns after `stop`, when the open requests have ended."""

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 from inferc.errors import ConfigError
 from inferc.serve import http_address
 from inferc.serve.access import Access, Limits
-from inferc.serve.connections import Listener, quiet_accept_errors
 from inferc.serve.grpc_server import GrpcServer
 from inferc.serve.kv_events import KvPublisherConfig
 from inferc.serve.metrics_page import MetricsPage
@@ -125,7 +125,6 @@ def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
 
 
 async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
-    quiet_accept_errors(asyncio.get_running_loop())
     places = allow_open_files(config.options.max_sequences * max(1, len(config.models)))
     signals = Signals()
     try:
@@ -235,7 +234,7 @@ class _Server:
         # Whoever supervises us must not take a dead engine for an orderly end.
         return 1 if was_broken else _exit_code(first)
 
-    def _start_http(self, listener: Listener) -> None:
+    def _start_http(self, listener: socket.socket) -> None:
         from inferc.serve.http_server import HttpServer, make_app
 
         context = None if self._certificates is None else self._certificates.ssl_context

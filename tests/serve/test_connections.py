@@ -1,12 +1,10 @@
 """Places for connections: who gives way, who is told that there is none, and that health is always answered."""
 
 import asyncio
-import asyncio.selector_events
-import inspect
-import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from inferc.serve import connections, http_address, http_protocol
 from inferc.serve.access import Access
-from inferc.serve.connections import ACCEPT_FAILED, Connections, Seldom, quiet_accept_errors
+from inferc.serve.connections import Connection, Connections, Seldom
 from inferc.serve.http_protocol import BEGINS_AT_BYTES, MAX_PIPELINED
 from inferc.serve.http_server import HttpServer, make_app
 
@@ -42,7 +40,12 @@ def with_places(limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
 
     models: Any = SimpleNamespace(is_serving=True, is_broken=False)
     metrics: Any = SimpleNamespace(responses=Counter())
-    with_application(make_app(models, metrics, Access()), limit, work)
+    ours = make_app(models, metrics, Access())
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await (asyncio.Future() if scope["path"] == "/never" else ours(scope, receive, send))
+
+    with_application(app, limit, work)
 
 
 def with_application(app: Any, limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
@@ -51,16 +54,15 @@ def with_application(app: Any, limit: int, work: Callable[[Open], Awaitable[None
     async def run() -> None:
         listener = http_address.bind("127.0.0.1", 0)
         server = HttpServer(app, listener, max_connections=limit)
-        assert listener.connections is not None
         running = asyncio.create_task(server.run_until_stopped())
-        opened = Open(listener.getsockname(), listener.connections)
+        opened = Open(listener.getsockname(), server.connections)
         await work(opened)
         for writer in opened.writers:
             writer.close()
         server.stop(at_once=True)
         await running
         listener.close()
-        assert len(opened.places) == 0
+        assert len(server.connections) == 0
 
     asyncio.run(run())
 
@@ -69,9 +71,9 @@ async def head(reader: asyncio.StreamReader) -> bytes:
     return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
 
 
-async def began(opened: Open) -> asyncio.StreamReader:
-    """A connection with a request on it that is under way: one before it on the same connection has been answered."""
-    reader = await opened(HEALTH + BEGUN)
+async def busy(opened: Open) -> asyncio.StreamReader:
+    """A connection with a request on it that is not answered: one before it on the same connection has been."""
+    reader = await opened(HEALTH + HEALTH.replace(b"/health", b"/never"))
     assert b" 200 " in await head(reader)
     return reader
 
@@ -94,7 +96,7 @@ def test_the_connection_that_is_idle_for_the_longest_gives_way() -> None:
 
 def test_where_all_are_busy_others_are_told_so_and_health_answers() -> None:
     async def work(opened: Open) -> None:
-        busy = [await began(opened), await began(opened)]
+        working = [await busy(opened), await busy(opened)]
         refused = await opened(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await asyncio.wait_for(refused.read(), 30)).startswith(
             b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1"
@@ -103,7 +105,23 @@ def test_where_all_are_busy_others_are_told_so_and_health_answers() -> None:
         assert (await asyncio.wait_for(with_body.read(), 30)).startswith(b"HTTP/1.1 503 ")
         for path in (b"/health", b"/live", b"/ready", b"/health/?a=1"):
             assert b" 200 " in await head(await opened(HEALTH.replace(b"/health", path)))
-        assert not any(reader.at_eof() for reader in busy)
+        assert not any(reader.at_eof() for reader in working)
+
+    with_places(2, work)
+
+
+def test_who_has_asked_for_half_of_something_gives_way() -> None:
+    """However far it has come: the application hears of long bodies before they are whole."""
+
+    async def work(opened: Open) -> None:
+        slow = await opened(HEALTH + BEGUN)
+        assert b" 200 " in await head(slow)
+        long = await opened(post("/v1/completions", 1 << 20, bytes(BEGINS_AT_BYTES), "expect: 100-continue\r\n"))
+        assert b" 100 " in await head(long)
+        await busy(opened)
+        assert await is_closed(slow)
+        assert b" 404 " in await head(await opened(HEALTH.replace(b"/health", b"/nothing")))
+        assert await is_closed(long)
 
     with_places(2, work)
 
@@ -112,7 +130,7 @@ def test_beyond_the_places_for_health_a_connection_is_closed_at_once(monkeypatch
     monkeypatch.setattr(connections, "HEALTH_PLACES", 0)
 
     async def work(opened: Open) -> None:
-        await began(opened)
+        await busy(opened)
         refused = await opened(b"")
         assert (await asyncio.wait_for(refused.read(), 30)).startswith(b"HTTP/1.1 503 ")
 
@@ -252,48 +270,76 @@ def test_of_many_requests_at_once_the_first_are_answered() -> None:
     assert app.num_begun == 1 + MAX_PIPELINED
 
 
+class Pairs(ExitStack):
+    """Makes connections, begun with and not counted yet, each with its client."""
+
+    def __init__(self, places: Connections) -> None:
+        super().__init__()
+        self._places = places
+        self._listener = self.enter_context(http_address.bind("127.0.0.1", 0))
+
+    def __call__(self, is_begun: bool = True) -> tuple[Connection, socket.socket]:
+        client = self.enter_context(socket.create_connection(self._listener.getsockname(), timeout=30))
+        connection = self.enter_context(Connection(self._listener, self._places))
+        connection.is_begun = is_begun
+        return connection, client
+
+
 def test_a_connection_that_is_closed_gives_its_place_back() -> None:
     said: list[str] = []
     places = Connections(2, said.append)
-    pairs = [socket.socketpair() for _ in range(5)]
-    ours = [pair[0] for pair in pairs]
-    assert places.came(ours[0]) and places.came(ours[1]) and len(places) == 2 and not said
-    places.busy(ours[0].fileno())
-    places.busy(ours[1].fileno())
-    assert places.came(ours[2]) and places.is_extra(ours[2].fileno()) and not places.is_extra(ours[0].fileno())
-    assert said == ["2 HTTP connections are open, and there are places for 2: idle ones are closed"]
-    places.left(ours[2].fileno())
-    places.left(ours[0].fileno())
-    assert len(places) == 1 and places.came(ours[3]) and not places.is_extra(ours[3].fileno())
-    places.rests(ours[1].fileno())  # later than the one before, which goes first
-    assert places.came(ours[4]) and pairs[3][1].recv(1) == b""
-    pairs[1][0].setblocking(False)
-    with pytest.raises(BlockingIOError):
-        ours[1].recv(1)
-    for pair in pairs:
-        for each in pair:
-            each.close()
+    with Pairs(places) as pair:
+        (first, _), (second, second_client), (third, _) = pair(), pair(), pair()
+        assert places.came(first, False) and places.came(second, False) and len(places) == 2 and not said
+        places.busy(first.fileno())
+        places.busy(second.fileno())
+        assert places.came(third, False) and places.is_extra(third.fileno()) and not places.is_extra(first.fileno())
+        assert said == ["2 HTTP connections are open, and there are places for 2: idle ones are closed"]
+        third.close()
+        first.close()
+        (fourth, fourth_client), (fifth, _) = pair(), pair()
+        assert len(places) == 1 and places.came(fourth, False) and not places.is_extra(fourth.fileno())
+        places.rests(second.fileno())  # later than the one before, which goes first
+        assert places.came(fifth, False) and places.num_ended == 1
+        assert fourth_client.recv(1) == b"" and len(places) == 3, "its file is still open"
+        second_client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            second_client.recv(1)
+    assert len(places) == 0
+
+
+def test_who_waits_for_a_protocol_is_closed_at_once_for_another() -> None:
+    places = Connections(1, lambda message: None)
+    with Pairs(places) as pair:
+        (first, client), (second, _) = pair(is_begun=False), pair(is_begun=False)
+        assert places.came(first, False) and places.came(second, False)
+        assert first.fileno() == -1 and client.recv(1) == b"" and len(places) == 1
+
+
+def test_who_has_asked_for_something_is_busy_until_it_was_looked_at() -> None:
+    places = Connections(1, lambda message: None)
+    with Pairs(places) as pair:
+        (first, _), (second, _) = pair(is_begun=False), pair(is_begun=False)
+        assert places.came(first, True) and places.is_full
+        places.rests(first.fileno())  # it was no request
+        assert not places.is_full and places.came(second, True) and first.fileno() == -1
 
 
 def test_beyond_the_limit_who_asks_for_nothing_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
     places = Connections(1, lambda message: None)
-    pairs = [socket.socketpair() for _ in range(4)]
-    ours = [pair[0] for pair in pairs]
-    assert places.came(ours[0]) and not places.is_full
-    places.busy(ours[0].fileno())
-    assert places.is_full
-    assert places.came(ours[1]) and places.is_extra(ours[1].fileno())
-    assert places.came(ours[2]) and places.is_extra(ours[2].fileno()), (
-        "in the place of the one that has asked for nothing"
-    )
-    assert pairs[1][1].recv(1) == b""
-    places.left(ours[1].fileno())
-    places.busy(ours[2].fileno())
-    assert not places.came(ours[3]) and not places.is_extra(ours[3].fileno())
-    for pair in pairs:
-        for each in pair:
-            each.close()
+    with Pairs(places) as pair:
+        (first, _), (second, second_client), (third, _), (fourth, _) = (pair() for _ in range(4))
+        assert places.came(first, False) and not places.is_full
+        places.busy(first.fileno())
+        assert places.is_full
+        assert places.came(second, False) and places.is_extra(second.fileno())
+        assert places.came(third, True) and places.is_extra(third.fileno()), (
+            "in the place of the one that has asked for nothing"
+        )
+        assert second_client.recv(1) == b""
+        second.close()
+        assert not places.came(fourth, True) and not places.is_extra(fourth.fileno())
 
 
 def test_who_has_asked_for_something_else_takes_no_place_for_health(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +347,7 @@ def test_who_has_asked_for_something_else_takes_no_place_for_health(monkeypatch:
     monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
 
     async def work(opened: Open) -> None:
-        await began(opened)
+        await busy(opened)
         silent = await opened(b"")
         for _ in range(3):
             refused = await opened(BEGUN)
@@ -323,21 +369,3 @@ def test_a_line_comes_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
         "full (5 times more since this was said last)",
         "full (5 times more since this was said last)",
     ]
-
-
-def test_a_loop_that_can_accept_nobody_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    loop = asyncio.new_event_loop()
-    quiet_accept_errors(loop)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(1000):
-            loop.call_exception_handler({"message": ACCEPT_FAILED, "exception": OSError(24, "Too many open files")})
-        loop.call_exception_handler({"message": "something else"})
-    loop.close()
-    assert len(caplog.records) == 2
-    assert "no connection can be taken: [Errno 24] Too many open files" in caplog.records[0].message
-    assert "something else" in caplog.records[1].message
-
-
-def test_these_are_the_words_of_this_python() -> None:
-    source = inspect.getsource(asyncio.selector_events)
-    assert ACCEPT_FAILED in source

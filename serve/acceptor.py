@@ -1,0 +1,127 @@
+"""Who connects over HTTP, taken from the system and begun with: a few at a time, and who asks for health before all others.
+
+asyncio's own server begins with connections in the order in which they came. Behind thousands that come at once, health would wait
+until all of them have a protocol of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+from inferc.serve.access import OPEN
+from inferc.serve.connections import Connection, Connections, Seldom
+
+PROBES = tuple(b"GET " + path.encode() for path in sorted(OPEN))  # how a request for health begins
+PEEKED_BYTES = max(map(len, PROBES))
+# Before others have their turn of the event loop: connections that are taken in a row, how often, and those that are begun with.
+TAKEN_IN_A_ROW, ROWS = 64, 4
+BEGUN_AT_ONCE = 8  # of each kind
+RETRY_SECONDS = 1.0  # after the system had no file left
+NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Acceptor:
+    """Takes connections of a listening socket, those that there is a place for, until it is closed; made on an event loop."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        begin: Callable[[socket.socket], Awaitable[object]],
+        greets: bool,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """begin: gives a connection its protocol. greets: what is asked can be seen from outside, as under TLS it cannot, and who
+        finds no place is told so in plain HTTP."""
+        self._listener, self._connections, self._begin, self._greets = listener, connections, begin, greets
+        self._say = say or Seldom()
+        self._loop = asyncio.get_running_loop()
+        # Taken, and not begun with. Who has said nothing yet may be about to ask for health.
+        self._probes, self._silent, self._others = deque[Connection](), deque[Connection](), deque[Connection]()
+        self._beginning: asyncio.Handle | None = None  # with more of them, in the next turn
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._loop.add_reader(listener.fileno(), self._take)
+
+    def close(self) -> None:
+        """Take nobody any more, and close what has no protocol yet. The socket listens on."""
+        self._loop.remove_reader(self._listener.fileno())
+        for handle in (self._retry, self._beginning):
+            if handle is not None:
+                handle.cancel()
+        for waiting in (self._probes, self._silent, self._others):
+            for connection in waiting:
+                connection.close()
+            waiting.clear()
+        for task in self._tasks:
+            task.cancel()
+
+    def _take(self) -> None:
+        """Take who waits in the system's queue; of those who are left the event loop tells again."""
+        for _ in range(ROWS):
+            taken, num_ended = list(self._accept()), self._connections.num_ended
+            for connection in taken:
+                self._sort(connection)
+            # Where others had to end, their files are to be closed before more are opened.
+            if len(taken) < TAKEN_IN_A_ROW or self._connections.num_ended > num_ended:
+                break
+        if self._beginning is None:
+            self._begin_some()
+
+    def _accept(self) -> Iterator[Connection]:
+        for _ in range(TAKEN_IN_A_ROW):
+            try:
+                yield Connection(self._listener, self._connections)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:  # else it is of one connection, which is no more
+                if error.errno in NO_FILES:
+                    self._pause(error)
+                    return
+
+    def _pause(self, error: OSError) -> None:
+        self._say(f"no connection can be taken: {error}; raise the limit of open files")
+        self._loop.remove_reader(self._listener.fileno())  # it would be told of them without end
+        self._retry = self._loop.call_later(RETRY_SECONDS, self._loop.add_reader, self._listener.fileno(), self._take)
+
+    def _sort(self, connection: Connection) -> None:
+        said = connection.peek(PEEKED_BYTES) if self._greets else b""
+        is_for_health = said.startswith(PROBES)
+        may_be_for_health = is_for_health or any(probe.startswith(said) for probe in PROBES)
+        is_in_vain = self._connections.is_full and not may_be_for_health
+        if is_in_vain or not self._connections.came(connection, has_asked=bool(said)):
+            connection.refuse(FULL if self._greets else b"")
+        else:
+            (self._probes if is_for_health else self._others if said else self._silent).append(connection)
+
+    def _begin_some(self) -> None:
+        self._beginning = None
+        for waiting in (self._probes, self._silent, self._others):
+            left = BEGUN_AT_ONCE
+            while waiting and left:
+                connection = waiting.popleft()
+                if connection.fileno() >= 0:  # else it has given its place to another
+                    task = self._loop.create_task(self._begin_with(connection))
+                    self._tasks.add(task)
+                    task.add_done_callback(partial(self._has_begun, connection))
+                    left -= 1
+        if self._probes or self._silent or self._others:
+            self._beginning = self._loop.call_soon(self._begin_some)
+
+    async def _begin_with(self, connection: Connection) -> None:
+        connection.is_begun = True
+        # Of a handshake that fails, or of a client that has left: nobody has asked for anything.
+        with suppress(OSError, asyncio.TimeoutError):
+            await self._begin(connection)
+
+    def _has_begun(self, connection: Connection, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            connection.close()
