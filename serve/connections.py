@@ -1,7 +1,7 @@
 """How many HTTP connections there are: so few that files are left for everything else, and those who ask for health find a place.
 
-Where all places are taken, the connection that has been idle for the longest, or has brought part of a request, gives its place to
-the next one. Where all are busy, a few more are taken in, and told that the server is full unless they ask for health.
+Where all places are taken, the connection that has been idle for the longest, or has brought nothing of its request, gives its place
+to the next one. Where all are busy, a few more are taken in, and told that the server is full unless they ask for health.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Connections:
         self.limit = sys.maxsize if limit is None else limit
         self.num_ended = 0  # so far, for others; their files are closed a little later
         self._open: dict[int, Connection] = {}
-        self._idle: dict[int, None] = {}  # those that no request is answered on, in the order in which they became so
+        self._idle: dict[int, None] = {}  # those that no request is answered on; who was heard last is last
         self._extra: set[int] = set()  # those beyond the limit
         self._say = say or Seldom()
 
@@ -70,8 +70,9 @@ class Connections:
         self._idle.pop(number, None)
 
     def rests(self, number: int) -> None:
-        """Nothing is asked on it, not wholly yet, or what was asked is answered."""
+        """Nothing is asked on it, or not wholly, since now."""
         if number in self._open:
+            self._idle.pop(number, None)
             self._idle[number] = None
 
     def is_extra(self, number: int) -> bool:

@@ -115,7 +115,6 @@ class Protocol(HttpToolsProtocol):
                 self._is_refused = True
                 self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
                 return
-            self._connections.busy(self._number)  # no longer idle since the last one
         scope: Any = self.scope  # of a type that knows ASGI's keys alone
         scope["arrived_at"] = time.monotonic()
         super().on_headers_complete()

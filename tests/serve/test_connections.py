@@ -316,6 +316,18 @@ def test_who_waits_for_a_protocol_is_closed_at_once_for_another() -> None:
         assert first.fileno() == -1 and client.recv(1) == b"" and len(places) == 1
 
 
+def test_who_was_heard_last_gives_way_last() -> None:
+    places = Connections(2, lambda message: None)
+    with Pairs(places) as pair:
+        (first, first_client), (second, second_client), (third, _) = pair(), pair(), pair()
+        assert places.came(first, False) and places.came(second, False)
+        places.rests(first.fileno())  # another piece of its request has come
+        assert places.came(third, False) and second_client.recv(1) == b""
+        first_client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            first_client.recv(1)
+
+
 def test_who_has_asked_for_something_is_busy_until_it_was_looked_at() -> None:
     places = Connections(1, lambda message: None)
     with Pairs(places) as pair:
