@@ -170,9 +170,12 @@ def read_trusted_keys(path: Path) -> tuple[PublicKey, ...]:
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(MAX_BYTES)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes; expected keys of OpenSSH")
+    return data
 
 
 # -------------------------------------------------------------------------------------------- signatures

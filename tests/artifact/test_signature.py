@@ -229,6 +229,7 @@ def test_other_private_keys_are_refused(tmp_path: Path) -> None:
         (b"ssh-rsa AAAA me\n", "line 1: found 'ssh-rsa', expected ssh-ed25519"),
         (b"# a\nssh-ed25519 AAAA me\n", "line 2: the key is damaged"),
         (b"\xff\xfe", "is not UTF-8"),
+        pytest.param(b"#" * (1 << 20) + b"\n", "has more than 1048576 bytes", id="long"),
         (b"ssh-ed25519 " + base64.b64encode(b"\0\0\0\x07ssh-rsa") + b"\n", "line 1: the key is damaged"),
     ],
 )
