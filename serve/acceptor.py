@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,14 +16,18 @@ from contextlib import suppress
 from functools import partial
 
 from inferc.serve.access import OPEN
-from inferc.serve.connections import Connection, Connections, Seldom
+from inferc.serve.connections import Asked, Connection, Connections, Seldom
 
-PROBES = tuple(b"GET " + path.encode() for path in sorted(OPEN))  # how a request for health begins
+log = logging.getLogger(__name__)
+
+PROBES = tuple(
+    f"{verb} {path}".encode() for path in sorted(OPEN) for verb in ("GET", "HEAD")
+)  # how one for health begins
 PEEKED_BYTES = max(map(len, PROBES))
 # Before others have their turn of the event loop: connections that are taken in a row, how often, and those that are begun with.
 TAKEN_IN_A_ROW, ROWS = 64, 4
 BEGUN_AT_ONCE = 8  # of each kind
-RETRY_SECONDS = 1.0  # after the system had no file left
+RETRY_SECONDS = 0.05  # after the system had no file left
 NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -34,7 +39,7 @@ class Acceptor:
         self,
         listener: socket.socket,
         connections: Connections,
-        begin: Callable[[socket.socket], Awaitable[object]],
+        begin: Callable[[Connection], Awaitable[object]],
         greets: bool,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -43,7 +48,8 @@ class Acceptor:
         self._listener, self._connections, self._begin, self._greets = listener, connections, begin, greets
         self._say = say or Seldom()
         self._loop = asyncio.get_running_loop()
-        # Taken, and not begun with. Who has said nothing yet may be about to ask for health.
+        # Taken, and not begun with.
+        self._new: list[Connection] = []  # and silent when they came; they are looked at once more
         self._probes, self._silent, self._others = deque[Connection](), deque[Connection](), deque[Connection]()
         self._beginning: asyncio.Handle | None = None  # with more of them, in the next turn
         self._tasks: set[asyncio.Task[None]] = set()
@@ -56,7 +62,7 @@ class Acceptor:
         for handle in (self._retry, self._beginning):
             if handle is not None:
                 handle.cancel()
-        for waiting in (self._probes, self._silent, self._others):
+        for waiting in (self._new, self._probes, self._silent, self._others):
             for connection in waiting:
                 connection.close()
             waiting.clear()
@@ -88,26 +94,36 @@ class Acceptor:
 
     def _pause(self, error: OSError) -> None:
         self._say(f"no connection can be taken: {error}; raise the limit of open files")
+        self._connections.end_some()
         self._loop.remove_reader(self._listener.fileno())  # it would be told of them without end
         self._retry = self._loop.call_later(RETRY_SECONDS, self._loop.add_reader, self._listener.fileno(), self._take)
 
     def _sort(self, connection: Connection) -> None:
-        said = connection.peek(PEEKED_BYTES) if self._greets else b""
-        is_for_health = said.startswith(PROBES)
-        may_be_for_health = is_for_health or any(probe.startswith(said) for probe in PROBES)
-        is_in_vain = self._connections.is_full and not may_be_for_health
-        if is_in_vain or not self._connections.came(connection, has_asked=bool(said)):
+        asked = self._asked(connection)
+        if not self._connections.came(connection, asked):
             connection.refuse(FULL if self._greets else b"")
+        elif asked == "nothing":
+            self._new.append(connection)
         else:
-            (self._probes if is_for_health else self._others if said else self._silent).append(connection)
+            (self._probes if asked == "health" else self._others).append(connection)
+
+    def _asked(self, connection: Connection) -> Asked:
+        """What can be seen from outside: the beginning of a request for health may become one."""
+        said = connection.peek(PEEKED_BYTES) if self._greets else b""
+        if said.startswith(PROBES):
+            return "health"
+        return "nothing" if any(probe.startswith(said) for probe in PROBES) else "other"
 
     def _begin_some(self) -> None:
         self._beginning = None
+        new, self._new = self._new, []
+        for connection in new:  # between its coming and its first words a client needs a moment
+            (self._probes if self._asked(connection) == "health" else self._silent).append(connection)
         for waiting in (self._probes, self._silent, self._others):
             left = BEGUN_AT_ONCE
             while waiting and left:
                 connection = waiting.popleft()
-                if connection.fileno() >= 0:  # else it has given its place to another
+                if connection.fileno() >= 0:  # else it has been ended
                     task = self._loop.create_task(self._begin_with(connection))
                     self._tasks.add(task)
                     task.add_done_callback(partial(self._has_begun, connection))
@@ -124,4 +140,7 @@ class Acceptor:
     def _has_begun(self, connection: Connection, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
+            connection.end()
+        elif (error := task.exception()) is not None:
+            log.error("a connection has got no protocol", exc_info=error)
             connection.close()

@@ -9,7 +9,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from inferc.serve.access import OPEN
-from inferc.serve.connections import Connections
+from inferc.serve.connections import Connection
 from inferc.serve.http_edge import MAX_BODY_BYTES
 
 MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follows its body
@@ -26,15 +26,16 @@ class Protocol(HttpToolsProtocol):
     def __init__(
         self,
         *args: Any,
-        connections: Connections | None = None,
+        connection: Connection,
         max_body_bytes: int = MAX_BODY_BYTES,
         **kwargs: Any,
     ) -> None:
-        """connections: that this one is counted among. max_body_bytes: more, and the application refuses a request."""
+        """connection: that it reads from. max_body_bytes: more, and the application refuses a request."""
         super().__init__(*args, **kwargs)
-        self._connections, self._max_body_bytes = connections, max_body_bytes
-        self._number = -1  # by which it is counted
-        self._is_refused = False
+        self._connection, self._max_body_bytes = connection, max_body_bytes
+        self._connections = connection.among
+        self._is_lost = False
+        self._is_refused = self._is_for_health = False  # what was asked last
         self._looking: asyncio.TimerHandle | None = None  # while something is expected of the client
         self._is_deaf = False  # it has sent too many requests at once, and what follows them is not read
         self._num_unsent = 0  # bytes that it has not read, when it was looked at last
@@ -46,14 +47,14 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._connections is not None:
-            self._number = transport.get_extra_info("socket").fileno()
+        self._connection.transport = transport
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost, self._held = True, None
         self._stop_looking()
-        self._held = None
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -72,6 +73,7 @@ class Protocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._count()
         self._watch()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -104,17 +106,18 @@ class Protocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) == MAX_PIPELINED:
+        path = self.url.partition(b"?")[0].rstrip(b"/").decode("latin-1")
+        self._is_for_health = path in OPEN
+        may_ask = self._is_for_health or self._connections.may_ask(self._connection)
+        if len(self.pipeline) == MAX_PIPELINED or (self._is_answering and not may_ask):
             self._is_deaf = True
-            self.pipeline[0][0].keep_alive = False  # of the one that came last: its answer is the last, too
+            last = self.pipeline[0][0] if self.pipeline else self.cycle
+            last.keep_alive = False  # and its answer is the last, too
             raise ValueError("too many requests at once")
         self._is_in_head, self._is_in_body, self._num_unheard, self._num_body = False, True, 0, 0
-        if self._connections is not None:
-            path = self.url.partition(b"?")[0].rstrip(b"/").decode("latin-1")
-            if self._connections.is_extra(self._number) and path not in OPEN:
-                self._is_refused = True
-                self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
-                return
+        if not may_ask:
+            self._refuse_as_full()
+            return
         scope: Any = self.scope  # of a type that knows ASGI's keys alone
         scope["arrived_at"] = time.monotonic()
         super().on_headers_complete()
@@ -125,13 +128,10 @@ class Protocol(HttpToolsProtocol):
         self._watch()
 
     def _count(self) -> None:
-        """It is busy with what has come whole and is not answered; with part of a request it holds no place against others."""
-        if self._connections is None:
-            return
-        if self._is_answering and (self.pipeline or not self._is_in_body):
-            self._connections.busy(self._number)
-        else:
-            self._connections.rests(self._number)
+        """It is idle unless it has something to answer that has come whole, or an answer is on its way."""
+        is_working = self._is_answering and (self.pipeline or not self._is_in_body)
+        if not (is_working or self.flow.write_paused or self.transport.is_closing()):
+            self._connections.rest(self._connection)
 
     def on_body(self, body: bytes) -> None:
         self._num_unheard = 0
@@ -144,9 +144,16 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_in_body, self._num_unheard, self._num_head = False, 0, 0
         self._stop_looking()  # what is expected next has its own time
-        if not self._is_refused:
-            super().on_message_complete()
-            self._begin()
+        if self._is_refused:
+            return
+        if self._is_for_health:
+            self._connections.visit(self._connection)
+        elif self._is_answering and not (self._connections.take_place(self._connection) or self.pipeline):
+            self._held = None  # others have taken all places while its body came
+            self._refuse_as_full()
+            return
+        super().on_message_complete()
+        self._begin()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Let a request with a body wait for it here, where no task of the application waits with it.
@@ -182,7 +189,7 @@ class Protocol(HttpToolsProtocol):
 
     def _watch(self) -> None:
         """Look at the client later if it is its turn now; what has begun to run goes on."""
-        if not self._is_expected_to_act:
+        if self._is_lost or not self._is_expected_to_act:
             self._stop_looking()
         elif self._looking is None:
             self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
@@ -207,6 +214,10 @@ class Protocol(HttpToolsProtocol):
         else:  # it was opened and not used
             self.transport.close()
         self._watch()
+
+    def _refuse_as_full(self) -> None:
+        self._is_refused = True
+        self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
 
     def _refuse(self, status: bytes) -> None:
         """Who has begun to get an answer gets no other."""

@@ -19,7 +19,7 @@ from inferc import __version__
 from inferc.errors import InfercError
 from inferc.serve.acceptor import Acceptor
 from inferc.serve.access import Access
-from inferc.serve.connections import Connections
+from inferc.serve.connections import Connection, Connections
 from inferc.serve.http_bodies import describe
 from inferc.serve.http_edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_our_fault
 from inferc.serve.http_protocol import Protocol
@@ -83,10 +83,9 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """context: of TLS. max_connections: at the same time; None: any number. max_body_bytes: as the application's."""
         self.connections = Connections(max_connections)
-        protocol: Any = partial(Protocol, connections=self.connections, max_body_bytes=max_body_bytes)
         config = uvicorn.Config(
             app,
-            http=protocol,
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -98,7 +97,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = context
         super().__init__(config)
-        self._listener = listener
+        self._listener, self._max_body_bytes = listener, max_body_bytes
         self._acceptor: Acceptor | None = None  # while connections are taken
 
     @contextmanager
@@ -109,10 +108,12 @@ class HttpServer(uvicorn.Server):
         await super().startup([])  # uvicorn has none to accept on: that is done here
         self._acceptor = Acceptor(self._listener, self.connections, self._begin, self.config.ssl is None)
 
-    async def _begin(self, connection: socket.socket) -> None:
-        factory: Any = self.config.http_protocol_class
-        make = partial(factory, self.config, self.server_state, self.lifespan.state)
-        await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=self.config.ssl)
+    async def _begin(self, connection: Connection) -> None:
+        config, state = self.config, self.lifespan.state
+        make = partial(
+            Protocol, config, self.server_state, state, connection=connection, max_body_bytes=self._max_body_bytes
+        )
+        await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=config.ssl)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._acceptor is not None:

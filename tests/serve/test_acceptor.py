@@ -18,6 +18,17 @@ HEALTH = b"GET /health HTTP/1.1\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n"
 
 
+class Reads(asyncio.Protocol):
+    """Tells a connection by whom it is read."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.connection.transport = transport
+
+
 class House(AbstractAsyncContextManager["House"]):
     """A listening socket, its acceptor, and what it has begun with: how each had begun to speak."""
 
@@ -25,19 +36,21 @@ class House(AbstractAsyncContextManager["House"]):
         self.listener = http_address.bind("127.0.0.1", 0)
         self.connections = Connections(limit)
         self.begun: list[bytes] = []
-        self.taken: list[socket.socket] = []
+        self.taken: list[Connection] = []
         self.said: list[str] = []
         self.clients: list[socket.socket] = []
-        self.fails: OSError | None = None
+        self.fails: Exception | None = None
         self.never = False  # is a protocol ready
+        self.has_protocols = False  # that read from connections
         self.acceptor = Acceptor(self.listener, self.connections, self._begin, greets, self.said.append)
 
-    async def _begin(self, connection: socket.socket) -> None:
-        assert isinstance(connection, Connection)
+    async def _begin(self, connection: Connection) -> None:
         self.taken.append(connection)
         self.begun.append(connection.peek(len(HEALTH)))
         if self.fails is not None:
             raise self.fails
+        if self.has_protocols:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: Reads(connection), connection)
         if self.never:
             await asyncio.Future[None]()
 
@@ -85,6 +98,21 @@ def test_who_has_said_nothing_does_not_stand_behind_those_who_have() -> None:
             house.connect(b"")
             await house.until(lambda: bool(house.begun))
             assert house.begun[0] == b""
+
+    asyncio.run(work())
+
+
+def test_who_asks_for_health_a_moment_after_it_came_does_not_stand_behind_the_silent() -> None:
+    async def work() -> None:
+        async with House() as house:
+            for _ in range(40 * BEGUN_AT_ONCE):
+                house.connect(b"")
+            await house.until(lambda: len(house.begun) >= BEGUN_AT_ONCE)
+            late = house.connect(b"")
+            await house.until(lambda: len(house.connections) == 40 * BEGUN_AT_ONCE + 1)
+            late.sendall(HEALTH)
+            await house.until(lambda: HEALTH in house.begun)
+            assert len(house.begun) < 20 * BEGUN_AT_ONCE
 
     asyncio.run(work())
 
@@ -140,21 +168,35 @@ def test_files_are_closed_before_more_are_opened(monkeypatch: pytest.MonkeyPatch
 
     async def work() -> None:
         async with House(limit=6) as house:
+            house.has_protocols = True
             for _ in range(6):
                 house.connect(b"")
             await house.until(lambda: len(house.begun) == 6)
             for _ in range(6):
                 house.connect(b"")
             most = 0
-            while len(house.begun) < 12:
-                await asyncio.sleep(0)
+
+            def is_done() -> bool:
+                nonlocal most
                 most = max(most, len(house.connections))
-                for taken in house.taken:
-                    if taken.fileno() >= 0 and _is_closed(taken):  # as a protocol does
-                        taken.close()
-            assert most == 9 and len(house.connections) == 6
+                return len(house.begun) == 12 and len(house.connections) == 6
+
+            await house.until(is_done)
+            assert most == 9
 
     asyncio.run(work())
+
+
+def test_who_gets_no_protocol_holds_no_place(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with House(limit=1) as house:
+            house.fails = RuntimeError("a fault of ours")
+            client = house.connect(POST)
+            await house.until(lambda: _is_closed(client))
+            assert len(house.connections) == 0
+
+    asyncio.run(work())
+    assert "a fault of ours" in caplog.text
 
 
 def test_under_tls_nobody_is_looked_at_or_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +209,7 @@ def test_under_tls_nobody_is_looked_at_or_greeted(monkeypatch: pytest.MonkeyPatc
             last = house.connect(HEALTH)
             await house.until(lambda: len(house.begun) == BEGUN_AT_ONCE + 1)
             assert house.begun[-1] == HEALTH, "in the order in which they came"
-            for taken in house.taken:
-                house.connections.busy(taken.fileno())
+            assert all(map(house.connections.take_place, house.taken))
             late = house.connect(POST)
             await house.until(lambda: _is_closed(late))
             assert not _is_closed(last)
@@ -187,7 +228,7 @@ def _is_closed(client: socket.socket) -> bool:
         return True
 
 
-def test_a_handshake_that_fails_is_nobodys_error(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_handshake_that_fails_is_nobodys_error() -> None:
     async def work() -> None:
         heard: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
@@ -254,7 +295,7 @@ def test_closed_it_leaves_nobody_half_begun() -> None:
 
     async def work() -> None:
         async with House() as house:
-            house.never = True
+            house.has_protocols = house.never = True
             clients = [house.connect(POST) for _ in range(BEGUN_AT_ONCE + 1)]
             await house.until(lambda: bool(house.begun))
             house.acceptor.close()

@@ -1,8 +1,10 @@
 """Places for connections: who gives way, who is told that there is none, and that health is always answered."""
 
 import asyncio
+import gc
 import socket
-from collections import Counter
+import struct
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -270,6 +272,93 @@ def test_of_many_requests_at_once_the_first_are_answered() -> None:
     assert app.num_begun == 1 + MAX_PIPELINED
 
 
+def test_an_answer_that_is_read_slowly_is_not_cut_for_others() -> None:
+    """The application has given all of it away, and the connection takes no further request yet."""
+    app = Early(32 << 20)
+
+    async def work(opened: Open) -> None:
+        reader = await opened(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        begin = await head(reader)
+        assert b"content-length: %d\r\n" % len(app.body) in begin
+        told = await opened(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await head(told)).startswith(b"HTTP/1.1 503 ")
+        assert len(await asyncio.wait_for(reader.readexactly(len(app.body)), 30)) == len(app.body)
+
+    with_application(app, 1, work)
+
+
+class Doors:
+    """An ASGI application that reads the body, and answers when the door of its path is opened."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.asked: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message: Any = {"more_body": True}
+        while message.get("more_body", False):
+            message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        self.asked[scope["path"]].set()
+        await self.open[scope["path"]].wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+
+def test_who_finds_all_places_taken_when_its_body_is_there_is_told_so() -> None:
+    app = Doors()
+
+    async def work(opened: Open) -> None:
+        again = await opened(post("/first", 0))
+        await app.asked["/first"].wait()
+        slow = await opened(b"")
+        app.open["/first"].set()
+        assert b" 200 " in await head(again)
+        opened.writers[-1].write(post("/slow", 3, b"a", "expect: 100-continue\r\n"))
+        assert b" 100 " in await head(slow)
+        opened.writers[0].write(post("/second", 0))
+        await app.asked["/second"].wait()
+        opened.writers[-1].write(b"bc")
+        assert (await head(slow)).startswith(b"HTTP/1.1 503 ") and "/slow" not in app.asked
+
+    with_application(app, 1, work)
+
+
+def test_nothing_is_left_of_a_client_that_resets() -> None:
+    """Neither timers nor what they hold: of one that was answered, and of one whose second request is still being worked on."""
+    app = Doors()
+    app.open["/first"].set()
+
+    async def work(opened: Open) -> None:
+        for rest in (b"", post("/second", 0) + post("/third", 0)):
+            client = socket.create_connection(opened.address)
+            client.sendall(post("/first", 0) + rest)
+            client.settimeout(0)
+            while not _has_come(client):
+                await asyncio.sleep(0)
+            if rest:
+                await app.asked["/second"].wait()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            while opened.places:
+                await asyncio.sleep(0)
+        app.open["/second"].set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        gc.collect()
+        assert not [each for each in gc.get_objects() if isinstance(each, http_protocol.Protocol)]
+
+    with_application(app, 8, work)
+
+
+def _has_come(client: socket.socket) -> bool:
+    try:
+        return b"200 OK" in client.recv(1 << 16)
+    except BlockingIOError:
+        return False
+
+
 class Pairs(ExitStack):
     """Makes connections, begun with and not counted yet, each with its client."""
 
@@ -278,80 +367,122 @@ class Pairs(ExitStack):
         self._places = places
         self._listener = self.enter_context(http_address.bind("127.0.0.1", 0))
 
-    def __call__(self, is_begun: bool = True) -> tuple[Connection, socket.socket]:
-        client = self.enter_context(socket.create_connection(self._listener.getsockname(), timeout=30))
+    def client(self) -> socket.socket:
+        return self.enter_context(socket.create_connection(self._listener.getsockname(), timeout=30))
+
+    def __call__(self, is_begun: bool = True, client: socket.socket | None = None) -> tuple[Connection, socket.socket]:
+        client = client or self.client()
         connection = self.enter_context(Connection(self._listener, self._places))
         connection.is_begun = is_begun
         return connection, client
+
+
+def is_open(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return client.recv(1) != b""
+    except BlockingIOError:
+        return True
 
 
 def test_a_connection_that_is_closed_gives_its_place_back() -> None:
     said: list[str] = []
     places = Connections(2, said.append)
     with Pairs(places) as pair:
-        (first, _), (second, second_client), (third, _) = pair(), pair(), pair()
-        assert places.came(first, False) and places.came(second, False) and len(places) == 2 and not said
-        places.busy(first.fileno())
-        places.busy(second.fileno())
-        assert places.came(third, False) and places.is_extra(third.fileno()) and not places.is_extra(first.fileno())
-        assert said == ["2 HTTP connections are open, and there are places for 2: idle ones are closed"]
-        third.close()
+        (first, _), (second, second_client), (third, third_client) = pair(), pair(), pair()
+        assert places.came(first, "nothing") and places.came(second, "nothing") and len(places) == 2 and not said
+        assert places.take_place(first) and places.take_place(second) and places.is_full
+        assert places.came(third, "nothing") and not places.may_ask(third) and places.may_ask(first)
+        assert said == [
+            "2 HTTP connections are open, and there are places for 2: idle ones are closed, and requests told 503 where there are none"
+        ]
         first.close()
-        (fourth, fourth_client), (fifth, _) = pair(), pair()
-        assert len(places) == 1 and places.came(fourth, False) and not places.is_extra(fourth.fileno())
-        places.rests(second.fileno())  # later than the one before, which goes first
-        assert places.came(fifth, False) and places.num_ended == 1
-        assert fourth_client.recv(1) == b"" and len(places) == 3, "its file is still open"
-        second_client.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            second_client.recv(1)
+        assert places.take_place(third) and not places.take_place(pair()[0])
+        places.rest(third)
+        places.rest(second)  # later than the other, which goes first
+        (fourth, _) = pair()
+        assert places.came(fourth, "nothing") and places.num_ended == 1
+        assert not is_open(third_client) and len(places) == 3, "its file is still open"
+        assert is_open(second_client)
     assert len(places) == 0
 
 
-def test_who_waits_for_a_protocol_is_closed_at_once_for_another() -> None:
+def test_beyond_the_places_there_are_none_but_for_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others come for those that were let in for health alone, they come in their place and not beside them."""
+    monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
+    places = Connections(2, lambda message: None)
+    with Pairs(places) as pair:
+        (first, _), (second, _), (third, third_client), (fourth, _), (health, _) = (pair() for _ in range(5))
+        for each in (first, second):
+            assert places.came(each, "other")
+        assert places.came(third, "nothing")
+        for each in (first, second):
+            places.rest(each)
+        assert places.came(fourth, "other") and not is_open(third_client) and len(places) == 4
+        assert places.take_place(second) and not places.take_place(first)
+        assert places.came(health, "health")
+
+
+def test_who_has_been_ended_is_not_counted_and_has_no_place() -> None:
+    places = Connections(2, lambda message: None)
+    with Pairs(places) as pair:
+        old, new = [pair()[0] for _ in range(2)], [pair()[0] for _ in range(2)]
+        for each in old:
+            assert places.came(each, "nothing")
+        for each in new:
+            assert places.came(each, "other"), "in the place of one whose file is still open"
+        assert places.is_full and len(places) == 4
+        for each in new:
+            places.rest(each)
+        for each in old:
+            places.rest(each)
+            assert not places.may_ask(each) and not places.take_place(each)
+        assert not places.is_full
+
+
+def test_idle_ones_end_where_the_system_has_no_files() -> None:
+    places = Connections(None)
+    with Pairs(places) as pair:
+        (first, first_client), (second, second_client), (third, third_client) = pair(), pair(), pair()
+        assert places.came(first, "nothing") and places.came(second, "other") and places.came(third, "health")
+        places.end_some()
+        assert not is_open(first_client) and is_open(second_client) and is_open(third_client)
+
+
+def test_what_is_told_of_a_closed_connection_is_not_its_successors() -> None:
+    """A request of one that is lost may end later, and files' numbers are given out again."""
     places = Connections(1, lambda message: None)
     with Pairs(places) as pair:
-        (first, client), (second, _) = pair(is_begun=False), pair(is_begun=False)
-        assert places.came(first, False) and places.came(second, False)
-        assert first.fileno() == -1 and client.recv(1) == b"" and len(places) == 1
+        first, _ = pair()
+        number = first.fileno()
+        assert places.came(first, "other")
+        client = pair.client()
+        first.close()
+        second, _ = pair(client=client)
+        assert second.fileno() == number and places.came(second, "nothing")
+        places.rest(first)
+        assert not places.take_place(first) and not places.is_full and places.take_place(second)
+        places.rest(first)
+        assert places.is_full
 
 
 def test_who_was_heard_last_gives_way_last() -> None:
     places = Connections(2, lambda message: None)
     with Pairs(places) as pair:
         (first, first_client), (second, second_client), (third, _) = pair(), pair(), pair()
-        assert places.came(first, False) and places.came(second, False)
-        places.rests(first.fileno())  # another piece of its request has come
-        assert places.came(third, False) and second_client.recv(1) == b""
-        first_client.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            first_client.recv(1)
+        assert places.came(first, "nothing") and places.came(second, "nothing")
+        places.rest(first)  # another piece of its request has come
+        assert places.came(third, "nothing") and not is_open(second_client) and is_open(first_client)
 
 
-def test_who_has_asked_for_something_is_busy_until_it_was_looked_at() -> None:
-    places = Connections(1, lambda message: None)
+def test_who_waits_for_a_protocol_is_closed_at_once_unless_it_has_asked_by_then() -> None:
+    places = Connections(2, lambda message: None)
     with Pairs(places) as pair:
-        (first, _), (second, _) = pair(is_begun=False), pair(is_begun=False)
-        assert places.came(first, True) and places.is_full
-        places.rests(first.fileno())  # it was no request
-        assert not places.is_full and places.came(second, True) and first.fileno() == -1
-
-
-def test_beyond_the_limit_who_asks_for_nothing_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
-    places = Connections(1, lambda message: None)
-    with Pairs(places) as pair:
-        (first, _), (second, second_client), (third, _), (fourth, _) = (pair() for _ in range(4))
-        assert places.came(first, False) and not places.is_full
-        places.busy(first.fileno())
-        assert places.is_full
-        assert places.came(second, False) and places.is_extra(second.fileno())
-        assert places.came(third, True) and places.is_extra(third.fileno()), (
-            "in the place of the one that has asked for nothing"
-        )
-        assert second_client.recv(1) == b""
-        second.close()
-        assert not places.came(fourth, True) and not places.is_extra(fourth.fileno())
+        (first, first_client), (second, second_client) = pair(is_begun=False), pair(is_begun=False)
+        assert places.came(first, "nothing") and places.came(second, "nothing")
+        first_client.sendall(HEALTH)
+        assert places.came(pair()[0], "nothing")
+        assert second.fileno() == -1 and not is_open(second_client) and is_open(first_client) and len(places) == 2
 
 
 def test_who_has_asked_for_something_else_takes_no_place_for_health(monkeypatch: pytest.MonkeyPatch) -> None:
