@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follow
 LOOK_SECONDS = 30.0  # a head must be whole by then, and what was closed must have been read
 MIN_BYTES = 16 << 10  # of a body that is not whole, or of an answer that is not read, from one look to the next
 MAX_PIPELINED = 16  # requests behind the one that is being answered
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 BEGINS_AT_BYTES = 16 << 10  # of a body: the application hears of the request by then, or when the body is whole
 
 
@@ -60,7 +62,7 @@ class Protocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._num_unheard += len(data)
-        super().data_received(data)
+        super().data_received(data if self._is_in_body else _without_upgrade(data))
         if self._num_unheard > MAX_HEAD_BYTES and not self._is_deaf:
             self._refuse(b"431 Request Header Fields Too Large")
         self._count()
@@ -227,3 +229,14 @@ class Protocol(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         self.transport.close()
         self._watch()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A head, and what follows it, without the wish for another protocol, which a server may pass over.
+
+    Java's clients send it with every first request ("h2c"), and the parser would take the body for that protocol's.
+    """
+    found = UPGRADE.search(data)
+    if found is None or b"\r\n\r\n" in data[: found.start() + 2]:
+        return data
+    return data[: found.start()] + b"\r\nx-upgrade:" + data[found.end() :]

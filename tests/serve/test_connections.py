@@ -201,6 +201,23 @@ def test_of_a_long_body_it_hears_before_the_end_and_of_one_that_waits_for_leave(
     with_application(app, 8, work)
 
 
+def test_a_wish_for_another_protocol_is_passed_over() -> None:
+    """As Java's clients have it, and curl with --http2."""
+    wish = "connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+
+    async def work(opened: Open) -> None:
+        reader = await opened(post("/first", 3, b"abc", wish))
+        assert await answer(reader) == b"3"
+        for more in (wish, ""):
+            opened.writers[-1].write(post("/second", 14, b"\r\nupgrade: a\r\n", more))
+            assert await answer(reader) == b"14"
+        opened.writers[-1].write(post("/third", 2, more=wish))
+        opened.writers[-1].write(b"ab")
+        assert await answer(reader) == b"2"
+
+    with_application(Lengths(), 8, work)
+
+
 class Early:
     """An ASGI application that answers with so many bytes, whatever comes."""
 
