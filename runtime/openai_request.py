@@ -144,7 +144,7 @@ def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bo
     if limit is not None:
         sampling["max_tokens"] = limit
     if body.get("logprobs") is not None and body["logprobs"] is not False:
-        sampling["logprobs"] = body["logprobs"]
+        sampling["logprobs"] = int(body["logprobs"])  # true is one, as it is for vLLM
     return OpenAIRequest(
         "completion",
         tuple(_prompts(body["prompt"])),

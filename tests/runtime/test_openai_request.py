@@ -64,6 +64,8 @@ def test_what_asks_for_nothing_is_left_alone() -> None:
         "max_tokens": None,
     }
     assert parse_request(COMPLETIONS, {"prompt": "a", **nothing, "logprobs": None}).sampling == {}
+    assert parse_request(COMPLETIONS, {"prompt": "a", "logprobs": False}).sampling == {}
+    assert parse_request(COMPLETIONS, {"prompt": "a", "logprobs": True}).sampling == {"logprobs": 1}
     assert parse_request(CHAT, {"messages": MESSAGES, **nothing, "logprobs": False}).sampling == {"max_tokens": None}
 
 
