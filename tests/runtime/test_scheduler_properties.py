@@ -235,6 +235,7 @@ def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: Scene) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @settings(max_examples=5000, deadline=None, derandomize=False)
 @given(scenes())
 def test_so_does_every_schedule_that_was_never_tried_before(scene: Scene) -> None:
