@@ -28,7 +28,8 @@ CLIENTS := $(patsubst tests/clients/%.txt,$(CLIENT_VENVS)/%/.installed,$(wildcar
 endif
 
 INFERC := $(PY) -m inferc
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope
+# A file is run by one process, in the order of conftest.py.
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 DEMO_OUT := out/tiny-llama
 
 .PHONY: help install demo test test-all test-gpu-versions sanitize lint types unit peers bench bench-ladder wheel protos \
@@ -71,7 +72,7 @@ with_python = @if .ci/find_python $(1) >/dev/null; then $(MAKE) $(2); \
 
 # From a checkout on the path, as on a machine with a GPU where nothing is installed. Of the tests that need a GPU, all that
 # they compile. The slow tests of kernels are left out: Triton is the same in both sets.
-GPU_PYTEST := PYTHONPATH=$(CURDIR)/src $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadscope
+GPU_PYTEST := PYTHONPATH=$(CURDIR)/src $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CAPTURED := tests/frontend tests/passes tests/end_to_end/test_families.py
 test-gpu-versions: $(GPU_VENV)/.installed  ## what compiles, against the second set of versions (constraints-gpu.txt)
 	$(GPU_PYTEST) -m 'not gpu' $(CAPTURED) $(ARGS)

@@ -28,6 +28,8 @@ from inferc.codegen.triton.launch import ARCHS
 from inferc.errors import UnsupportedError
 from inferc.runtime.cuda import cublaslt, driver, shared_prefixes
 
+pytestmark = pytest.mark.long
+
 ON_FAKE_GPU = Path(__file__).parents[1] / "support" / "on_fake_gpu.py"
 
 

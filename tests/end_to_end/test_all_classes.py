@@ -10,6 +10,8 @@ from all_classes import EQUAL, FEATURES, RESULTS, all_types, feature_of, read_re
 from families import FAMILIES
 from odd_families import ODD_FAMILIES
 
+pytestmark = pytest.mark.long
+
 REST = sorted(set(read_results()) - set(ODD_FAMILIES))  # those are held to a tenth of the tolerance by test_families
 same_version = pytest.mark.skipif(transformers.__version__ != version(), reason="the results are another version's")
 

@@ -37,6 +37,8 @@ from inferc.runtime.artifact import inspect_artifact, load_artifact, read_manife
 from inferc.runtime.load import load_engine
 from inferc.runtime.sign_artifact import sign_artifact
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parent / "on_fake_gpu"
 SUPPORT = Path(__file__).parents[1] / "support"
 # Family, dtype, and how it is quantized; experts among them.

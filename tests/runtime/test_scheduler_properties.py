@@ -21,6 +21,8 @@ from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.sequence import sequence_seed
 from inferc.runtime.step_cost import WORK
 
+pytestmark = pytest.mark.long
+
 EOS = (7, 11)
 
 

@@ -15,6 +15,8 @@ from inferc.runtime.policies import NAMES
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.step_cost import WORK
 
+pytestmark = pytest.mark.long
+
 EPOCH = 2500  # steps of one engine
 MOST_OPEN = 40  # requests at once
 LATEST = 4000  # steps within which every sequence ends, however many others there are

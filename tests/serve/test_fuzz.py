@@ -27,6 +27,8 @@ from inferc.serve.grpc_server import INFERENCE, KSERVE
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
 
+pytestmark = pytest.mark.long
+
 RAW = bytes
 LIMITS = ("--max-request-seconds", "2", "--max-output-tokens", "8", "--max-n", "4")
 # What would end the model that the others need.

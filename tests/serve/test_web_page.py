@@ -19,6 +19,8 @@ from inferc.serve.metrics_page import METRICS, SERVER_METRICS
 from inferc.serve.scrape import Change
 from inferc.serve.scrape import Page as MetricsPage
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 WEB = ROOT / "serve" / "web"
 SIZES = {"wide": {"width": 1280, "height": 900}, "narrow": {"width": 390, "height": 844}}

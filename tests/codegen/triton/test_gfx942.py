@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 from all_cases import KERNELS
 from sampling_cases import kernels_of
 
+pytestmark = pytest.mark.long
+
 FOR_GFX942 = Path(__file__).parent / "for_gfx942.py"
 SUPPORT = Path(__file__).parents[2] / "support"
 SHARED = 64 << 10  # bytes that the chip gives a block

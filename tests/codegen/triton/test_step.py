@@ -28,6 +28,8 @@ from inferc.frontend.load import from_config, load
 from inferc.passes.pipeline import LowerConfig, lower
 from inferc.passes.plan_memory import memory_plan
 
+pytestmark = pytest.mark.long
+
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 
 
