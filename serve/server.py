@@ -9,7 +9,6 @@ import importlib
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,8 +37,6 @@ log = logging.getLogger(__name__)
 LAG_SECONDS, LAG_EVERY_SECONDS = 1.0, 0.05
 YOUNG_OBJECTS = 10_000  # that are made before the young ones are looked at
 COLLECT_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 120.0
-# Until the event loop has Python's lock back from a thread that reads a large body: by default 5 ms, at every call of the system.
-SWITCH_SECONDS = 0.001
 CUT_SECONDS = 1.0  # for streams that were ended to hand their last message over
 
 
@@ -228,7 +225,6 @@ class _Server:
             works.append(self._certificates.follow())
         tasks = [asyncio.create_task(work) for work in works]
         _spare_the_collector()
-        sys.setswitchinterval(SWITCH_SECONDS)
         on_ready(self.addresses)
         first = await stopping
         was_broken = self.models.is_broken
