@@ -71,12 +71,11 @@ with_python = @if .ci/find_python $(1) >/dev/null; then $(MAKE) $(2); \
     elif [ -n "$${CI:-}" ]; then exit 1; else echo "$@: NOT done without Python $(1): $(2)" >&2; fi
 
 # From a checkout on the path, as on a machine with a GPU where nothing is installed. Of the tests that need a GPU, all that
-# they compile. The slow tests of kernels are left out: Triton is the same in both sets.
+# they compile.
 GPU_PYTEST := PYTHONPATH=$(CURDIR)/src $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
-CAPTURED := tests/frontend tests/passes tests/end_to_end/test_families.py
+VERSIONED := tests/frontend tests/passes tests/codegen/triton tests/codegen/onnx tests/end_to_end/test_families.py
 test-gpu-versions: $(GPU_VENV)/.installed  ## what compiles, against the second set of versions (constraints-gpu.txt)
-	$(GPU_PYTEST) -m 'not gpu' $(CAPTURED) $(ARGS)
-	$(GPU_PYTEST) -m 'not gpu and not slow' tests/codegen/triton tests/codegen/onnx $(ARGS)
+	$(GPU_PYTEST) -m 'not gpu' $(VERSIONED) $(ARGS)
 	$(GPU_PYTEST) -m gpu -rs $(ARGS)
 
 unit: $(READY) $(CLIENTS)  ## the tests alone: make unit ARGS='tests/passes -x'

@@ -17,7 +17,7 @@ MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follow
 LOOK_SECONDS = 30.0  # a head must be whole by then, and what was closed must have been read
 MIN_BYTES = 16 << 10  # of a body that is not whole, or of an answer that is not read, from one look to the next
 MAX_PIPELINED = 16  # requests behind the one that is being answered
-UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)  # the header by which a client wishes for another protocol
 BEGINS_AT_BYTES = 16 << 10  # of a body: the application hears of the request by then, or when the body is whole
 
 
@@ -234,7 +234,7 @@ class Protocol(HttpToolsProtocol):
 def _without_upgrade(data: bytes) -> bytes:
     """A head, and what follows it, without the wish for another protocol, which a server may pass over.
 
-    Java's clients send it with every first request ("h2c"), and the parser would take the body for that protocol's.
+    `curl --http2` sends it ("h2c"), and the parser would take the body for that protocol's.
     """
     found = UPGRADE.search(data)
     if found is None or b"\r\n\r\n" in data[: found.start() + 2]:

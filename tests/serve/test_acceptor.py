@@ -163,7 +163,7 @@ def test_health_finds_a_place_among_those_who_say_nothing(monkeypatch: pytest.Mo
 
 
 def test_files_are_closed_before_more_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of connections that a protocol reads from: each of a row of new ones ends one, and the next row waits for a turn."""
+    """Each new connection of a row ends an idle one that a protocol reads from, and the next row waits for a turn of the loop."""
     monkeypatch.setattr(acceptor, "TAKEN_IN_A_ROW", 3)
 
     async def work() -> None:

@@ -202,7 +202,7 @@ def test_of_a_long_body_it_hears_before_the_end_and_of_one_that_waits_for_leave(
 
 
 def test_a_wish_for_another_protocol_is_passed_over() -> None:
-    """As Java's clients have it, and curl with --http2."""
+    """As `curl --http2` sends it."""
     wish = "connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 
     async def work(opened: Open) -> None:
