@@ -133,6 +133,8 @@ class Acceptor:
 
     async def _begin_with(self, connection: Connection) -> None:
         connection.is_begun = True
+        if not self._greets:
+            self._connections.rest(connection)  # a handshake keeps no place, whatever had been said before it began
         # Of a handshake that fails, or of a client that has left: nobody has asked for anything.
         with suppress(OSError, asyncio.TimeoutError):
             await self._begin(connection)

@@ -217,6 +217,24 @@ def test_under_tls_nobody_is_looked_at_or_greeted(monkeypatch: pytest.MonkeyPatc
     asyncio.run(work())
 
 
+def test_a_handshake_that_is_never_ended_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who had begun one before it was begun with is not ended at once, and does not stay for that."""
+    monkeypatch.setattr(connections, "HEALTH_PLACES", 0)
+
+    async def work() -> None:
+        async with House(limit=BEGUN_AT_ONCE, greets=False) as house:
+            house.never = True
+            halves = [house.connect(b"\x16\x03\x01") for _ in range(BEGUN_AT_ONCE)]
+            late = [house.connect(b"") for _ in range(2)]  # no one can be ended for them yet
+            await house.until(lambda: all(map(_is_closed, late)))
+            await house.until(lambda: len(house.begun) == BEGUN_AT_ONCE)
+            house.connect(b"")
+            await house.until(lambda: len(house.begun) == BEGUN_AT_ONCE + 1)
+            await house.until(lambda: sum(map(_is_closed, halves)) == 1)
+
+    asyncio.run(work())
+
+
 def _is_closed(client: socket.socket) -> bool:
     """Whether it was closed without a word."""
     client.setblocking(False)
