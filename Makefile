@@ -81,14 +81,16 @@ test-gpu-versions: $(GPU_VENV)/.installed  ## what compiles, against the second 
 unit: $(READY) $(CLIENTS)  ## the tests alone: make unit ARGS='tests/passes -x'
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 
-# TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business.
+# TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business. To compile the kernels of one
+# instruction set takes minutes here, which count as the time of the first test that asks for them.
+SANITIZED := --timeout 1800 tests/codegen/cpp
 sanitize: $(READY)  ## the C++ under the address, undefined-behaviour and thread sanitizers
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
-	    $(PY) -m pytest -p sanitize --sanitize address -n 0 tests/codegen/cpp $(ARGS)
+	    $(PYTEST) -p sanitize --sanitize address $(SANITIZED) $(ARGS)
 	LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" \
 	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66 \
-	    $(PY) -m pytest -p sanitize --sanitize thread -n 0 tests/codegen/cpp $(ARGS)
+	    $(PYTEST) -p sanitize --sanitize thread $(SANITIZED) $(ARGS)
 
 # Exactly the versions of the file: 5 GB with torch's build for CUDA. inferc itself is not installed.
 $(GPU_VENV)/.installed: constraints-gpu.txt
