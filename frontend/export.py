@@ -6,7 +6,6 @@ and ops, and the passes look at nothing else.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from inferc.config import ContextLength
 from inferc.errors import ConfigError, ExportError, UnsupportedError
 from inferc.frontend import trace
 from inferc.frontend.bind import bind
+from inferc.frontend.buffers import initial_buffers, unsaved_buffers
 from inferc.frontend.convert import Converter
 from inferc.frontend.eager_attention import capture_eager_attention
 from inferc.frontend.load import Checkpoint, load, load_module
@@ -200,40 +200,13 @@ def constant_buffers(model: Any, checkpoint: Checkpoint, overrides: Overrides) -
     """Values of the buffers that no checkpoint stores (rope frequencies), by name; those that cannot be had are absent."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        names = sorted(module._non_persistent_buffers_set & module._buffers.keys())
-        names = [name for name in names if module._buffers[name] is not None]
         if checkpoint.module is not None:
             owner = checkpoint.module.get_submodule(path)
-            values = {name: owner.get_buffer(name).detach().cpu() for name in names}
+            values = {name: owner.get_buffer(name).detach().cpu() for name in unsaved_buffers(module)}
         else:
-            values = _initialised(_owner(model, path), module, names) if names else {}
+            values = initial_buffers(model, path)
         found.update({f"{path}.{name}".lstrip("."): value for name, value in values.items()})
     return {**found, **overrides}
-
-
-def _owner(model: Any, path: str) -> Any:
-    """The innermost transformers model around a module: the one whose `_init_weights` knows it."""
-    parts = path.split(".")
-    around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
-    return next((each for each in around if hasattr(each, "_init_weights")), model)
-
-
-def _initialised(model: Any, module: Any, names: list[str]) -> dict[str, Tensor]:
-    """The buffers as transformers makes them after loading: by the model's own `_init_weights`."""
-    twin = copy.copy(module)
-    twin._buffers = {}
-    for name in names:
-        old = module._buffers[name]
-        empty = float("nan") if old.is_floating_point() else 1 if old.dtype == torch.bool else -7
-        twin._buffers[name] = torch.full(old.shape, empty, dtype=old.dtype)
-    before = {name: value.clone() for name, value in twin._buffers.items()}
-    with trace.quiet(), torch.no_grad():
-        model._init_weights(twin)  # its parameters too, which are on the meta device
-    return {
-        name: value
-        for name, value in twin._buffers.items()
-        if not torch.equal(value, before[name]) and not value.isnan().any()
-    }
 
 
 def _refuse_choices(program: Program, checkpoint: Checkpoint) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inferc.errors import UnsupportedError
+from inferc.frontend.buffers import initial_buffers
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +42,18 @@ def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[dict[str, 
             if not _depends_on_length(str(kind)):
                 continue
             buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-            value = _frequencies(module, str(kind), layer_type, max_model_len, path)
+            unscaled = _unscaled_length(module.config, str(kind), layer_type)
+            initial = _initial(model, path, buffer)
+            if "dynamic" in str(kind) and max_model_len <= unscaled and initial is not None:
+                value = initial  # as transformers leaves them up to that length, whatever a class makes of its config
+            else:
+                value = _frequencies(module, str(kind), layer_type, max_model_len, path)
+                _refuse_own_kind(module, str(kind), layer_type, unscaled, initial, path)
             overrides[f"{path}.{buffer}" if path else buffer] = value
             if "long_mscale" in (getattr(module.config, "rope_parameters", None) or {}):
                 _fix_scale(module, max_model_len)
             if not getattr(module, buffer).is_meta:
                 getattr(module, buffer).copy_(value)
-            unscaled = _unscaled_length(module.config, str(kind), layer_type)
             differs = unscaled if max_model_len > unscaled else 0
             records.append(
                 {"module": path, "kind": str(kind), "max_model_len": max_model_len, "differs_up_to": differs}
@@ -104,6 +110,27 @@ def _unscaled_length(config: Any, kind: str, layer_type: str | None) -> int:
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     name = "original_max_position_embeddings"
     return int(parameters[name] if kind == "longrope" else config.max_position_embeddings)
+
+
+def _initial(model: Any, path: str, buffer: str) -> Tensor | None:
+    """The frequencies that a module has before any text, where its class computes them."""
+    found = getattr(model.get_submodule(path), buffer)
+    if found.is_meta:
+        found = initial_buffers(model, path).get(buffer)
+    return None if found is None else found.detach().to("cpu", torch.float32, copy=True)
+
+
+def _refuse_own_kind(
+    module: Any, kind: str, layer_type: str | None, unscaled: int, initial: Tensor | None, path: str
+) -> None:
+    """Raise UnsupportedError for a class that has other dynamic frequencies than all: beyond `unscaled` tokens they would be lost."""
+    if "dynamic" not in kind or initial is None:
+        return
+    if not torch.allclose(initial, _frequencies(module, kind, layer_type, unscaled, path), rtol=1e-5):
+        raise UnsupportedError(
+            f"{path}: {type(module).__name__} has a {kind} rope of its own, which this transformers leaves beyond {unscaled}"
+            f" tokens; compile with --max-model-len {unscaled}"
+        )
 
 
 def _fix_scale(module: Any, max_model_len: int) -> None:

@@ -1,5 +1,6 @@
 """Rope that depends on the sequence's length is fixed for one length, and the Program says so."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,35 @@ def test_a_scale_that_depends_on_length_is_fixed_with_the_rope(length: int, scal
     cos, _ = fixed.model.rotary_emb(torch.zeros(1), torch.zeros(1, 3, dtype=torch.long))
     assert float(cos.max()) == scale
     assert program.info["rope"][0]["differs_up_to"] == (0 if length == 32 else 32)
+
+
+def test_what_a_class_makes_of_dynamic_rope_itself_is_kept(tmp_path: Path) -> None:
+    """HunYuan's files say "dynamic" and have an alpha, which scales all lengths alike."""
+    folder = make_random_model("hunyuan_v1_moe", tmp_path / "m", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config["rope_scaling"] = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = load(folder)
+    dim, length = checkpoint.config.head_dim, checkpoint.config.max_position_embeddings
+    theta = checkpoint.config.rope_parameters["rope_theta"] * 1000.0 ** (dim / (dim - 2))
+    wanted = theta ** -(torch.arange(0, dim, 2) / dim)
+    program = capture(checkpoint, "float32", length)
+    assert torch.allclose(weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader), wanted)
+    with torch.no_grad():
+        own = transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 3, 9]])).logits
+    found = reference_logits(reference_model(checkpoint, "float32", length), [5, 3, 9])
+    assert torch.allclose(found, own, atol=1e-6)
+
+
+def test_dynamic_rope_of_a_class_of_its_own_is_refused_where_it_would_be_lost(tmp_path: Path) -> None:
+    checkpoint = checkpoint_with(DYNAMIC, tmp_path / "m")
+    model = trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "cpu")
+    own = model.model.rotary_emb.inv_freq.copy_(default_frequencies() / 2).clone()
+    with pytest.raises(UnsupportedError, match="has a dynamic rope of its own.* beyond 256 tokens.*max-model-len 256"):
+        fix_rope(model, 257)
+    overrides, _ = fix_rope(model, 256)
+    assert torch.equal(overrides["model.rotary_emb.inv_freq"], own)
 
 
 ORIGINAL = {"original_max_position_embeddings": 64}
