@@ -35,7 +35,8 @@ def golden_chats(form: ChatForm) -> list[tuple[Conversation, Conversation]]:
     def said(role: str, *texts: str) -> Message:
         if form.content == "text":
             return {"role": role, "content": "".join(texts)}
-        return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+        parts = texts if form.content == "parts" else ("".join(texts),)
+        return {"role": role, "content": [{"type": "text", "text": text} for text in parts]}
 
     found = [(chat, [said(message["role"], message["content"]) for message in chat]) for chat in TEXT_CHATS]
     parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "world!"}]
@@ -62,7 +63,7 @@ def golden_chats(form: ChatForm) -> list[tuple[Conversation, Conversation]]:
     found.append(([user, {"role": "assistant", "tool_calls": call(as_object)}], [asked, calls]))
     if form.tool_results:
         of_call = {"tool_call_id": "weather01", "name": "get_weather"}
-        result = {"role": "tool", **of_call, "content": '{"celsius": 21}'}
+        result = {"role": "tool", "content": '{"celsius": 21}', **of_call}
         found.append(([user, sent, result], [asked, calls, {**said("tool", '{"celsius": 21}'), **of_call}]))
     return found
 
@@ -71,8 +72,11 @@ def chat_template(tokenizer: Any) -> str | None:
     """The chat template; of several named ones the default."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
+        others = [name for name in template if name != "default"]
         if "default" not in template:
             log.warning("chat templates %s have no default: left out", ", ".join(template))
+        elif others:
+            log.warning("of several chat templates the default one is taken: %s left out", ", ".join(others))
         template = template.get("default")
     return None if template is None else str(template)
 

@@ -69,8 +69,10 @@ def tokenizer_files(
 
 
 def special_tokens(tokenizer: Any) -> dict[str, Any]:
-    """Texts of the named special tokens, every special token, and whether BOS and EOS are added to a text."""
-    named = {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
+    """Texts of the named special tokens, also of those that the checkpoint alone has names for; every special token, and whether
+    BOS and EOS are added to a text."""
+    extra = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    named = extra | {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
     ids = [int(token) for token in tokenizer("a")["input_ids"]]
     return {
         **named,
@@ -108,4 +110,5 @@ def _check_ids(text: str, golden: list[dict[str, Any]], vocab_size: int, where: 
 
 
 def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False, sort_keys=isinstance(value, dict)) + "\n").encode()
+    """In the order in which it is: a template may write an object of a conversation as a whole."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()

@@ -6,8 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferc.chat_form import ChatForm, Message
+from inferc.chat_form import NOTHING, ChatForm, Message
 from inferc.errors import RequestError, shown
+
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # what a model thought before an answer; the first is the standard one
 
 
 def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Message]:
@@ -23,20 +29,46 @@ def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Messag
 
 
 def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
+    """Its fields in the order in which they came, as a template may write a message as a whole."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
-    found = {name: value for name, value in message.items() if value is not None and name != "content"}
-    if found["role"] == "tool" and not form.tool_results:
+    role, calls, content = message["role"], message.get("tool_calls"), message.get("content")
+    if role == "developer" and not form.developer:
+        role = "system"  # its newer name
+    if role == "tool" and not form.tool_results:
         raise RequestError(f"{where}: the model's chat template leaves out what tools answer; leave the message out")
-    found.update(_content(f"{where}.content", message.get("content"), form))
-    calls = found.pop("tool_calls", None)
-    if calls:
-        if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise RequestError(f"{where}.tool_calls: expected a list, found {shown(calls)}")
-        found["tool_calls"] = [
-            _tool_call(f"{where}.tool_calls[{index}]", call, form) for index, call in enumerate(calls)
-        ]
-    return found
+    if role == "system" and not form.system:
+        raise RequestError(f"{where}: the model's chat template leaves out system messages; say it as the user")
+    if calls and not form.calls_beside_text:
+        if content:
+            raise RequestError(
+                f"{where}: the model's chat template leaves out calls of tools in a message with a text; leave one of them out"
+            )
+        content = None
+    found: Message = {}
+    for name, value in (message if "content" in message else {"role": role, "content": None, **message}).items():
+        if name == "role":
+            found[name] = role
+        elif name == "content":
+            found.update(_content(f"{where}.content", content, form))
+        elif name == "tool_calls":
+            if calls:
+                found[name] = _tool_calls(f"{where}.tool_calls", calls, form)
+        elif value is not None:
+            found[name] = value
+    return _with_reasoning(found)
+
+
+def _with_reasoning(message: Message) -> Message:
+    """A message whose reasoning has the names by which templates read it, whichever it came with, as in transformers."""
+    found = next((message[name] for name in REASONING if name in message), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _tool_calls(where: str, calls: Any, form: ChatForm) -> list[Message]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RequestError(f"{where}: expected a list, found {shown(calls)}")
+    return [_tool_call(f"{where}[{index}]", call, form) for index, call in enumerate(calls)]
 
 
 def _content(where: str, content: Any, form: ChatForm) -> Message:
@@ -44,12 +76,11 @@ def _content(where: str, content: Any, form: ChatForm) -> Message:
     if content is None:
         if form.no_content == "absent":
             return {}
-        empty = "" if form.content == "text" else []
-        return {"content": None if form.no_content == "none" else empty}
+        return {"content": None if form.no_content == "none" else NOTHING[form.content]}
     texts = [content] if isinstance(content, str) else _texts(where, content)
-    if form.content == "text":
-        return {"content": "".join(texts)}
-    return {"content": [{"type": "text", "text": text} for text in texts]}
+    if form.content != "parts":
+        texts = ["".join(texts)]
+    return {"content": texts[0] if form.content == "text" else [{"type": "text", "text": text} for text in texts]}
 
 
 def _texts(where: str, content: Any) -> list[str]:

@@ -15,7 +15,6 @@ from inferc.runtime.chat_messages import formed
 from inferc.runtime.template_process import TemplateLimits, TemplateProcess
 
 LOSES_WORDS = "the model's chat template leaves out what the user says, whether it gets a text or a list of parts; send a plain prompt"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
@@ -31,7 +30,7 @@ class ChatTemplate:
         form: ChatForm | None = None,
         limits: TemplateLimits = TemplateLimits(),  # noqa: B008 (frozen)
     ) -> None:
-        tokens = {name: facts[name] for name in SPECIAL_TOKENS if isinstance(facts.get(name), str)}
+        tokens = {name: text for name, text in facts.items() if isinstance(text, str)}
         self._process = TemplateProcess(source, tokens, limits)
         self._form = form
 
@@ -68,7 +67,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> dict[str, Any]:
-        """The variables of a conversation. Raises RequestError for messages that are none."""
+        """The variables of a conversation. Raises RequestError for messages that are none, and tools that the template leaves out."""
+        if tools and not self.form.tools:
+            raise RequestError(
+                "tools: the model's chat template leaves them out; leave them out, or say them in a message"
+            )
         return {
             **variables,
             "messages": formed(messages, self.form),

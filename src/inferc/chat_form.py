@@ -1,9 +1,10 @@
 """The form in which a chat template reads messages, found by what arrives in the text that it writes.
 
-A template's source does not tell: content may be a text or a list of parts; content that is not there a missing key, none
-or an empty text; the arguments of a tool call an object or JSON. A template that gets another form than it reads leaves
-words out, or writes how Python spells a list. So conversations with words that no template has of its own are rendered
-in each form, and the form is the one in which all words arrive.
+A template's source does not tell: content may be a text or a list of parts, of which some read the first alone; content that
+is not there a missing key, none or an empty text; the arguments of a tool call an object or JSON. A template that gets
+another form than it reads leaves words out, or writes how Python spells a list. So conversations with words that no template
+has of its own are rendered in each form, and the form is the one in which all words arrive. What arrives in none is a part of
+the form, too: a conversation that has it is refused, where it would be answered without it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from itertools import product
 from typing import Any, Literal, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-Content = Literal["text", "parts"]
+Content = Literal["text", "parts", "part"]
 NoContent = Literal["absent", "none", "empty"]
 Arguments = Literal["object", "json"]
 # Writes messages, with or without the beginning of an answer, for tools if any; raises where the template does.
 Render: TypeAlias = Callable[[Sequence[Message], bool, Sequence[Message] | None], str]
 
-CONTENTS: tuple[Content, ...] = ("text", "parts")
+CONTENTS: tuple[Content, ...] = ("text", "parts", "part")
 # The first is what transformers makes of null; a template that then loses a call or fails may look for none instead, or
 # take methods of texts for granted.
 NO_CONTENTS: tuple[NoContent, ...] = ("absent", "none", "empty")
@@ -28,7 +29,7 @@ ARGUMENTS: tuple[Arguments, ...] = ("object", "json")
 
 CONVERSATIONS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
 # Words of lowercase letters, which trimming and capitals leave alone.
-WORD, LEAK, KEY, VALUE, RESULT = "zqword", "zqleak", "zqkey", "zqvalue", "zqresult"
+WORD, LEAD, LEAK, KEY, VALUE, RESULT = "zqword", "zqlead", "zqleak", "zqkey", "zqvalue", "zqresult"
 TOOL = "zqtool"
 CALL_ID = "zqcall001"  # nine letters and digits, as some templates insist
 TOOLS: tuple[Message, ...] = (
@@ -39,26 +40,42 @@ TOOLS: tuple[Message, ...] = (
 )
 
 
+NOTHING: dict[Content, Any] = {"text": "", "parts": [], "part": [{"type": "text", "text": ""}]}
+SAID: dict[Content, str] = {"text": "text", "parts": "a list of parts", "part": "a list of one part"}
+
+
 @dataclass(frozen=True)
 class ChatForm:
-    """What a template takes. tool_calls: how the arguments of a call are given, None where the template leaves calls out;
-    tool_results: whether it writes what a tool answered."""
+    """What a template takes. content: a text, a list of parts, or a list of one part. tool_calls: how the arguments of a call are
+    given, None where the template leaves calls out. The others: whether it writes what a tool answered, calls of a message
+    that has a text too, which tools there are, messages of the roles system and developer."""
 
     content: Content = "text"
     no_content: NoContent = "absent"
     tool_calls: Arguments | None = "object"
     tool_results: bool = True
+    calls_beside_text: bool = True
+    tools: bool = True
+    system: bool = True
+    developer: bool = True
 
     def __str__(self) -> str:
         """As `inferc inspect` says it."""
-        content = "content as text" if self.content == "text" else "content as a list of parts"
+        content = f"content as {SAID[self.content]}"
         if self.no_content != "absent":
             content += f", null content as {'none' if self.no_content == 'none' else 'an empty one'}"
         if self.tool_calls is None:
-            return f"{content}, no tool calls"
+            return f"{content}, no tool calls{'' if self.system else ', no system messages'}"
         arguments = "an object" if self.tool_calls == "object" else "JSON"
-        results = "" if self.tool_results else ", no tool results"
-        return f"{content}, arguments of tool calls as {arguments}{results}"
+        lost = {
+            "tool results": not self.tool_results,
+            "calls beside text": not self.calls_beside_text,
+            "list of tools": not self.tools,
+            "system messages": not self.system,
+        }
+        return f"{content}, arguments of tool calls as {arguments}" + "".join(
+            f", no {what}" for what, is_lost in lost.items() if is_lost
+        )
 
 
 def form_of(value: Any) -> ChatForm:
@@ -67,7 +84,7 @@ def form_of(value: Any) -> ChatForm:
         "content": CONTENTS,
         "no_content": NO_CONTENTS,
         "tool_calls": (None, *ARGUMENTS),
-        "tool_results": (False, True),
+        **dict.fromkeys(("tool_results", "calls_beside_text", "tools", "system", "developer"), (False, True)),
     }
     if not isinstance(value, Mapping) or value.keys() != known.keys():
         raise ValueError(f"expected an object with {', '.join(known)}, found {value!r:.100}")
@@ -92,7 +109,16 @@ def find_form(render: Render) -> ChatForm | None:
     if best is None:
         return None if any_rendered else ChatForm()
     no_content, tool_calls = _find_calls(render, best)
-    return ChatForm(best, no_content, tool_calls, _writes_results(render, best, no_content, tool_calls))
+    return ChatForm(
+        best,
+        no_content,
+        tool_calls,
+        tool_results=_writes_results(render, best, no_content, tool_calls),
+        calls_beside_text=_writes_calls_beside_text(render, best, tool_calls),
+        tools=_writes_tools(render, best),
+        system=_writes_role(render, best, "system") is not False,
+        developer=_writes_role(render, best, "developer") is True,
+    )
 
 
 def _arrived(render: Render, content: Content) -> tuple[bool, tuple[int, int]]:
@@ -106,7 +132,7 @@ def _arrived(render: Render, content: Content) -> tuple[bool, tuple[int, int]]:
             continue
         has_rendered = True
         if LEAK in text:
-            continue  # it wrote the list itself
+            return True, (0, 0)  # it wrote the list itself
         there = [word in text for word in words]
         num_last += there[len(roles) - 1 - roles[::-1].index("user")]
         num_words += sum(there)
@@ -157,6 +183,29 @@ def _writes_results(render: Render, content: Content, no_content: NoContent, arg
     return not texts or any(RESULT in text and LEAK not in text for text in texts)
 
 
+def _writes_calls_beside_text(render: Render, content: Content, arguments: Arguments | None) -> bool:
+    """Whether a call arrives that is made in a message with a text, as far as the template takes one at all."""
+    messages: list[Message] = [
+        {"role": "user", "content": _said(content, WORD)},
+        {"role": "assistant", "content": _said(content, WORD), "tool_calls": [_call(arguments or "object")]},
+    ]
+    found = [_rendered(render, messages, False, tools) for tools in (TOOLS, None)]
+    texts = [text for text in found if text is not None]
+    return arguments is None or not texts or any(map(_has_call, texts))
+
+
+def _writes_tools(render: Render, content: Content) -> bool:
+    text = _rendered(render, [{"role": "user", "content": _said(content, WORD)}], True, TOOLS)
+    return text is None or TOOL in text
+
+
+def _writes_role(render: Render, content: Content, role: str) -> bool | None:
+    """Whether what is said in that role arrives; None where the template refuses it."""
+    messages = [{"role": role, "content": _said(content, RESULT)}, {"role": "user", "content": _said(content, WORD)}]
+    text = _rendered(render, messages, True, None)
+    return None if text is None else RESULT in text
+
+
 def _rendered(
     render: Render, messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None
 ) -> str | None:
@@ -169,14 +218,17 @@ def _rendered(
 
 
 def _said(content: Content, word: str) -> Any:
-    """A word as content. A part has an entry that is seen only where the list itself is written."""
-    return word if content == "text" else [{"type": "text", "text": word, "extra": LEAK}]
+    """A word as content, at the end of a list. A part has an entry that is seen only where the list itself is written."""
+    if content == "text":
+        return word
+    texts = (word,) if content == "part" else (LEAD, word)
+    return [{"type": "text", "text": text, "extra": LEAK} for text in texts]
 
 
 def _nothing(content: Content, no_content: NoContent) -> Message:
     if no_content == "absent":
         return {}
-    return {"content": None if no_content == "none" else "" if content == "text" else []}
+    return {"content": None if no_content == "none" else NOTHING[content]}
 
 
 def _call(arguments: Arguments) -> Message:

@@ -51,7 +51,7 @@ def test_the_runtime_makes_of_chats_what_transformers_does(folder: Path, tmp_pat
     text = written(folder, tmp_path / "t")
     golden = json.loads((tmp_path / "t" / "golden_chat.json").read_text())
     form = ChatForm(**golden["form"])
-    assert form == ChatForm(tool_calls=None)
+    assert form == ChatForm(tool_calls=None, tools=False)
     assert len(golden["vectors"]) == len(golden_chats(form)) and not golden["depends_on_time"]
     assert golden["begins_with_bos"] == {"text": False, "chat": True}
     assert (golden["stop_token_ids"], golden["turn_end"]) == ([1], 1)
@@ -80,6 +80,8 @@ def joined(content: Any) -> Any:
 
 
 CALLS = "{% for call in message.tool_calls %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+# As Mistral's and Granite's do: what a call is, in the order in which it came.
+WHOLE_CALLS = "{% for call in message.tool_calls %}<call>{{ call.function | tojson }} {{ call | tojson }}{% endfor %}"
 READS_PARTS = (
     "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}[{{ part.text }}]{% endfor %}"
     + CALLS
@@ -94,10 +96,16 @@ LOOKS_FOR_NONE = (
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        (TEMPLATE.replace("</s>", CALLS + "</s>"), ChatForm()),
-        (READS_PARTS, ChatForm("parts")),
-        (LOOKS_FOR_NONE, ChatForm("text", "none", "json")),
-        (TEMPLATE.replace("message.content | trim", "message.content.strip()"), ChatForm("text", "empty", None)),
+        (TEMPLATE.replace("</s>", CALLS + "</s>"), ChatForm(tools=False)),
+        (TEMPLATE.replace("</s>", WHOLE_CALLS + "</s>"), ChatForm(tools=False)),
+        (TEMPLATE.replace("message.content | trim", "message | tojson"), ChatForm(tools=False)),
+        (READS_PARTS, ChatForm("parts", tools=False)),
+        (READS_PARTS.replace("message.content %}", "message.content[:1] %}"), ChatForm("part", "empty", tools=False)),
+        (LOOKS_FOR_NONE, ChatForm("text", "none", "json", calls_beside_text=False, tools=False)),
+        (
+            TEMPLATE.replace("message.content | trim", "message.content.strip()"),
+            ChatForm("text", "empty", None, tools=False),
+        ),
     ],
 )
 def test_parts_and_calls_of_tools_are_written_as_transformers_does(
@@ -115,6 +123,13 @@ def test_parts_and_calls_of_tools_are_written_as_transformers_does(
         assert text.encode_chat(row["messages"], add_generation_prompt=row["add_generation_prompt"]) == row["token_ids"]
     parts = next(row for row in golden["vectors"] if isinstance(row["messages"][0]["content"], list))
     assert ("[Hello, ][world!]" if form.content == "parts" else "Hello, world!") in parts["text"]
+
+
+def test_a_template_may_write_any_token_that_has_a_name(folder: Path, tmp_path: Path) -> None:
+    edit(folder / "tokenizer_config.json", sep_token="<unk>", extra_special_tokens={"image_token": "</s>"})
+    use_template(folder, "{{ sep_token }}{{ image_token }}" + TEMPLATE)
+    text = written(folder, tmp_path / "t")
+    assert text.render_chat([{"role": "user", "content": "hi"}]).startswith("<unk></s><s><|user|>hi")
 
 
 def test_a_template_that_loses_the_users_words_is_named(

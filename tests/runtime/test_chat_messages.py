@@ -42,6 +42,40 @@ def test_what_is_null_or_no_call_is_absent() -> None:
     assert one(sent, ChatForm()) == {"role": "assistant", "content": "a", "name": "b"}
 
 
+def test_fields_keep_the_order_in_which_they_came() -> None:
+    """A template may write a message, or a call, as a whole."""
+    given = call({"b": 1, "a": 2})
+    sent: dict[str, Any] = {"content": "a", "role": "assistant", "tool_calls": [given], "name": "b"}
+    found = one(sent, ChatForm())
+    assert list(found) == list(sent) and list(found["tool_calls"][0]) == ["id", "type", "function"]
+    assert list(found["tool_calls"][0]["function"]["arguments"]) == ["b", "a"]
+    silent = one({"role": "assistant", "tool_calls": [given]}, ChatForm("text", "empty"))
+    assert list(silent) == ["role", "content", "tool_calls"]
+
+
+def test_a_part_is_all_of_a_text_for_templates_that_read_one() -> None:
+    assert one({"role": "user", "content": PARTS}, ChatForm("part"))["content"] == [{"type": "text", "text": "ab"}]
+    assert one({"role": "assistant"}, ChatForm("part", "empty"))["content"] == [{"type": "text", "text": ""}]
+
+
+@pytest.mark.parametrize(("writes_it", "role"), [(True, "developer"), (False, "system")])
+def test_a_developer_is_the_system_to_templates_that_do_not_know_the_role(writes_it: bool, role: str) -> None:
+    assert one({"role": "developer", "content": "a"}, ChatForm(developer=writes_it)) == {"role": role, "content": "a"}
+
+
+def test_calls_beside_an_empty_text_stand_alone_where_they_would_be_lost() -> None:
+    form = ChatForm("text", "none", "json", calls_beside_text=False)
+    found = one({"role": "assistant", "content": "", "tool_calls": [call("{}")]}, form)
+    assert found["content"] is None and found["tool_calls"] == [call("{}")]
+    assert one({"role": "assistant", "content": ""}, form)["content"] == ""
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_templates_read(name: str) -> None:
+    found = one({"role": "assistant", "content": "a", name: "b"}, ChatForm())
+    assert (found["thinking"], found["reasoning_content"]) == ("b", "b")
+
+
 @pytest.mark.parametrize("given", ['{"city": "Zürich"}', {"city": "Zürich"}])
 def test_arguments_of_calls(given: Any) -> None:
     sent: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call(given)]}
@@ -76,6 +110,13 @@ def test_no_arguments(given: Any) -> None:
         ({"role": "assistant", "tool_calls": "f"}, ChatForm(), r"messages\[0\].tool_calls: expected a list, found 'f'"),
         ({"role": "assistant", "tool_calls": [call({})]}, ChatForm(tool_calls=None), "leaves out calls of tools"),
         ({"role": "tool", "content": "a"}, ChatForm(tool_results=False), "leaves out what tools answer"),
+        ({"role": "system", "content": "a"}, ChatForm(system=False), "leaves out system messages; say it as the user"),
+        ({"role": "developer", "content": "a"}, ChatForm(system=False, developer=False), "leaves out system messages"),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [call({})]},
+            ChatForm(calls_beside_text=False),
+            "leaves out calls of tools in a message with a text",
+        ),
     ],
 )
 def test_what_a_template_cannot_be_given(message: dict[str, Any], form: ChatForm, error: str) -> None:

@@ -166,3 +166,10 @@ def test_what_a_template_says_is_short() -> None:
         with pytest.raises(RequestError) as raised:
             render(source)
         assert len(str(raised.value)) < 1000
+
+
+def test_tools_that_would_be_left_out_are_refused() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {}, ChatForm(tools=False))
+    assert template.values(MESSAGES, tools=None)["tools"] is None
+    with pytest.raises(RequestError, match="tools: the model's chat template leaves them out"):
+        template.values(MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
