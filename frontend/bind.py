@@ -233,9 +233,9 @@ def _refuse_packed(checkpoint: Checkpoint, specs: dict[str, Any]) -> None:
         return
     name, kind = packed
     if kind == "LoRA":
-        raise UnsupportedError(f"{checkpoint.name}: {name}: a LoRA adapter; merge it into its model, and give that")
+        raise UnsupportedError(f"{checkpoint.name}: {name}: {unreadable.ADAPTER}")
     raise UnsupportedError(
-        f"{checkpoint.name}: {name}: a {kind} checkpoint, whose packed weights are not read yet; use the original,"
+        f"{checkpoint.name}: {name}: {unreadable.a(kind)} checkpoint, whose packed weights are not read yet; use the original,"
         " unquantized model"
     )
 

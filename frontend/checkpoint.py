@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from inferc.errors import ArtifactError, UnsupportedError
+from inferc.frontend.unreadable import ADAPTER, ADAPTER_CONFIG, a, is_lfs_pointer, lfs_pointer
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,11 @@ def weight_files(folder: Path, named: str | None = None) -> list[Path]:
     files = [single] if single.is_file() else _shards(index) if index.is_file() else []
     if not files:
         raise _no_weights(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ArtifactError(
+            f"{folder} holds {files[0].name}, and an adapter beside it ({ADAPTER_CONFIG}), which transformers would add where peft"
+            " is installed; expected one model: delete the adapter's files to use the weights as they are, or merge it into them"
+        )
     _warn_of_others(folder, files)
     return files
 
@@ -188,6 +194,8 @@ def _no_weights(folder: Path) -> ArtifactError | UnsupportedError:
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     shards = [name for name in others if SHARD.fullmatch(name)]
+    if (folder / ADAPTER_CONFIG).is_file():
+        return UnsupportedError(f"{folder}: no {SINGLE_NAME} but {ADAPTER_CONFIG}: {ADAPTER}")
     if shards:
         return ArtifactError(
             f"{folder}: {shards[0]} is there, and {INDEX_NAME}, which says what is in which file, is not; download it too"
@@ -228,6 +236,8 @@ def _warn_of_others(folder: Path, files: list[Path]) -> None:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, each within the file and of the size its shape wants."""
     size = path.stat().st_size
+    if is_lfs_pointer(path):
+        raise ArtifactError(lfs_pointer(path))
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -249,6 +259,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
+    if entry["dtype"] == "U32":
+        raise UnsupportedError(
+            f"{path}: tensor {name} is of dtype U32: {a('MLX')} checkpoint, whose packed weights are not read yet; use the"
+            " original, unquantized model"
+        )
     if entry["dtype"] not in DTYPES:
         raise UnsupportedError(f"{path}: tensor {name} is of dtype {entry['dtype']}; known: {', '.join(DTYPES)}")
     start, stop = entry["data_offsets"]

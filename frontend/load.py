@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferc.errors import ConfigError, UnsupportedError
+from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.frontend import sentencepiece_file, trace, unreadable
 from inferc.frontend.checkpoint import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
 from inferc.frontend.model_class import causal_class
@@ -158,7 +158,7 @@ def read_config(folder: Path) -> Any:
         raise UnsupportedError(
             f"{folder}: model_type {model_type} is not known to the installed transformers; upgrade it, or check config.json"
         )
-    _check_raw(raw, str(folder))
+    _refuse_quantized(raw, str(folder), folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a config class raises whatever its checks raise
@@ -170,21 +170,35 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def _check_raw(raw: dict[str, Any], where: str) -> None:
-    if raw.get("quantization_config"):
-        quantization = raw["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        if method == "mxfp4":  # its numbers are read as they are, in bfloat16
-            return
+def _refuse_quantized(raw: dict[str, Any], where: str, folder: Path | None = None) -> None:
+    """Raise UnsupportedError for a checkpoint whose config says that it is quantized; with its folder, what is in the files is told."""
+    facts = raw.get("quantization_config") or raw.get("quantization")
+    if not facts or (isinstance(facts, dict) and facts.get("quant_method") == "mxfp4"):
+        return  # mxfp4's numbers are read as they are, in bfloat16
+    name = "quantization_config" if raw.get("quantization_config") else "quantization"
+    if folder is not None and _has_whole_weights(folder, raw.get("transformers_weights")):
         raise UnsupportedError(
-            f"{where}: a {unreadable.quantized(str(method))} checkpoint (quantization_config in config.json), whose packed"
-            " weights are not read yet; use the original, unquantized model"
+            f"{where}: config.json calls it {unreadable.quantized(facts)} ({name}), and nothing in its files is packed; delete"
+            f" {name} from config.json, which merging an adapter leaves behind, to compile the weights as they are"
         )
+    raise UnsupportedError(
+        f"{where}: {unreadable.quantized(facts)} ({name} in config.json), whose packed weights are not read yet; use the"
+        " original, unquantized model"
+    )
+
+
+def _has_whole_weights(folder: Path, named: str | None) -> bool:
+    try:
+        tensors = read_folder(folder, named).tensors
+    except InfercError:
+        return False
+    is_whole = all(dtype.is_floating_point and dtype.itemsize > 1 for _, dtype in tensors.values())
+    return is_whole and unreadable.packed_tensor(tensors) is None
 
 
 def check_config(config: Any, raw: dict[str, Any], where: str) -> None:
     """Refuse by name what is not a text-only, attention-only, decoder-only model."""
-    _check_raw(raw, where)
+    _refuse_quantized(raw, where)
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{where}: {kind} is an encoder-decoder model; expected a decoder-only language model")

@@ -20,19 +20,19 @@ def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | Non
 
     A rope that depends on length is fixed as in `export_model`: it is what the compiled model promises.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.quantization_config import Mxfp4Config
 
     if checkpoint.folder is not None:
         packed = any(name.endswith("_blocks") for name in checkpoint.tensors)
         options = {"quantization_config": Mxfp4Config(dequantize=True)} if packed else {}
         with trace.quiet():
+            config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+            config._attn_implementation = _attention(
+                checkpoint
+            )  # given as an option, what config.json names goes before it
             model: Any = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder,
-                dtype=DTYPES[dtype],
-                local_files_only=True,
-                attn_implementation=_attention(checkpoint),
-                **options,
+                checkpoint.folder, config=config, dtype=DTYPES[dtype], local_files_only=True, **options
             )
         model.eval().requires_grad_(False)
     else:
@@ -42,8 +42,11 @@ def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | Non
 
 
 def _attention(checkpoint: Checkpoint) -> str | None:
-    """None lets transformers choose; the sdpa that its 5.17 chooses drops a softcap without a word."""
-    return "eager" if getattr(checkpoint.config, "attn_logit_softcapping", None) else None
+    """The one to ask for; None lets transformers choose. The sdpa that its 5.17 chooses drops a softcap without a word, and a config
+    may name one that needs a GPU."""
+    named = getattr(checkpoint.config, "_attn_implementation", None)
+    has_softcap = getattr(checkpoint.config, "attn_logit_softcapping", None)
+    return "eager" if has_softcap or named not in (None, "eager", "sdpa") else named
 
 
 def _copy_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

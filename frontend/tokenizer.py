@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,7 +23,8 @@ from inferc.frontend.tokenizer_source import NAMED, TOKENIZER_JSON, WithIds, fro
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_FILES = (TOKENIZER_JSON, *sentencepiece_file.FILES, "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = (TOKENIZER_JSON, *sentencepiece_file.FILES, "vocab.json", "vocab.txt", "tokenizer_config.json")
+OTHER_FILES = ("tekken.json", "*.tiktoken")  # of tokenizers that transformers reads only beside one of these
 
 
 def tokenizer_files(
@@ -41,7 +43,10 @@ def tokenizer_files(
     knows no text or makes token ids that the model does not have.
     """
     if tokenizer is None:
-        if checkpoint.folder is None or not any((checkpoint.folder / name).is_file() for name in TOKENIZER_FILES):
+        if checkpoint.folder is None:
+            return {}
+        if not any((checkpoint.folder / name).is_file() for name in TOKENIZER_FILES):
+            _warn_of_none(checkpoint.folder)
             return {}
         source = from_folder(checkpoint.folder)
     else:
@@ -66,6 +71,14 @@ def tokenizer_files(
         chats = [row["text"] for row in chat["vectors"]]
     warn_of_differences(source, checkpoint.name, chats)
     return files
+
+
+def _warn_of_none(folder: Path) -> None:
+    others = sorted(path.name for pattern in OTHER_FILES for path in folder.glob(pattern))
+    what = (
+        f"its tokenizer is {others[0]}, which is not read; expected tokenizer.json" if others else "it has no tokenizer"
+    )
+    log.warning("%s: %s: the artifact takes prompts of token ids alone, and gives no text", folder, what)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.frontend import sentencepiece_file, trace
+from inferc.frontend import sentencepiece_file, trace, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +192,8 @@ def _read_file(path: Path) -> Tokenizer:
 
 
 def _unreadable(folder: Path, error: Exception) -> ConfigError:
+    if pointers := [path for path in folder.glob("*.*") if path.is_file() and unreadable.is_lfs_pointer(path)]:
+        return ConfigError(unreadable.lfs_pointer(min(pointers)))
     reason = " ".join(str(error).split())[:200]
     return ConfigError(
         f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}); expected tokenizer.json, or"

@@ -17,6 +17,7 @@ QUANTIZED_NAMES = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "gptq": "GPTQ",
+    "mlx": "MLX",
 }
 # Parts of a tensor's name that only such checkpoints have, told apart from the top down.
 PACKED = (
@@ -35,16 +36,38 @@ FILES = {
     ".pth": "pickled weights, which can run any code",
     ".onnx": "an ONNX model",
 }
+ADAPTER = "a LoRA adapter; merge it into its model, and give that"
 FOLDER = "give a Hugging Face folder with config.json and model.safetensors"
 # Causal masks that the modules of old transformers versions stored, and a number that stood for minus infinity.
 OLD_MASK = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)(\.attention)?\.(bias|masked_bias|causal_mask)$")
 # Names of tensors that other tasks have beside the language model: a pooled text, the order of two sentences, classes.
-OTHER_HEAD = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.|^(classifier|score|qa_outputs)\.")
+# Classes also of texts that reinforcement learning judges by (`v_head`).
+OTHER_HEAD = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.|^(classifier|score|qa_outputs|v_head)\.")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
-def quantized(method: str) -> str:
-    """How a message calls the checkpoints of a `quant_method`."""
-    return QUANTIZED_NAMES.get(method.lower(), method)
+def quantized(facts: Any) -> str:
+    """How a message calls a checkpoint with this `quantization_config`: "a GPTQ checkpoint"."""
+    fields = facts if isinstance(facts, dict) else {"quant_method": facts}
+    usual = "mlx" if {"group_size", "bits"} <= fields.keys() else "quantized"
+    method = str(fields.get("quant_method", usual))
+    return f"{a(QUANTIZED_NAMES.get(method.lower(), method))} checkpoint"
+
+
+def a(name: str) -> str:
+    """A name behind its article; of capitals each is spoken."""
+    return f"{'an' if name[:1] in ('AEFHILMNORSX' if name[:2].isupper() else 'aeio') else 'a'} {name}"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is what git leaves in place of a large one where its extension is not installed."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def lfs_pointer(path: Path) -> str:
+    return f"{path} is a Git LFS pointer and not the file itself; fetch it: git lfs install, then git lfs pull"
 
 
 def packed_tensor(names: Iterable[str]) -> tuple[str, str] | None:
@@ -76,10 +99,8 @@ def folder_without_config(folder: Path) -> str:
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf:
         return f"{folder}: no config.json, and {gguf[0]} is {FILES['.gguf']}; give the Hugging Face folder that it was made from"
-    if "adapter_config.json" in names:
-        return (
-            f"{folder}: no config.json but adapter_config.json: a LoRA adapter; merge it into its model, and give that"
-        )
+    if ADAPTER_CONFIG in names:
+        return f"{folder}: no config.json but {ADAPTER_CONFIG}: {ADAPTER}"
     if "params.json" in names or "consolidated.safetensors" in names:
         return f"{folder}: no config.json but params.json: weights in their maker's own format; {FOLDER}"
     return f"{folder}: no config.json; expected a Hugging Face model folder"

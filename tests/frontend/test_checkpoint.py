@@ -85,6 +85,21 @@ def other_names(folder: Path) -> None:
     save_file({"a": torch.zeros(1)}, folder / "consolidated.safetensors")
 
 
+def adapter_beside_weights(folder: Path) -> None:
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    adapter_alone(folder)
+
+
+def adapter_alone(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+
+def lfs_pointer(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 134\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+
 def index_leaves_folder(folder: Path) -> None:
     save_file({"a": torch.zeros(1)}, folder.parent / "other.safetensors")
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
@@ -121,6 +136,17 @@ def damage(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         ),
         (index_gone, ArtifactError, r"model-00001-of-00002\.safetensors is there, and model\.safetensors\.index\.json"),
         (other_names, ArtifactError, r"found consolidated\.safetensors, expected model\.safetensors or"),
+        (
+            adapter_beside_weights,
+            ArtifactError,
+            r"holds model\.safetensors, and an adapter beside it \(adapter_config\.json\), .*; expected one model: delete",
+        ),
+        (adapter_alone, UnsupportedError, r"no model\.safetensors but adapter_config\.json: a LoRA adapter; merge it"),
+        (
+            lfs_pointer,
+            ArtifactError,
+            r"model\.safetensors is a Git LFS pointer and not the file itself; .*git lfs pull",
+        ),
         (index_leaves_folder, ArtifactError, r"lists \.\./other\.safetensors"),
         (pickled, UnsupportedError, r"pickled \(pytorch_model\.bin\).*convert"),
         (nothing, ArtifactError, "no model.safetensors"),
@@ -132,6 +158,7 @@ def damage(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         (damage(lambda data: data[:8] + b"!" + data[9:]), ArtifactError, "not a safetensors header"),
         (damage(lambda data: data.replace(b'"shape":[8]', b'"shape":[9]')), ArtifactError, "tensor a has 32 bytes"),
         (damage(lambda data: data.replace(b'"F32","shape":[8]', b'"Q4_","shape":[8]')), UnsupportedError, "dtype Q4_"),
+        (damage(lambda data: data.replace(b'"F32"', b'"U32"')), UnsupportedError, "dtype U32: an MLX checkpoint"),
     ],
 )
 def test_damage_is_refused(

@@ -61,11 +61,6 @@ def test_weights_that_the_config_names(tmp_path: Path) -> None:
         (VISION, UnsupportedError, r"gemma3 is multimodal \(.*vision_config"),
         ({"model_type": "mamba"}, UnsupportedError, "mamba has .*sequence state is not built"),
         ({"model_type": "qwen3_next", "num_hidden_layers": 4}, UnsupportedError, "linear_attention"),
-        (
-            {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
-            UnsupportedError,
-            r"a GPTQ checkpoint \(quantization_config in config.json\), whose packed weights are not read yet",
-        ),
         ({**LLAMA, "hidden_size": "wide"}, ConfigError, "not a valid llama config"),
     ],
 )
@@ -73,6 +68,46 @@ def test_config_refusals(config: object, error: type[InfercError], message: str,
     with pytest.raises(error, match=message) as caught:
         load(write(tmp_path, config))
     assert "\n" not in str(caught.value)
+
+
+QUANTIZED = [
+    (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "qweight",
+        "a GPTQ checkpoint",
+        "quantization_config",
+    ),
+    ({"quantization_config": {"quant_method": "fp8"}}, "weight_scale_inv", "an FP8 checkpoint", "quantization_config"),
+    ({"quantization_config": {"bits": 4}}, "qweight", "a quantized checkpoint", "quantization_config"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "scales", "an MLX checkpoint", "quantization"),
+]
+
+
+@pytest.mark.parametrize(("fields", "part", "what", "name"), QUANTIZED)
+def test_a_quantized_checkpoint_is_called_by_its_kind(
+    fields: dict[str, Any], part: str, what: str, name: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, {**LLAMA, **fields})
+    packed = {
+        f"model.layers.0.mlp.up_proj.{part}": torch.ones(2, 2),
+        "model.norm.weight": torch.zeros(2, dtype=torch.int32),
+    }
+    save_file(packed, folder / "model.safetensors")
+    with pytest.raises(
+        UnsupportedError, match=rf"{what} \({name} in config.json\), whose packed weights are not read yet"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize(("fields", "part", "what", "name"), QUANTIZED)
+def test_a_config_that_calls_whole_weights_quantized_is_told_so(
+    fields: dict[str, Any], part: str, what: str, name: str, tmp_path: Path
+) -> None:
+    """What merging an adapter into a quantized model leaves behind."""
+    with pytest.raises(
+        UnsupportedError, match=rf"calls it {what} \({name}\), and nothing in its files is packed; delete {name}"
+    ):
+        load(write(tmp_path, {**LLAMA, **fields}))
 
 
 def test_remote_code_is_not_needed_for_a_known_model(tmp_path: Path) -> None:

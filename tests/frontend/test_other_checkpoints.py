@@ -79,6 +79,7 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
         ("codegen", extended({"transformer.h.0.attn.causal_mask": MASK.bool()}), 1),
         # Heads of other tasks, as BERT's and embedding models' files have them.
         ("llama", extended({"model.pooler.dense.weight": torch.ones(8, 8), "score.weight": torch.ones(2, 64)}), 2),
+        ("llama", extended({"v_head.summary.weight": torch.ones(1, 64), "v_head.summary.bias": torch.ones(1)}), 2),
     ],
 )
 def test_what_transformers_loads_is_bound(
@@ -155,7 +156,7 @@ def test_a_bias_that_is_no_mask_is_not_ignored(tmp_path: Path) -> None:
         (
             extended({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.zeros(1, 1)}),
             UnsupportedError,
-            "up_proj.weight_scale_inv: a FP8 checkpoint",
+            "up_proj.weight_scale_inv: an FP8 checkpoint",
         ),
         (
             extended({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(4, 4)}),

@@ -1,5 +1,7 @@
 """The reference runner against `generate` of transformers."""
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -21,6 +23,15 @@ def test_greedy_is_generate(tiny_llama_folder: Path) -> None:
     logits = reference_logits(model, PROMPT)
     assert logits.dtype == torch.float32
     assert int(logits[-1].argmax()) == found[0]
+
+
+def test_an_attention_that_a_config_names_is_not_needed(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_llama_folder, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "_attn_implementation": "flash_attention_2"}))
+    model = reference_model(load(folder), "float32")
+    expected = reference_logits(reference_model(load(tiny_llama_folder), "float32"), PROMPT)
+    torch.testing.assert_close(reference_logits(model, PROMPT), expected)
 
 
 def test_a_module_is_copied(tiny_llama_folder: Path) -> None:

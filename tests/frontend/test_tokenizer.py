@@ -104,10 +104,37 @@ def test_damaged_tokenizer(folder: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_tokenizer(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (None, "it has no tokenizer: the artifact takes prompts of token ids alone, and gives no text"),
+        ("tekken.json", "its tokenizer is tekken.json, which is not read; expected tokenizer.json: the artifact takes"),
+        ("qwen.tiktoken", "its tokenizer is qwen.tiktoken, which is not read"),
+    ],
+)
+def test_no_tokenizer(folder: Path, other: str | None, message: str, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
+    if other is not None:
+        (folder / other).write_text("{}")
     assert tokenizer_files(load(folder)) == {}
+    assert f"{folder}: {message}" in caplog.text
+
+
+def test_a_tokenizer_that_git_has_not_fetched(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 134\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is a Git LFS pointer and not the file itself"):
+        tokenizer_files(load(folder))
+
+
+def test_a_vocabulary_of_one_token_a_line_is_read(folder: Path) -> None:
+    """As BERT's have it, and nothing beside it."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    edit(folder / "config.json", model_type="bert", is_decoder=True)
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nworld")
+    tokenizer = Tokenizer.from_str(tokenizer_files(load(folder))["tokenizer.json"].decode())
+    assert tokenizer.encode("hello world").tokens == ["[CLS]", "hello", "world", "[SEP]"]
 
 
 def test_a_vocabulary_larger_than_the_models(folder: Path) -> None:
