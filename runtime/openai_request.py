@@ -19,6 +19,7 @@ from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams, check_i
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
 MAX_PROMPTS = 2048  # of one request, as OpenAI has it
+MAX_VARIABLES = 16_384  # values in `chat_template_kwargs`: they go to the template's process as a whole
 
 # Fields that are SamplingParams by the same name.
 SAMPLING = (
@@ -171,6 +172,10 @@ def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: 
 def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template."""
     variables = body.get("chat_template_kwargs") or {}
+    if not _has_at_most(variables, MAX_VARIABLES):
+        raise RequestError(
+            f"chat_template_kwargs: it holds more than {MAX_VARIABLES} values; send what the template reads alone"
+        )
     for name in variables:
         if name in TEMPLATE_VARIABLES:
             raise RequestError(f"chat_template_kwargs: {name} is set by the request itself; leave it out")
@@ -178,6 +183,20 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     if (goes_on := body.get("add_generation_prompt")) is not None:
         options["add_generation_prompt"] = goes_on
     return options
+
+
+def _has_at_most(value: Any, count: int) -> bool:
+    """Whether JSON holds no more texts, numbers, lists and objects than that; no more of them are looked at."""
+    left: list[Any] = [value]
+    seen = 0
+    while left:
+        each = left.pop()
+        parts = each.values() if isinstance(each, Mapping) else each if isinstance(each, list) else ()
+        seen += len(parts)
+        if seen > count:
+            return False
+        left.extend(parts)
+    return True
 
 
 def _chat(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:

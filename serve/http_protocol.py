@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from typing import Any
 
@@ -12,12 +11,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from inferc.serve.access import OPEN
 from inferc.serve.connections import Connection
 from inferc.serve.http_edge import MAX_BODY_BYTES
+from inferc.serve.upgrades import Upgrades
 
 MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follows its body
 LOOK_SECONDS = 30.0  # a head must be whole by then, and what was closed must have been read
 MIN_BYTES = 16 << 10  # of a body that is not whole, or of an answer that is not read, from one look to the next
 MAX_PIPELINED = 16  # requests behind the one that is being answered
-UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)  # the header by which a client wishes for another protocol
 BEGINS_AT_BYTES = 16 << 10  # of a body: the application hears of the request by then, or when the body is whole
 
 
@@ -45,6 +44,7 @@ class Protocol(HttpToolsProtocol):
         self._num_head = 0  # bytes of the head, as far as the parser told of it
         self._num_unheard = 0  # bytes since the parser told of something whole
         self._num_body = 0  # bytes of the body since the last look
+        self._upgrades = Upgrades()
         self._held: tuple[Any, Any] | None = None  # what the application has not begun with, as it waits for the body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -62,7 +62,7 @@ class Protocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._num_unheard += len(data)
-        super().data_received(data if self._is_in_body else _without_upgrade(data))
+        super().data_received(data if self._is_in_body else self._upgrades.passed_over(data))
         if self._num_unheard > MAX_HEAD_BYTES and not self._is_deaf:
             self._refuse(b"431 Request Header Fields Too Large")
         self._count()
@@ -229,14 +229,3 @@ class Protocol(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         self.transport.close()
         self._watch()
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """A head, and what follows it, without the wish for another protocol, which a server may pass over.
-
-    `curl --http2` sends it ("h2c"), and the parser would take the body for that protocol's.
-    """
-    found = UPGRADE.search(data)
-    if found is None or b"\r\n\r\n" in data[: found.start() + 2]:
-        return data
-    return data[: found.start()] + b"\r\nx-upgrade:" + data[found.end() :]

@@ -357,7 +357,10 @@ class MetricsPage:
         models = self._models.served
         await asyncio.gather(*(self._refresh(model) for model in models))
         self._known = [Known(model, self._last.get(model.name, EngineStats())) for model in models]
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (ValueError, TypeError):  # of a version that is none
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     async def _refresh(self, model: ServedModel) -> None:

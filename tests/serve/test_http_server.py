@@ -154,6 +154,10 @@ def test_a_template_gets_variables(url: str, served: str) -> None:
     for name in ("messages", "tools"):
         error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
         assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
+    many = {"a": [[0.5] * 100] * 162}
+    assert request(url, CHAT, {**body, "chat_template_kwargs": many}).status == 200
+    error = request(url, CHAT, {**body, "chat_template_kwargs": {**many, "b": [{}] * 1000}}).error
+    assert error["message"].startswith("chat_template_kwargs: it holds more than 16384 values; send what the template")
 
 
 def test_a_conversation_is_tokenized_as_the_model_gets_it(url: str) -> None:

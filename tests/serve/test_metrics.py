@@ -213,6 +213,12 @@ def test_both_of_prometheus_formats(own: Server) -> None:
     assert "inferc_requests" in names and "inferc_time_to_first_token_seconds" in names
 
 
+@pytest.mark.parametrize("version", ["abc", "1.x", ""])
+def test_a_version_that_is_none_gets_the_plain_format(url: str, version: str) -> None:
+    reply = request(url, "/metrics", headers={"accept": f"application/openmetrics-text; version={version}"})
+    assert reply.status == 200 and "inferc_requests" in reply.body.decode()
+
+
 def test_other_names_only_where_they_are_asked_for(url: str) -> None:
     assert not any(name.startswith("vllm:") for name in page(url))
 
