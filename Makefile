@@ -83,14 +83,17 @@ unit: $(READY) $(CLIENTS)  ## the tests alone: make unit ARGS='tests/passes -x'
 
 # TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business. To compile the kernels of one
 # instruction set takes minutes here, which count as the time of the first test that asks for them.
+# What a sanitizer says before it ends a process is in a file: pytest keeps what a test writes, and loses it with the process.
 SANITIZED := --timeout 1800 tests/codegen/cpp
+REPORTS := out/sanitizer
 sanitize: $(READY)  ## the C++ under the address, undefined-behaviour and thread sanitizers
+	mkdir -p out; rm -f $(REPORTS).*
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
-	    $(PYTEST) -p sanitize --sanitize address $(SANITIZED) $(ARGS)
+	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:log_path=$(CURDIR)/$(REPORTS) UBSAN_OPTIONS=log_path=$(CURDIR)/$(REPORTS) \
+	    $(PYTEST) -p sanitize --sanitize address $(SANITIZED) $(ARGS) || { cat $(REPORTS).* >&2; exit 1; }
 	LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" \
-	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66 \
-	    $(PYTEST) -p sanitize --sanitize thread $(SANITIZED) $(ARGS)
+	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66:log_path=$(CURDIR)/$(REPORTS) \
+	    $(PYTEST) -p sanitize --sanitize thread $(SANITIZED) $(ARGS) || { cat $(REPORTS).* >&2; exit 1; }
 
 # Exactly the versions of the file: 5 GB with torch's build for CUDA. inferc itself is not installed.
 $(GPU_VENV)/.installed: constraints-gpu.txt

@@ -42,12 +42,12 @@ def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[dict[str, 
             if not _depends_on_length(str(kind)):
                 continue
             buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+            value = _frequencies(module, str(kind), layer_type, max_model_len, path)
             unscaled = _unscaled_length(module.config, str(kind), layer_type)
-            initial = _initial(model, path, buffer)
-            if "dynamic" in str(kind) and max_model_len <= unscaled and initial is not None:
+            initial = _initial(model, path, buffer) if "dynamic" in str(kind) else None
+            if initial is not None and max_model_len <= unscaled:
                 value = initial  # as transformers leaves them up to that length, whatever a class makes of its config
-            else:
-                value = _frequencies(module, str(kind), layer_type, max_model_len, path)
+            elif initial is not None:
                 _refuse_own_kind(module, str(kind), layer_type, unscaled, initial, path)
             overrides[f"{path}.{buffer}" if path else buffer] = value
             if "long_mscale" in (getattr(module.config, "rope_parameters", None) or {}):
@@ -120,12 +120,8 @@ def _initial(model: Any, path: str, buffer: str) -> Tensor | None:
     return None if found is None else found.detach().to("cpu", torch.float32, copy=True)
 
 
-def _refuse_own_kind(
-    module: Any, kind: str, layer_type: str | None, unscaled: int, initial: Tensor | None, path: str
-) -> None:
+def _refuse_own_kind(module: Any, kind: str, layer_type: str | None, unscaled: int, initial: Tensor, path: str) -> None:
     """Raise UnsupportedError for a class that has other dynamic frequencies than all: beyond `unscaled` tokens they would be lost."""
-    if "dynamic" not in kind or initial is None:
-        return
     if not torch.allclose(initial, _frequencies(module, kind, layer_type, unscaled, path), rtol=1e-5):
         raise UnsupportedError(
             f"{path}: {type(module).__name__} has a {kind} rope of its own, which this transformers leaves beyond {unscaled}"

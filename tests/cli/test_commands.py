@@ -121,7 +121,14 @@ def test_inspect(tiny_artifact: Path) -> None:
     assert group["bytes_per_token"] == found["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
     printed = run_inferc("inspect", tiny_artifact).stdout
     assert "kernels" in printed
-    assert found["chat"] == {"content": "text", "no_content": "absent", "tool_calls": None, "tool_results": True}
+    assert found["chat"] == {
+        "content": "text",
+        "no_content": "absent",
+        "tool_calls": None,
+        "tool_results": True,
+        **dict.fromkeys(("calls_beside_text", "system", "developer"), True),
+        "tools": False,
+    }
     assert "\nchat      content as text, no tool calls\n" in printed
     assert re.search(r"^  full +2 layers \(0-1\), 2 heads of 16, float32, 512 bytes a token$", printed, re.MULTILINE)
 

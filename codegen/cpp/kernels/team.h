@@ -113,7 +113,6 @@ struct Pool {
   Roster roster;             // of the thread that runs regions
   std::atomic<i64> lost{0};  // by the region's threads, microseconds
   u32 regions = 0;
-  bool closing = false;
   void (*work)(void*, int) = nullptr;
   void* context = nullptr;
   pthread_t* threads = nullptr;
@@ -121,14 +120,16 @@ struct Pool {
   alignas(64) std::atomic<int> arrived{0};
   Counter tickets[MAX_TICKETS];
 
-  // Who takes part in a region stands in the signal that starts it: a thread that did not may wake when it is over.
+  // Who takes part in a region stands in the signal that starts it, and nobody in the one that ends the pool: a thread that had
+  // no part may wake when the region is over and the next signal is there.
   static constexpr u32 MOST_THREADS = 1 << 12;
   static int threads_of(u32 started) { return int(started % MOST_THREADS); }
+  void signal(int num_threads) { start.raise_to(++regions * MOST_THREADS + u32(num_threads)); }
 
   void run(void (*function)(void*, int), void* data) {
     work = function;
     context = data;
-    if (roster.active > 1) start.raise_to(++regions * MOST_THREADS + u32(roster.active));
+    if (roster.active > 1) signal(roster.active);
     function(data, 0);
   }
 };
@@ -157,15 +158,14 @@ inline void* thread_main(void* data) {
   delete static_cast<Start*>(data);
   for (u32 seen = 0;;) {
     start.pool->start.wait_while(seen, start.tid < Pool::threads_of(seen) ? START_CYCLES : 0);
-    if (start.pool->closing) return nullptr;
     seen = start.pool->start.value.load(std::memory_order_acquire);
+    if (Pool::threads_of(seen) == 0) return nullptr;
     if (start.tid < Pool::threads_of(seen)) start.pool->work(start.pool->context, start.tid);
   }
 }
 
 inline void close_pool(Pool* pool) {
-  pool->closing = true;
-  pool->start.raise();
+  pool->signal(0);
   for (int i = 1; i < pool->count; ++i) pthread_join(pool->threads[i], nullptr);
   delete[] pool->threads;
   delete pool;

@@ -47,3 +47,10 @@ def test_any_number_of_the_threads_does_all_the_work(kernels: Kernels) -> None:
     kernels("test_regions", kernels.threads, 400, 50, handled, wrong)
     assert handled.tolist() == [400] * 50
     assert wrong.item() == 0
+
+
+def test_a_pool_ends_while_threads_that_had_no_part_still_wake(kernels: Kernels) -> None:
+    """They took the signal of the end for a region, or slept through it: under the thread sanitizer a race."""
+    come = torch.zeros(1, dtype=torch.int64)
+    kernels("test_closing", 300, 4, come)
+    assert come.item() == 300 * (1 + 2 + 3)

@@ -29,6 +29,20 @@ EXPORT void test_regions(void* threads, i64 regions, i64 items, i64* handled, i6
   }
 }
 
+// Pools that are closed behind a region in which not all threads had a part: how many regions a thread came to, in all.
+EXPORT void test_closing(i64 pools, i64 threads, i64* come) {
+  std::atomic<i64> members{0};
+  for (i64 i = 0; i < pools; ++i) {
+    Pool* pool = open_pool(int(threads));
+    for (int active = 1; active < threads; ++active) {
+      pool->roster.active = active;
+      on(pool, [&](Team&) { members += 1; });
+    }
+    close_pool(pool);
+  }
+  *come = members.load();
+}
+
 // What each of two threads has lost of a region in which thread 0 is busy for so long, or waits for what is not here.
 EXPORT void test_waiting(void* threads, i64 ms, i64 elsewhere, double* lost) {
   on(threads, [&](Team& t) {
