@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from families import FAMILIES
+from families import FAMILIES, skip_without
 from gpu_families import REFUSED
 from tiny_checkpoints import tiny_checkpoint, with_every_kind
 
@@ -60,6 +60,7 @@ def lowered(name: str, quantize: str | None = None) -> CudaStep:
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_every_op_of_a_family_has_a_kernel(name: str) -> None:
+    skip_without(FAMILIES[name], name)
     if name in REFUSED:
         with pytest.raises(UnsupportedError, match=REFUSED[name]):
             lowered(name)
