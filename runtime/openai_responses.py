@@ -221,12 +221,6 @@ class ResponseHead:
             "content": list(content),
         }
 
-    def whole(self, answer: Answer, token: TokenOf) -> dict[str, Any]:
-        """The response that is over."""
-        (output,) = answer.outputs
-        status = status_of(output)
-        return self.response(status, [self.message(status, [text_part(output, token)])], answer)
-
 
 def status_of(output: CompletionOutput) -> State:
     return "incomplete" if output.finish_reason == "length" else "completed"

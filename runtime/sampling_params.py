@@ -97,7 +97,8 @@ class SamplingParams:
     @property
     def num_listed(self) -> int:
         """Entries of its lists of token ids: what it takes beyond its prompt to hold it."""
-        return len(self.stop_token_ids) + len(self.allowed_token_ids) + len(self.banned_token_ids)
+        lists = (self.stop_token_ids, self.allowed_token_ids, self.banned_token_ids, self.logit_bias)
+        return sum(map(len, lists))
 
     def _check_numbers(self) -> None:
         check_integer("n", self.n, 1, MAX_N)

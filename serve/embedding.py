@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from inferc.errors import RequestError
 from inferc.runtime.sampling_params import check_integer
+from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import ServedModel
 
 MAX_INPUTS = 2048
@@ -37,7 +38,8 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
             model.check_length(len(each), room=0)
     of_texts = iter(await model.encode_all([each for each in inputs if isinstance(each, str)]))
     ids = [next(of_texts) if isinstance(each, str) else each for each in inputs]
-    values = np.stack([np.array(each, np.float32) for each in await model.embed(ids)])
+    rows = await model.embed(ids)
+    values = await in_text_thread(lambda: np.stack([np.array(each, np.float32) for each in rows]))
     if dimensions is not None:
         if dimensions > values.shape[1]:
             raise RequestError(f"dimensions is {dimensions}; the model's vectors have {values.shape[1]}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -14,44 +11,37 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from inferc.errors import ConfigError
-from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
-from inferc.serve.access import CALLER, Access, secret_of
-from inferc.serve.admission import ARRIVED_AT, WITHIN
+from inferc.serve.access import Access
+from inferc.serve.grpc_answers import Answer, as_bytes
+from inferc.serve.grpc_edge import MAX_MESSAGE_BYTES, SMALL_BYTES, Arrivals, Context, Edge, Ended
+from inferc.serve.grpc_health import HealthService, ReflectionService
 from inferc.serve.grpc_messages import read
 from inferc.serve.inference_service import InferenceService
 from inferc.serve.kserve_service import KServeService
 from inferc.serve.models import Models
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
-from inferc.serve.statuses import told
-from inferc.serve.trace_context import note_trace
-
-log = logging.getLogger(__name__)
 
 INFERENCE: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["InferenceService"]
 KSERVE: ServiceDescriptor = kserve_pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+HEALTH: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
+REFLECTION: ServiceDescriptor = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 SERVICE = INFERENCE.full_name
-# The services that health speaks of; "" is the whole server.
-REPORTED = ("", SERVICE, KSERVE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-# Methods that need no key: what probes ask. Methods that need a key with admin: those that change what is served, and
-# those that tell what others asked.
-OPEN = frozenset(("ServerLive", "ServerReady"))
-FOR_ADMINS = frozenset(
-    (
-        *("LoadModel", "UnloadModel", "SleepModel", "WakeModel", "SubscribeKvEvents"),
-        *("RepositoryModelLoad", "RepositoryModelUnload"),
-    )
-)
-MAX_MESSAGE_BYTES = 32 << 20  # of a request, which gRPC copies on the event loop; a million tokens are a fifth
+SERVICES = (SERVICE, KSERVE.full_name, HEALTH.full_name, REFLECTION.full_name)
 MAX_METADATA_BYTES = 64 << 10  # of a call
-LATE_SECONDS = 0.1  # before its deadline here, a call that its client ends is one whose deadline is over there
+MAX_STREAMS = 4096  # calls of a connection at the same time: four times as many as sequences
+WINDOW_BYTES = 16 << 10  # what is held of a call that is not read; more of a message comes once it is
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.server.max_pending_requests", MAX_STREAMS),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # it would make of the window megabytes
     # Between the two gRPC refuses some calls and not others; these are the same for all, and as much as HTTP's.
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
@@ -63,9 +53,8 @@ OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Run: TypeAlias = Callable[[Any], Any]
-Ended: TypeAlias = Callable[[str, str], None]
+Handler: TypeAlias = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 
 
 class GrpcServer:
@@ -85,7 +74,7 @@ class GrpcServer:
         """credentials: of TLS. max_connections: at the same time, others are closed at once; None: any number."""
         more = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
         self._server = grpc.aio.server(options=[*OPTIONS, *more])
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+        self._health = HealthService(("", *SERVICES))  # "" is the whole server
         address = f"[{host}]" if ":" in host else host
         try:
             if credentials is None:
@@ -102,68 +91,72 @@ class GrpcServer:
 
     async def start(self, models: Models, access: Access, ended: Ended = lambda method, code: None) -> None:
         """ended: hears of every call that is over, by method and status code."""
-        for service, methods in ((INFERENCE, InferenceService(models)), (KSERVE, KServeService(models))):
-            self._server.add_generic_rpc_handlers((_handlers(service, methods, access, ended),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(REPORTED[1:], self._server)
+        # Who needs no key is in nobody's way who has one.
+        keyed, keyless = Arrivals(), Arrivals(SMALL_BYTES)
+
+        def handled(method: MethodDescriptor, run: Run) -> grpc.RpcMethodHandler[Any, Any]:
+            edge = Edge(method, access, ended, keyed, keyless)
+            # To gRPC all are of streams, on which a single message looks the same: so it is read here, after the key.
+            return grpc.stream_stream_rpc_method_handler(_handler(method, run, edge))
+
+        for service, methods in (
+            (INFERENCE, InferenceService(models)),
+            (KSERVE, KServeService(models)),
+            (HEALTH, self._health),
+            (REFLECTION, ReflectionService(SERVICES)),
+        ):
+            # Every method of a service, by the method of `methods` that has its name in lower case.
+            handlers = {each.name: handled(each, getattr(methods, _snake_case(each.name))) for each in service.methods}
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         await self._server.start()
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """What health says from now on, to those who watch it too."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in REPORTED:
-            await self._health.set(name, status)
+        self._health.set_serving(serving)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, give running ones this long, then cut them off."""
         await self._server.stop(grace_seconds)
 
 
-def _handlers(
-    service: ServiceDescriptor, methods: object, access: Access, ended: Ended
-) -> grpc.GenericRpcHandler[Any, Any]:
-    """Every method of a service, by the method of `methods` that has its name in lower case."""
-    handlers = {
-        method.name: _handler(method, getattr(methods, _snake_case(method.name)), _Edge(method, access, ended))
-        for method in service.methods
-    }
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
-
-
-def _handler(method: MethodDescriptor, run: Run, edge: _Edge) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(method: MethodDescriptor, run: Run, edge: Edge) -> Handler:
     kind: type[Message] = GetMessageClass(method.input_type)
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_both_streaming(kind, run, edge), response_serializer=_serialize)
+        return _both_streaming(kind, run, edge)
     if method.server_streaming:
         # Headers go out before the first event, which may be long in coming.
-        greets = method.name == "SubscribeKvEvents"
-        return grpc.unary_stream_rpc_method_handler(_streaming(kind, run, edge, greets), response_serializer=_serialize)
-    return grpc.unary_unary_rpc_method_handler(_unary(kind, run, edge), response_serializer=_serialize)
+        return _streaming(kind, run, edge, greets=method.name == "SubscribeKvEvents")
+    return _unary(kind, run, edge)
 
 
 def _snake_case(name: str) -> str:
     return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")
 
 
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
+def _unary(kind: type[Message], run: Callable[[Any], Awaitable[Answer]], edge: Edge) -> Handler:
+    async def answer(context: Context) -> bytes:
+        async with edge.message(context) as data:
+            return as_bytes(await run(await read(kind, data)))
 
-
-def _unary(
-    kind: type[Message], run: Callable[[Any], Awaitable[Message]], edge: _Edge
-) -> Callable[[bytes, Context], Awaitable[Message]]:
-    async def handler(data: bytes, context: Context) -> Message:
+    async def handler(_: AsyncIterator[bytes], context: Context) -> None:
         async with edge.around(context):
-            return await run(await read(kind, data))
+            await context.write(await answer(context))
 
     return handler
 
 
 def _streaming(
-    kind: type[Message], run: Callable[[Any], AsyncGenerator[Message, None]], edge: _Edge, greets: bool
-) -> Callable[[bytes, Context], Awaitable[None]]:
-    async def handler(data: bytes, context: Context) -> None:
-        async with edge.around(context), aclosing(run(await read(kind, data))) as messages:
+    kind: type[Message],
+    run: Callable[[Any], AsyncGenerator[Answer, None]],
+    edge: Edge,
+    greets: bool,
+) -> Handler:
+    async def handler(_: AsyncIterator[bytes], context: Context) -> None:
+        async with (
+            edge.around(context),
+            edge.message(context) as data,
+            aclosing(run(await read(kind, data))) as messages,
+        ):
             if greets:
                 await context.send_initial_metadata(())
             await _write(messages, context)
@@ -172,76 +165,22 @@ def _streaming(
 
 
 def _both_streaming(
-    kind: type[Message], run: Callable[[AsyncIterator[Any]], AsyncGenerator[Message, None]], edge: _Edge
-) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+    kind: type[Message],
+    run: Callable[[AsyncIterator[Any]], AsyncGenerator[Answer, None]],
+    edge: Edge,
+) -> Handler:
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
             yield await read(kind, data)
 
     async def handler(requests: AsyncIterator[bytes], context: Context) -> None:
-        async with edge.around(context), aclosing(run(parsed(requests))) as messages:
+        async with edge.around(context), aclosing(run(parsed(edge.messages(context, requests)))) as messages:
             await _write(messages, context)
 
     return handler
 
 
-async def _write(messages: AsyncIterator[Message], context: Context) -> None:
+async def _write(messages: AsyncIterator[Answer], context: Context) -> None:
     async for message in messages:
         # Waits while the client does not read; the stream behind `messages` gathers what comes meanwhile.
-        await context.write(message)
-
-
-class _Edge:
-    """Around every call of a method: who calls is known, errors become a status, and `ended` hears of it."""
-
-    def __init__(self, method: MethodDescriptor, access: Access, ended: Ended) -> None:
-        self._method, self._access, self._ended = method.full_name, access, ended
-        self._is_open, self._is_for_admins = method.name in OPEN, method.name in FOR_ADMINS
-
-    @asynccontextmanager
-    async def around(self, context: Context) -> AsyncIterator[None]:
-        code = "CANCELLED"  # unless one of the ends below is reached
-        try:
-            ARRIVED_AT.set(time.monotonic())
-            REQUEST_ID.set(_header(context, "x-request-id"))
-            metadata = context.invocation_metadata() or ()
-            note_trace((name, value) for name, value in metadata if isinstance(value, str))
-            if not self._is_open:
-                caller = self._access.caller(_secret(context))
-                if self._is_for_admins:
-                    caller.check_admin()
-                CALLER.set(caller)
-                WITHIN.set(context.time_remaining())
-            yield
-            code = "OK"
-        except asyncio.CancelledError:
-            left = context.time_remaining()
-            if left is not None and left < LATE_SECONDS:
-                code = "DEADLINE_EXCEEDED"
-            raise
-        except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
-            found = told(error)
-            code = found.status.grpc
-            after = found.retry_after
-            trailing = () if after is None else (("retry-after", f"{after:g}"),)
-            await context.abort(grpc.StatusCode[code], found.message, trailing)
-        finally:
-            self._ended(self._method, code)
-
-
-def _header(context: Context, name: str) -> str:
-    """What a client says of a call in a word, if it is one."""
-    for key, value in context.invocation_metadata() or ():
-        if key == name and isinstance(value, str) and REQUEST_ID_FORM.fullmatch(value):
-            return value
-    return ""
-
-
-def _secret(context: Context) -> str | None:
-    """The API key that came with a call."""
-    for name, value in context.invocation_metadata() or ():
-        if name == "authorization" and isinstance(value, str):
-            return secret_of(value)
-        if name == "x-api-key" and isinstance(value, str):
-            return value
-    return None
+        await context.write(as_bytes(message))

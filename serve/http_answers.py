@@ -15,14 +15,11 @@ from inferc.runtime.openai_request import OpenAIRequest
 from inferc.serve.http_edge import ClientLeft, Receive, Scope, Send, while_client_waits
 from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import ServedModel
-from inferc.serve.openai_answering import Answering
+from inferc.serve.openai_answering import MANY_TOLD, Answering
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}
 }
-
-
-MANY_TOLD = 1 << 12  # tokens that an answer tells of: some milliseconds
 
 
 class Json(Response):
@@ -68,13 +65,10 @@ def _whole(form: Form, answering: Answering, answers: list[Answer]) -> Json:
     return Json(form.whole(answering, answers))
 
 
-def _num_told(request: OpenAIRequest, answers: list[Answer]) -> int:
+def _num_told(answering: Answering, answers: list[Answer]) -> int:
     """About how many tokens an answer tells of, those that are told as likely ones included."""
-    prompts, outputs = 0, 0
-    for answer in answers:
-        prompts += answer.prompt_tokens if answer.prompt is not None else 0
-        outputs += sum(len(output.token_ids) for output in answer.outputs)
-    return prompts * (1 + (request.prompt_logprobs or 0)) + outputs * (1 + (request.params.logprobs or 0))
+    outputs = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+    return answering.num_entries + outputs * (1 + (answering.params.logprobs or 0))
 
 
 async def answered(
@@ -93,7 +87,7 @@ async def answered(
             if not is_streamed:
                 answers = await answering.answers()
                 make = partial(_whole, form, answering, answers)
-                return make() if _num_told(request, answers) <= MANY_TOLD else await in_text_thread(make)
+                return make() if _num_told(answering, answers) <= MANY_TOLD else await in_text_thread(make)
             events = form.events(answering)
             first = await anext(events)
         is_handed_over = True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import closing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, closing
 
 from inferc import __version__
 from inferc.errors import RequestError
@@ -13,7 +13,8 @@ from inferc.runtime.sampling_params import changed
 from inferc.runtime.step import Logprobs
 from inferc.serve import protocol, text_calls
 from inferc.serve.access import CALLER
-from inferc.serve.embedding import embed
+from inferc.serve.embedding import Vectors, embed
+from inferc.serve.grpc_answers import Answer, joined, pieces
 from inferc.serve.kv_events import EventsOff
 from inferc.serve.models import ModelEntry, Models, ServedModel
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -28,17 +29,49 @@ class InferenceService:
 
     # ------------------------------------------------------------------------------------------- generating
 
-    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[Answer, None]:
+        async with aclosing(self._answers(request)) as answers:
+            async for response, rows in answers:
+                if rows:
+                    yield await joined(_with_prompt(response, rows), _num_entries(rows))
+                else:
+                    yield response
+
+    async def complete(self, request: pb.GenerateRequest) -> Answer:
+        answer = pb.CompleteResponse()
+        outputs: dict[int, pb.Completion] = {}
+        texts: dict[int, list[str]] = {}
+        rows: list[Logprobs] = []
+        async with aclosing(self._answers(request)) as answers:
+            async for response, prompt_rows in answers:
+                output = outputs.setdefault(response.index, pb.Completion())
+                texts.setdefault(response.index, []).append(response.text)
+                output.token_ids.extend(response.token_ids)
+                output.logprobs.extend(response.logprobs)
+                output.finish_reason = response.finish_reason
+                rows += prompt_rows
+                answer.request_id = response.request_id
+                if response.HasField("usage"):
+                    answer.usage.CopyFrom(response.usage)
+        for index, output in outputs.items():
+            output.text = "".join(texts[index])
+        num_entries = answer.usage.output_tokens * (1 + request.sampling.logprobs) + _num_entries(rows)
+        return await joined(_whole(answer, [output for _, output in sorted(outputs.items())], rows), num_entries)
+
+    async def _answers(
+        self, request: pb.GenerateRequest
+    ) -> AsyncGenerator[tuple[pb.GenerateResponse, list[Logprobs]], None]:
+        """What comes piece by piece, the first with the rows of the prompt's tokens where they are asked for."""
         model = self.models.get(request.model)
         engine = model.engine
         defaults = CALLER.get().limits.defaults(engine.facts.defaults)
         params = changed(protocol.sampling_params(request.sampling, defaults), tap=request.tap)
         model.check_open(params)  # before the work that a prompt is
         prompt = await self._prompt(model, request)
-        prompt_logprobs: list[Logprobs] = []
+        rows: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
             name = protocol.request_id(request)
-            prompt_logprobs = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
+            rows = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
         running = params.n
         # Closed also when the client went away or its deadline passed: the blocks come free at once.
@@ -48,39 +81,17 @@ class InferenceService:
                 running -= piece.finish_reason is not None
                 usage.cached_tokens = stream.num_cached
                 usage.forgotten_tokens = sum(stream.num_forgotten.values())
-                response = _response(stream.request_id, piece, None if running else usage)
-                if prompt_logprobs:
-                    response.prompt_logprobs.extend(protocol.logprobs(prompt_logprobs))
-                    prompt_logprobs = []
-                yield response
+                yield _response(stream.request_id, piece, None if running else usage), rows
+                rows = []
 
-    async def complete(self, request: pb.GenerateRequest) -> pb.CompleteResponse:
-        answer = pb.CompleteResponse()
-        outputs: dict[int, pb.Completion] = {}
-        texts: dict[int, list[str]] = {}
-        async for message in self.generate(request):
-            output = outputs.setdefault(message.index, pb.Completion())
-            texts.setdefault(message.index, []).append(message.text)
-            output.token_ids.extend(message.token_ids)
-            output.logprobs.extend(message.logprobs)
-            output.finish_reason = message.finish_reason
-            answer.prompt_logprobs.extend(message.prompt_logprobs)
-            answer.request_id = message.request_id
-            if message.HasField("usage"):
-                answer.usage.CopyFrom(message.usage)
-        for index, output in sorted(outputs.items()):
-            output.text = "".join(texts[index])
-            answer.outputs.append(output)
-        return answer
-
-    async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+    async def score(self, request: pb.ScoreRequest) -> Answer:
         model = self.models.get(request.model)
         top = protocol.num_top(request, "top_logprobs", 1)
         ids = await self._prompt(model, request)
-        score = await model.score(ids, top, protocol.request_id(request), request.cache_salt)
-        return pb.ScoreResponse(token_ids=ids, logprobs=protocol.logprobs(score.rows))
+        rows = (await model.score(ids, top, protocol.request_id(request), request.cache_salt)).rows
+        return await joined(_scores(ids, rows), len(ids) + _num_entries(rows))
 
-    async def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
+    async def embed(self, request: pb.EmbedRequest) -> Answer:
         model = self.models.get(request.model)
         inputs: list[str | list[int]] = []
         for number, each in enumerate(request.inputs):
@@ -91,10 +102,7 @@ class InferenceService:
                 model.check_length(len(each.token_ids.ids), room=0)
             inputs.append(each.text if kind == "text" else list(each.token_ids.ids))
         vectors = await embed(model, inputs, request.dimensions if request.HasField("dimensions") else None)
-        return pb.EmbedResponse(
-            embeddings=[pb.Embedding(values=row) for row in vectors.values.tolist()],
-            usage=pb.Usage(prompt_tokens=vectors.num_tokens),
-        )
+        return await joined(_embeddings(vectors), vectors.values.size)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         caller = CALLER.get()
@@ -104,7 +112,7 @@ class InferenceService:
 
     # ------------------------------------------------------------------------------------------------- text
 
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    async def tokenize(self, request: pb.TokenizeRequest) -> Answer:
         model = self.models.get(request.model)
         if request.WhichOneof("prompt") == "chat":
             ids = await text_calls.tokenize_chat(model, protocol.chat_messages(request.chat))
@@ -113,15 +121,16 @@ class InferenceService:
             ids = await text_calls.tokenize(model, request.text, special)
         else:
             raise RequestError("the request has no prompt; set text or chat")
-        return pb.TokenizeResponse(token_ids=ids)
+        return await joined((pb.TokenizeResponse(token_ids=part) for part in pieces(ids)), len(ids))
 
-    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+    async def detokenize(self, request: pb.DetokenizeRequest) -> Answer:
         model = self.models.get(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
 
-        def made() -> pb.DetokenizeResponse:
+        def made() -> bytes:
             text = model.decode(request.token_ids, skip)
-            return pb.DetokenizeResponse(text=text, raw=b"".join(map(model.engine.text.token_bytes, request.token_ids)))
+            raw = b"".join(map(model.engine.text.token_bytes, request.token_ids))
+            return pb.DetokenizeResponse(text=text, raw=raw).SerializeToString()
 
         return await text_calls.detokenize(model, request.token_ids, made)
 
@@ -241,3 +250,43 @@ def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.Gener
         finish_reason=protocol.FINISH_REASONS[piece.finish_reason],
         usage=usage,
     )
+
+
+# -------------------------------------------------------------------------------------- answers of many entries
+
+
+def _num_entries(rows: Sequence[Logprobs]) -> int:
+    return len(rows) * (1 + len(rows[0].top)) if rows else 0
+
+
+def _rows(rows: Sequence[Logprobs]) -> Iterator[list[pb.TokenLogprobs]]:
+    return (protocol.logprobs(part) for part in pieces(rows, 1 + len(rows[0].top) if rows else 1))
+
+
+def _with_prompt(response: pb.GenerateResponse, rows: Sequence[Logprobs]) -> Iterator[pb.GenerateResponse]:
+    yield response
+    for part in _rows(rows):
+        yield pb.GenerateResponse(prompt_logprobs=part)
+
+
+def _whole(
+    answer: pb.CompleteResponse, outputs: Sequence[pb.Completion], rows: Sequence[Logprobs]
+) -> Iterator[pb.CompleteResponse]:
+    yield answer
+    for output in outputs:
+        yield pb.CompleteResponse(outputs=[output])
+    for part in _rows(rows):
+        yield pb.CompleteResponse(prompt_logprobs=part)
+
+
+def _scores(ids: Sequence[int], rows: Sequence[Logprobs]) -> Iterator[pb.ScoreResponse]:
+    for part in pieces(ids):
+        yield pb.ScoreResponse(token_ids=part)
+    for of_part in _rows(rows):
+        yield pb.ScoreResponse(logprobs=of_part)
+
+
+def _embeddings(vectors: Vectors) -> Iterator[pb.EmbedResponse]:
+    for row in vectors.values:
+        yield pb.EmbedResponse(embeddings=[pb.Embedding(values=row.tolist())])
+    yield pb.EmbedResponse(usage=pb.Usage(prompt_tokens=vectors.num_tokens))

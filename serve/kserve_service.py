@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,17 @@ import numpy as np
 from inferc import __version__
 from inferc.errors import InfercError, RequestError, shown
 from inferc.json_text import parse_json
-from inferc.runtime.openai_request import MAX_PROMPTS, logit_bias_of
+from inferc.runtime.openai_request import MAX_PROMPTS, OpenAIRequest, logit_bias_of
 from inferc.runtime.sampling_params import SamplingParams, from_request
 from inferc.serve.access import CALLER
 from inferc.serve.admission import ARRIVED_AT
+from inferc.serve.grpc_answers import Answer, joined
 from inferc.serve.inference_service import engine_stats, reason_of
 from inferc.serve.models import ModelEntry, Models, NotServed, ServedModel
+from inferc.serve.openai_answering import Answering
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.statuses import told
-from inferc.serve.streams import Piece
-from inferc.serve.waiting import deadline, gather
+from inferc.serve.waiting import deadline
 
 VERSION = "1"
 PLATFORM = "inferc"
@@ -69,21 +70,15 @@ class _Work:
     marks_end: bool  # a stream's last response is empty, and says that it is the last
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Answer:
-    """Of one prompt, whole or what is new of it."""
+    """Of one prompt, whole or what is new of it; num_output_tokens: so far."""
 
     num_input_tokens: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    num_output_tokens: int = 0
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.token_ids += piece.token_ids
-        self.finish_reason = piece.finish_reason or ""
-        self.num_output_tokens += len(piece.token_ids)
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str
+    num_output_tokens: int
 
 
 class KServeService:
@@ -206,11 +201,12 @@ class KServeService:
 
     # -------------------------------------------------------------------------------------------- inference
 
-    async def model_infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    async def model_infer(self, request: pb.ModelInferRequest) -> Answer:
         work = self._work(request)
         async with deadline(work.timeout):
-            answers = await gather(_whole(work, prompt) for prompt in work.prompts)
-        return _response(work, answers)
+            answers = await _whole(work)
+        num_entries = sum(len(answer.token_ids) for answer in answers)
+        return await joined((_response(work, each) for each in [answers]), num_entries)
 
     async def model_stream_infer(
         self, requests: AsyncIterator[pb.ModelInferRequest]
@@ -261,15 +257,10 @@ class KServeService:
         params = from_request(values, CALLER.get().limits.defaults(model.engine.facts.defaults))
         if params.n != 1:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
-        prompts = _prompts(inputs)
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                model.check_length(len(prompt))
-        model.check_open(params, len(prompts))
         return _Work(
             id=request.id,
             model=model,
-            prompts=prompts,
+            prompts=_prompts(inputs),
             params=params,
             streams=_flag(inputs, "stream", False),
             echoes=not _flag(inputs, "exclude_input_in_output", True),
@@ -302,7 +293,7 @@ async def _next(
 async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]:
     """Of one request of a stream."""
     if not work.streams:
-        response = _response(work, await gather(_whole(work, prompt) for prompt in work.prompts))
+        response = _response(work, await _whole(work))
         response.parameters["triton_final_response"].bool_param = not work.marks_end
         yield response
     else:
@@ -321,32 +312,43 @@ async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]
 
 
 async def _pieces(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answer, None]:
-    ids = await work.model.encode(prompt) if isinstance(prompt, str) else prompt
-    count, is_first = 0, True
-    with closing(work.model.open(ids, work.params)) as stream:
+    model = work.model
+    model.check_open(work.params)
+    if not isinstance(prompt, str):
+        model.check_length(len(prompt))
+    ids = await model.encode(prompt) if isinstance(prompt, str) else prompt
+    count, text = 0, _echoed(work, prompt)
+    with closing(model.open(ids, work.params)) as stream:
         async for piece in stream:
-            answer = _Answer(len(ids))
-            if is_first and work.echoes:
-                answer.text = prompt if isinstance(prompt, str) else work.model.decode(prompt)
-            is_first = False
-            answer.add(piece)
             count += len(piece.token_ids)
-            answer.num_output_tokens = count
-            yield answer
+            yield _Answer(len(ids), text + piece.text, piece.token_ids, piece.finish_reason or "", count)
+            text = ""
 
 
-async def _whole(work: _Work, prompt: str | list[int]) -> _Answer:
-    whole: _Answer | None = None
-    async with aclosing(_pieces(work, prompt)) as pieces:
-        async for piece in pieces:
-            if whole is None:
-                whole = piece
-            else:
-                whole.text += piece.text
-                whole.token_ids += piece.token_ids
-                whole.finish_reason, whole.num_output_tokens = piece.finish_reason, piece.num_output_tokens
-    assert whole is not None, "a stream ends with a piece"
-    return whole
+async def _whole(work: _Work) -> list[_Answer]:
+    """Of each prompt all of its answer."""
+    request = OpenAIRequest("completion", tuple(work.prompts), {}, params=work.params)
+    with closing(Answering(work.model, request)) as answering:
+        await answering.start()
+        answers = await answering.answers()
+    return [
+        _Answer(
+            answer.prompt_tokens,
+            _echoed(work, prompt) + output.text,
+            output.token_ids,
+            output.finish_reason or "",
+            len(output.token_ids),
+        )
+        for prompt, answer in zip(work.prompts, answers, strict=True)
+        for output in answer.outputs
+    ]
+
+
+def _echoed(work: _Work, prompt: str | list[int]) -> str:
+    """The text of a prompt where it comes before its answer."""
+    if not work.echoes:
+        return ""
+    return prompt if isinstance(prompt, str) else work.model.decode(prompt)
 
 
 # ------------------------------------------------------------------------------------------------- tensors

@@ -11,18 +11,42 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from inferc.errors import RequestError
+from inferc.serve.streams import QueueFull
 
 Result = TypeVar("Result")
 
 # Longer than any prompt of most models, so that texts can be counted before they are cut; some seconds of one core.
 MAX_CHARACTERS = 4 << 20
 CHARACTERS_OF_TOKEN = 8  # a prompt of a model that takes more than a million tokens may be longer
+MAX_WAITING = 1024  # texts, as many as a model has sequences
 _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), "inferc-text")
 
 
 async def in_text_thread(make: Callable[[], Result]) -> Result:
     """What `make` makes, and raises, on one of these threads."""
     return await asyncio.get_running_loop().run_in_executor(_POOL, copy_context().run, make)
+
+
+class Turns:
+    """A thread for what is no prompt: one text at a time, as one of 4 Mi characters takes gigabytes while it is tokenized, and no prompt
+    waits behind them."""
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self._pool = ThreadPoolExecutor(1, "inferc-turns")
+        self._num_waiting, self._max_waiting = 0, max_waiting
+
+    async def run(self, make: Callable[[], Result]) -> Result:
+        """What `make` makes, and raises, on the thread. Who is cancelled gives up the turn. Raises QueueFull where too many wait."""
+        if self._num_waiting >= self._max_waiting:
+            raise QueueFull(f"{self._num_waiting} texts wait to be turned into tokens or back; come back later")
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, make)
+        finally:
+            self._num_waiting -= 1
+
+
+BY_TURNS = Turns()
 
 
 def check_characters(count: int, max_model_len: int) -> None:

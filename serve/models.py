@@ -32,7 +32,7 @@ from inferc.serve.artifact_watch import ArtifactWatch
 from inferc.serve.async_engine import CLOSED, MAX_SEQUENCES, UNLOAD, AsyncEngine, State
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
-from inferc.serve.long_texts import check_characters, in_text_thread, num_characters
+from inferc.serve.long_texts import BY_TURNS, check_characters, in_text_thread, num_characters
 from inferc.serve.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.rendering import Rendering
 from inferc.serve.streams import EngineUnavailable, ModelFacts, Stream
@@ -203,7 +203,7 @@ class ServedModel:
         is_prompt: refuse a text that the model could not take.
         """
         limit = self.engine.facts.max_model_len if is_prompt else None
-        return await _beside(text, partial(self.engine.text.encode, text, add_special_tokens, limit))
+        return await _beside(text, partial(self.engine.text.encode, text, add_special_tokens, limit), is_prompt)
 
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
@@ -217,7 +217,7 @@ class ServedModel:
 
         text = await self._rendering.run(render)
         limit = self.engine.facts.max_model_len if is_prompt else None
-        return await _beside(text, partial(self.engine.text.encode_rendered, text, limit))
+        return await _beside(text, partial(self.engine.text.encode_rendered, text, limit), is_prompt)
 
     def check_length(self, num_tokens: int, room: int = 1) -> None:
         """Raise RequestError for a prompt of so many tokens that is too long, before anything is made of it."""
@@ -262,15 +262,23 @@ class ServedModel:
             caller.end(0)
             raise
 
-    async def score(self, token_ids: Sequence[int], num_top: int, request_id: str = "", cache_salt: str = "") -> Score:
-        """AsyncEngine.score within what the caller may."""
+    async def score(
+        self, token_ids: Sequence[int], num_top: int, request_id: str = "", cache_salt: str = "", n: int = 1
+    ) -> Score:
+        """AsyncEngine.score within what the caller may. n: choices that tell of it."""
         caller = CALLER.get()
-        params = self._begin(caller, len(token_ids), SamplingParams(max_tokens=1, cache_salt=cache_salt))
+        params = self._begin(caller, len(token_ids), SamplingParams(max_tokens=1, n=n, cache_salt=cache_salt))
         try:
             async with deadline(caller.limits.max_request_seconds):
                 return await self.engine.score(token_ids, num_top, request_id, caller.name, params.cache_salt)
         finally:
             caller.end(0)
+
+    def count(self, prompt_len: int, n: int = 1) -> None:
+        """A request of the caller's of which nothing is computed, begun and over. Raises as Caller.begin."""
+        caller = CALLER.get()
+        self._begin(caller, prompt_len, SamplingParams(max_tokens=1, n=n))
+        caller.end(0)
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """AsyncEngine.embed of each, a wave at a time; together they are one request of the caller's."""
@@ -337,9 +345,11 @@ class ServedModel:
             self.kv_events.close("the model was unloaded")
 
 
-async def _beside(text: str, encode: Callable[[], list[int]]) -> list[int]:
-    """The ids of a text; those of a long one are made in a thread."""
-    return encode() if len(text) <= SHORT_TEXT else await in_text_thread(encode)
+async def _beside(text: str, encode: Callable[[], list[int]], is_prompt: bool) -> list[int]:
+    """The ids of a text; those of a long one are made in a thread, and by turns where it is no prompt."""
+    if len(text) <= SHORT_TEXT:
+        return encode()
+    return await (in_text_thread(encode) if is_prompt else BY_TURNS.run(encode))
 
 
 @dataclass(frozen=True)

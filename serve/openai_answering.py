@@ -12,14 +12,17 @@ from inferc.errors import RequestError
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token, prompt_offsets
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
+from inferc.runtime.step import Logprobs
 from inferc.serve.long_texts import in_text_thread
-from inferc.serve.models import ServedModel
+from inferc.serve.models import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.openai_chunks import add_piece
 from inferc.serve.streams import Piece, Stream
-from inferc.serve.waiting import gather
+from inferc.serve.told_json import ToldPrompt, check_told, told_prompt
+from inferc.serve.waiting import gather_some
 
 OPENED_AT_ONCE = 32  # streams: some milliseconds
-MANY_LISTED = 1 << 12  # token ids of a request's parameters: those of 32 streams would take longer
+MANY_TOLD = 1 << 12  # tokens or characters that an answer tells: some milliseconds
+MANY_LISTED = 1 << 12  # token ids of the parameters of streams that are opened at once
 
 
 class Answering:
@@ -32,19 +35,24 @@ class Answering:
         self._request_id = request_id
         self._news = asyncio.Event()
         self._streams: list[Stream] = []
-        self._prompts: list[EchoedPrompt] = []
-        if request.generates:
-            model.check_open(self.params, len(request.prompts))
+        self._prompts: list[ToldPrompt] = []
+        self.num_entries = 0  # that all choices tell of their prompts
+        model.check_open(self.params, len(request.prompts))
 
     async def start(self) -> None:
-        """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open."""
+        """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open, and RequestError where more would be
+        told than one answer tells."""
         ids = await self._encoded()
-        self._prompts = await gather(
-            self._echoed(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)
-        )
+        num_tokens = sum(map(len, ids))
+        self.num_entries = check_told(self.request, self._top, num_tokens, 0)  # before work for what is too much
+        texts = [await self._text(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)]
+        check_told(self.request, self._top, num_tokens, sum(map(len, texts)))
+        works = (self._told(text, each) for text, each in zip(texts, ids, strict=True))
+        self._prompts = await gather_some(works, TEXTS_AT_ONCE)
         if self.request.generates:
+            at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))
             for number, each in enumerate(ids):
-                if number % OPENED_AT_ONCE == OPENED_AT_ONCE - 1 or self.params.num_listed > MANY_LISTED:
+                if number % at_once == at_once - 1:
                     await asyncio.sleep(0)  # others have their turn: there may be a thousand
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
                 self._streams.append(self.model.open(each, self.params, name, self._news))
@@ -56,6 +64,10 @@ class Answering:
     async def pieces(self) -> AsyncGenerator[tuple[int, int, Piece], None]:
         """(prompt, choice, piece) of all of them as they come. Raises what ends one of the streams."""
         n, left = self.params.n, dict(enumerate(self._streams))
+        if not self.request.generates:
+            for index in range(len(self._prompts) * n):
+                await asyncio.sleep(0)  # others have their turn
+                yield index // n, index, Piece(index % n, "", [], "length", [])
         while left:
             await self._news.wait()
             self._news.clear()
@@ -67,33 +79,30 @@ class Answering:
 
     async def answers(self) -> list[Answer]:
         """All of it at once."""
-        outputs = [[CompletionOutput(index) for index in range(self.params.n)] for _ in self._streams]
+        outputs = [[CompletionOutput(index) for index in range(self.params.n)] for _ in self._prompts]
         async for number, _, piece in self.pieces():
             add_piece(outputs[number][piece.index], piece)
-        return [self._answer(number, outputs[number] if self._streams else []) for number in range(len(self._prompts))]
+        return [self._answer(number, of_prompt) for number, of_prompt in enumerate(outputs)]
 
     def usage(self, counts: dict[int, int]) -> list[Answer]:
         """What has been counted so far, by prompt; counts: output tokens of each."""
-        return [
-            self._answer(number, [CompletionOutput(0, token_ids=[0] * counts.get(number, 0))])
-            for number in range(len(self._prompts))
-        ]
+        return [self.usage_of(number, counts.get(number, 0)) for number in range(len(self._prompts))]
 
-    def echoed(self, number: int) -> EchoedPrompt | None:
+    def usage_of(self, number: int, count: int) -> Answer:
+        """The same of one prompt. count: its output tokens."""
+        return self._answer(number, [CompletionOutput(0, token_ids=[0] * count)])
+
+    def told(self, number: int) -> ToldPrompt:
         """What is told of a prompt."""
-        request = self.request
-        if request.echo or request.prompt_logprobs is not None or request.return_token_ids:
-            return self._prompts[number]
-        return None
+        return self._prompts[number]
 
     def token(self, token_id: int) -> Token:
         data = self.model.engine.text.token_bytes(token_id)
         return data.decode(errors="replace"), list(data)
 
     def _answer(self, number: int, outputs: list[CompletionOutput]) -> Answer:
-        prompt = self._prompts[number]
         cached = self._streams[number].num_cached if self._streams else 0
-        return Answer(len(prompt.token_ids), cached, outputs, self.echoed(number))
+        return Answer(self._prompts[number].num_tokens, cached, outputs)
 
     async def _encoded(self) -> list[list[int]]:
         """Token ids of all prompts. Raises RequestError for one that is too long."""
@@ -108,25 +117,35 @@ class Answering:
         of_texts = iter(await self.model.encode_all(texts, self.request.add_special_tokens))
         return [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _offsets(self, text: str, ids: list[int]) -> list[int]:
-        if not self.request.echo:
-            return []
-        return prompt_offsets(text, ids, self.token, self.model.engine.text.special_ids)
+    @property
+    def _top(self) -> int | None:
+        """Likely tokens of each place of a prompt; None: its log probabilities are not asked for."""
+        of_echo = self.params.logprobs if self.request.echo else None
+        wanted = [top for top in (of_echo, self.request.prompt_logprobs) if top is not None]
+        return max(wanted, default=None)
 
-    async def _echoed(self, prompt: Prompt, ids: list[int]) -> EchoedPrompt:
-        request = self.request
-        text = ""
-        if request.echo:
-            text = prompt if isinstance(prompt, str) else await in_text_thread(partial(self.model.decode, ids, False))
-        top = request.prompt_logprobs
-        if request.echo and self.params.logprobs is not None:
-            top = max(self.params.logprobs, top or 0)
-        if top is None:
-            return EchoedPrompt(text, ids)
-        if len(ids) < 2:  # nothing comes before the only token
-            if not ids:
-                raise RequestError("prompt: it is empty; give at least one token")
-            return EchoedPrompt(text, ids, [], self._offsets(text, ids))
-        score = await self.model.score(ids, max(top, 1), cache_salt=self.params.cache_salt)
-        rows = score.rows if top else [replace(row, top=()) for row in score.rows]
-        return EchoedPrompt(text, ids, rows, self._offsets(text, ids))
+    async def _text(self, prompt: Prompt, ids: list[int]) -> str:
+        """A prompt's text, where it is echoed."""
+        if not self.request.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else await in_text_thread(partial(self.model.decode, ids, False))
+
+    async def _told(self, text: str, ids: list[int]) -> ToldPrompt:
+        request, params, top = self.request, self.params, self._top
+        rows: list[Logprobs] | None = None if top is None else []  # nothing comes before the only token
+        if top is not None and not ids:
+            raise RequestError("prompt: it is empty; give at least one token")
+        if top is not None and len(ids) > 1:
+            score = await self.model.score(ids, max(top, 1), cache_salt=params.cache_salt, n=params.n)
+            rows = score.rows if top else [replace(row, top=()) for row in score.rows]
+        elif not request.generates:
+            self.model.count(len(ids), params.n)
+
+        def make() -> ToldPrompt:
+            offsets: list[int] = []
+            if request.echo and rows is not None:
+                offsets = prompt_offsets(text, ids, self.token, self.model.engine.text.special_ids)
+            return told_prompt(request, EchoedPrompt(text, ids, rows, offsets), self.token)
+
+        is_much = len(text) + len(ids) * (1 + (top or 0)) > MANY_TOLD
+        return await in_text_thread(make) if is_much else make()

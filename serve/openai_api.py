@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,12 +35,12 @@ from inferc.serve.embedding import Vectors, embed
 from inferc.serve.http_answers import STREAMED, Json, answered
 from inferc.serve.http_bodies import described, read_body
 from inferc.serve.http_edge import body_of, while_client_waits
-from inferc.serve.long_texts import in_text_thread
+from inferc.serve.long_texts import BY_TURNS, in_text_thread
 from inferc.serve.models import Models, ServedModel
-from inferc.serve.openai_answering import Answering
+from inferc.serve.openai_answering import MANY_TOLD, Answering
 from inferc.serve.openai_chunks import DONE, Chunks, event
 from inferc.serve.responses_api import responses_routes
-from inferc.serve.streams import Piece
+from inferc.serve.told_json import chat_lists, items, listed
 
 OWNER = "inferc"
 
@@ -104,16 +104,18 @@ def openai_routes(models: Models) -> APIRouter:
             raise RequestError("prompt: expected one of prompt and messages")
         if prompt is not None:
             http.scope["started"]()
-            ids = await text_calls.tokenize(model, prompt, values.get("add_special_tokens") is not False)
+            special = values.get("add_special_tokens") is not False
+            async with while_client_waits(http.receive):
+                ids = await text_calls.tokenize(model, prompt, special)
         else:
             request = await body.read_as(partial(parse_request, CHAT, is_served=True))
             http.scope["started"]()
             messages: Any = request.prompts[0]
-            ids = await text_calls.tokenize_chat(model, messages, request.template)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len, "tokens": ids}
-        if values.get("return_token_strs"):
-            found["token_strs"] = await in_text_thread(partial(_spelled, model, ids))
-        return Json(found)
+            async with while_client_waits(http.receive):
+                ids = await text_calls.tokenize_chat(model, messages, request.template)
+        make = partial(_tokens, model, ids, bool(values.get("return_token_strs")))
+        async with while_client_waits(http.receive):
+            return make() if len(ids) <= MANY_TOLD else await BY_TURNS.run(make)
 
     @routes.post("/detokenize", tags=["text"], openapi_extra=described("DetokenizeBody"))
     async def detokenize(http: Request) -> Json:
@@ -124,7 +126,8 @@ def openai_routes(models: Models) -> APIRouter:
         model = models.get(values.get("model") or "")
         http.scope["started"]()
         skip, ids = bool(values.get("skip_special_tokens")), values["tokens"]
-        return Json({"prompt": await text_calls.detokenize(model, ids, lambda: model.decode(ids, skip))})
+        async with while_client_waits(http.receive):
+            return await text_calls.detokenize(model, ids, lambda: Json({"prompt": model.decode(ids, skip)}))
 
     @routes.get("/tokenizer_info", tags=["text"])
     async def tokenizer_info(model: str = "") -> Json:
@@ -184,8 +187,15 @@ def _embeddings(model: str, vectors: Vectors, form: str) -> Json:
     return Json({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-def _spelled(model: ServedModel, ids: list[int]) -> list[str]:
-    return [model.engine.text.token_bytes(token).decode(errors="replace") for token in ids]
+def _tokens(model: ServedModel, ids: list[int], is_spelled: bool) -> Json:
+    """What a text was tokenized to."""
+
+    def spelled(part: Sequence[int]) -> list[str]:
+        return [model.engine.text.token_bytes(token).decode(errors="replace") for token in part]
+
+    facts = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len}
+    strings = {"token_strs": listed(items(ids, spelled))} if is_spelled else {}
+    return Json({**facts, "tokens": listed(items(ids)), **strings})
 
 
 async def _generate(models: Models, url: str, http: Request) -> Response:
@@ -211,8 +221,19 @@ class _Completions:
         return f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{self.name}"
 
     def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
-        found = response_body(answering.request, answers, self.name, self.model.name, self.created, answering.token)
-        return {**found, "system_fingerprint": self.model.fingerprint}
+        """What is long was made JSON in pieces, and is put in as that."""
+        request, token = answering.request, answering.token
+        outputs = [output for answer in answers for output in answer.outputs]
+        plain = [replace(each, outputs=[replace(output, logprobs=None) for output in each.outputs]) for each in answers]
+        of_outputs = replace(request, echo=False, prompt_logprobs=None)
+        found = response_body(of_outputs, plain, self.name, self.model.name, self.created, token)
+        for index, (choice, output) in enumerate(zip(found["choices"], outputs, strict=True)):
+            if request.kind == "completion":
+                choice.update(answering.told(index // request.num_outputs).choice(output, token))
+            elif output.logprobs is not None:
+                choice["logprobs"] = chat_lists(output.logprobs, token)
+        of_chat = answering.told(0).fields if request.kind == "chat" else {}
+        return {**found, **of_chat, "system_fingerprint": self.model.fingerprint}
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """The stream's events; what is wrong before the first of them is raised, later it is an event of its own."""
@@ -228,17 +249,11 @@ class _Completions:
         counts: dict[int, int] = {}
         has_begun = False
         try:
-            if not answering.request.generates:
-                last, count = Piece(0, "", [], "length", []), answering.params.n
-                for index in range(len(answering.request.prompts) * count):
-                    number = index // count
-                    usage = answering.usage(counts)[number] if continuous else None
-                    yield chunks.of(index, last, answering.echoed(number), usage)
             async with aclosing(answering.pieces()) as pieces:
                 async for number, index, piece in pieces:
                     counts[number] = counts.get(number, 0) + len(piece.token_ids)
-                    usage = answering.usage(counts)[number] if continuous else None
-                    yield chunks.of(index, piece, answering.echoed(number), usage)
+                    usage = answering.usage_of(number, counts[number]) if continuous else None
+                    yield chunks.of(index, piece, answering.told(number), usage)
                     has_begun = True
             if with_usage:
                 yield chunks.usage(answering.usage(counts))

@@ -11,16 +11,15 @@ import msgspec
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import (
     Answer,
-    EchoedPrompt,
     TokenOf,
     chat_logprobs,
     completion_logprobs,
-    prompt_rows,
     usage_body,
 )
 from inferc.runtime.openai_request import OpenAIRequest
 from inferc.runtime.step import Logprobs
 from inferc.serve.streams import Piece
+from inferc.serve.told_json import ToldPrompt
 
 DONE = b"data: [DONE]\n\n"
 
@@ -52,7 +51,7 @@ class Chunks:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
-    def of(self, index: int, piece: Piece, prompt: EchoedPrompt | None, usage: Answer | None = None) -> bytes:
+    def of(self, index: int, piece: Piece, prompt: ToldPrompt, usage: Answer | None = None) -> bytes:
         """The events of a piece of choice `index`. prompt: what is told of it before the choice's first piece.
 
         usage: so far, where every chunk has it.
@@ -62,9 +61,9 @@ class Chunks:
             self._begun.add(index)
             if self._is_chat:
                 body = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                more = self._prompt(prompt) if prompt is not None and len(self._begun) == 1 else {}
+                more = prompt.fields if len(self._begun) == 1 else {}
                 first = self._dump(index, body, usage, more)
-            elif prompt is not None:
+            elif self._request.echo or prompt.fields:
                 first = self._echo(index, prompt, usage)
         if piece.logprobs or self._request.return_token_ids:
             return first + self._dump(index, self._body(index, piece), usage)
@@ -93,26 +92,12 @@ class Chunks:
         beside = b"," + msgspec.json.encode(more)[1:-1] if more else b""
         return b"".join((self._start, b"%d" % index, encoded, b"]", beside, self._usage(usage), self._end))
 
-    def _echo(self, index: int, prompt: EchoedPrompt, usage: Answer | None) -> bytes:
+    def _echo(self, index: int, prompt: ToldPrompt, usage: Answer | None) -> bytes:
         """The prompt, before all else."""
-        body: dict[str, Any] = {
-            "text": prompt.text if self._request.echo else "",
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        if self._request.echo and prompt.rows is not None:
-            body["logprobs"] = completion_logprobs(prompt.scored, self._token, len(prompt.text), prompt.offsets)
-            self._offsets[index] = len(prompt.text)
-        return self._dump(index, {**body, **self._prompt(prompt)}, usage)
-
-    def _prompt(self, prompt: EchoedPrompt) -> dict[str, Any]:
-        """What is told of the prompt beside its text: of a completion by the choice, of a chat by the whole answer."""
-        found: dict[str, Any] = {}
-        if self._request.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_rows(prompt, self._token)
-        if self._request.return_token_ids:
-            found["prompt_token_ids"] = list(prompt.token_ids)
-        return found
+        if prompt.lists is not None:
+            self._offsets[index] = prompt.text_len
+        body = prompt.choice(CompletionOutput(index), self._token)
+        return self._dump(index, {**body, "finish_reason": None}, usage)
 
     def _body(self, index: int, piece: Piece) -> dict[str, Any]:
         rows: Any = None

@@ -29,9 +29,11 @@ from inferc.serve.access import CALLER
 from inferc.serve.http_answers import STREAMED, answered
 from inferc.serve.http_bodies import described, read_body
 from inferc.serve.http_edge import body_of
+from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import Models
-from inferc.serve.openai_answering import Answering
+from inferc.serve.openai_answering import MANY_TOLD, Answering
 from inferc.serve.openai_chunks import add_piece
+from inferc.serve.told_json import chat_lists
 
 FIRST_PART: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
@@ -85,7 +87,8 @@ class _ResponseForm:
         )
 
     def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
-        return self._head(answering).whole(answers[0], answering.token)
+        (output,) = answers[0].outputs
+        return _whole(self._head(answering), _part(output, answering), output, answering)
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """What is wrong before the first of them is raised, later it is how the response fails."""
@@ -104,7 +107,9 @@ class _ResponseForm:
                         delta = events.of_part("response.output_text.delta", delta=piece.text, logprobs=rows)
                     if data := begin + delta:
                         yield data
-            yield _end(events, head, output, answering)
+            make = partial(_end, events, head, output, answering)
+            num_entries = len(output.logprobs or ()) * (1 + (answering.params.logprobs or 0))
+            yield make() if num_entries <= MANY_TOLD else await in_text_thread(make)
         except Exception as error:
             if not begun:
                 raise
@@ -142,9 +147,23 @@ def _begin(events: _Events, head: ResponseHead) -> bytes:
     )
 
 
+def _part(output: CompletionOutput, answering: Answering) -> dict[str, Any]:
+    """The part that is the text, with its log probabilities as JSON that was made in pieces."""
+    part = text_part(replace(output, logprobs=None), answering.token)
+    return {**part, "logprobs": chat_lists(output.logprobs or (), answering.token)["content"]}
+
+
+def _whole(
+    head: ResponseHead, part: Mapping[str, Any], output: CompletionOutput, answering: Answering
+) -> dict[str, Any]:
+    """The response that is over."""
+    status = status_of(output)
+    return head.response(status, [head.message(status, [part])], _answer(output, answering))
+
+
 def _end(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> bytes:
-    part, status = text_part(output, answering.token), status_of(output)
-    response = head.whole(_answer(output, answering), answering.token)
+    part, status = _part(output, answering), status_of(output)
+    response = _whole(head, part, output, answering)
     return b"".join(
         (
             events.of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
@@ -161,7 +180,7 @@ def _failed(
     found = body_of(error)["error"]
     kind = "rate_limit_exceeded" if found["type"] == "rate_limit_error" else "server_error"
     message = found["message"].encode("ascii", "backslashreplace").decode()  # which may quote half of a surrogate pair
-    item = head.message("incomplete", [text_part(output, answering.token)])
+    item = head.message("incomplete", [_part(output, answering)])
     response = head.response("failed", [item], _answer(output, answering), {"code": kind, "message": message})
     return events.of("response.failed", response=response)
 

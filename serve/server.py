@@ -279,7 +279,7 @@ class _Server:
         """Say what the models' states are to those who ask for health, as soon as they change."""
         while True:
             self._changed.clear()
-            await self.grpc.set_serving(self.models.is_serving and not self._is_draining)
+            self.grpc.set_serving(self.models.is_serving and not self._is_draining)
             await self._changed.wait()
 
     async def _drain(self, first: signal.Signals, signals: Signals) -> None:
@@ -287,7 +287,7 @@ class _Server:
         count = sum(model.engine.num_requests for model in self.models.served)
         log.info("%s: no new requests; %d running ones have %g s to end", first.name, count, limit)
         self._is_draining = True
-        await self.grpc.set_serving(False)
+        self.grpc.set_serving(False)
         draining = asyncio.create_task(self.models.drain(limit))
         again = asyncio.create_task(signals.get())
         await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)

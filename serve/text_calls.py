@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from inferc.errors import RequestError
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.serve.access import CALLER
-from inferc.serve.long_texts import check_characters, in_text_thread
+from inferc.serve.long_texts import BY_TURNS, check_characters
 from inferc.serve.models import ServedModel
 
 MAX_TOKENS = 1 << 20
@@ -38,7 +38,7 @@ async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callabl
     if len(token_ids) > limit:
         raise RequestError(f"tokens: found {len(token_ids)}; at most {limit} are turned into text at once, send parts")
     with _counted():
-        return await in_text_thread(made)
+        return await BY_TURNS.run(made)
 
 
 @contextmanager

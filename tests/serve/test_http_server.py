@@ -86,6 +86,26 @@ def test_each_output_of_a_prompt_that_is_only_echoed_is_a_choice(url: str) -> No
     assert [each["index"] for each in events if each["finish_reason"] == "length"] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_only_echoed_is_bounded_as_what_generates(url: str, stream: bool) -> None:
+    body = {"prompt": ["a"] * 64, "n": 128, "echo": True, "stream": stream}
+    only, generating = (request(url, COMPLETIONS, {**body, "max_tokens": count}) for count in (0, 1))
+    assert only.status == generating.status == 400 and only.error == generating.error
+    assert "found 8192 sequences (prompts times n)" in only.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 32}, "would tell 1689600 tokens and likely tokens"),
+        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 12, "prompt_logprobs": 10}, "would tell 1331200 tokens"),
+    ],
+)
+def test_an_answer_tells_no_more_of_prompts_than_is_documented(url: str, body: Any, message: str) -> None:
+    reply = request(url, COMPLETIONS, {"echo": True, "max_tokens": 1, **body})
+    assert reply.status == 400 and message in reply.error["message"]
+
+
 def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: str) -> None:
     """What evaluation harnesses compare, over a text of which some tokens are greedy and others are not."""
     answer = request(url, COMPLETIONS, {"prompt": [5, 6, 7], "return_token_ids": True, **GREEDY}).json["choices"][0]

@@ -46,6 +46,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Key("root", digest_of("root-key"), admin=True),
         Key("old", digest_of("old-key"), expires="2020-01-01"),
         Key("slow", digest_of("slow-key"), requests_per_minute=2, tokens_per_minute=1000),
+        Key("echo", digest_of("echo-key"), requests_per_minute=2),
         Key("salty", digest_of("salty-key"), salted=True),
         Key("one", digest_of("one-key"), max_concurrent=1, limits=Limits(max_output_tokens=100)),
     ]
@@ -190,6 +191,11 @@ def test_a_key_has_its_rate(locked: Server) -> None:
     assert raised.value.code == "RESOURCE_EXHAUSTED" and raised.value.retry_after is not None
 
 
+def test_an_echo_alone_is_a_request_of_its_key(locked: Server) -> None:
+    body = {"prompt": "abc", "echo": True, "max_tokens": 0}
+    assert [ask(locked, "echo-key", body).status for _ in range(3)] == [200, 200, 429]
+
+
 def test_a_key_has_its_number_at_once(locked: Server) -> None:
     with Client(locked.address, api_key="one-key", retries=0) as client, ThreadPoolExecutor() as pool:
         locked.engine.suspend()  # or one may be over before the other is sent
@@ -217,6 +223,9 @@ def test_limits_of_the_server_and_of_a_key(locked: Server) -> None:
         ({"prompt": [5] * 51, **SHORT}, "the prompt has 51 tokens, and 50 are allowed here; shorten it"),
         ({"prompt": "abc", "n": 5}, "n is 5; at most 4 is allowed here"),
         ({"prompt": [5] * 51, "echo": True, "max_tokens": 0, "logprobs": 1}, "the prompt has 51 tokens"),
+        ({"prompt": [5] * 51, "echo": True, "max_tokens": 0}, "the prompt has 51 tokens"),
+        ({"prompt": "abc", "echo": True, "max_tokens": 0, "n": 5}, "n is 5; at most 4 is allowed here"),
+        ({"prompt": "abc", "echo": True, "max_tokens": 0, "logprobs": 1, "n": 5}, "n is 5; at most 4 is allowed here"),
     ):
         reply = ask(locked, "alice-key", body)
         assert reply.status == 400 and message in reply.error["message"]
