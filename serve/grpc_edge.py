@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
-from inferc.errors import RequestError
+from inferc.errors import InfercError, RequestError
 from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.serve.access import CALLER, Access, secret_of
 from inferc.serve.admission import ARRIVED_AT, WITHIN
@@ -56,8 +56,8 @@ class Arrivals:
         message_seconds: float = MESSAGE_SECONDS,
     ) -> None:
         """max_bytes: of a message."""
-        self._max_bytes, self._at_once_seconds, self._message_seconds = max_bytes, at_once_seconds, message_seconds
-        self._num_slow = 0
+        self.max_bytes, self.at_once_seconds, self.message_seconds = max_bytes, at_once_seconds, message_seconds
+        self.num_slow = 0  # messages that have a place
         self._num_held = 0  # bytes of large messages of calls that are under way
 
     @asynccontextmanager
@@ -83,33 +83,55 @@ class Arrivals:
     async def read(self, context: Context) -> bytes | None:
         """The next message of a call; None: there is none. Raises RequestError where it is too large, RequestTimeout, and QueueFull
         where others have all places."""
-        reading = asyncio.ensure_future(context.read())
-        try:
-            await asyncio.wait((reading,), timeout=self._at_once_seconds)
-            for _ in range(TURNS):
-                if not reading.done():
-                    await asyncio.sleep(0)
-            if not reading.done():
-                await self._wait(reading)
-            data = reading.result()
-            if not isinstance(data, bytes):
-                return None
-            if len(data) > self._max_bytes:
-                raise RequestError(f"the message has {len(data)} bytes; at most {self._max_bytes} are taken here")
-            return data
-        finally:
-            reading.cancel()
+        with _OnItsWay(self):
+            data = await context.read()
+        if not isinstance(data, bytes):
+            return None
+        if len(data) > self.max_bytes:
+            raise RequestError(f"the message has {len(data)} bytes; at most {self.max_bytes} are taken here")
+        return data
 
-    async def _wait(self, reading: asyncio.Future[Any]) -> None:
-        if self._num_slow == MESSAGES_AT_ONCE:
-            raise QueueFull(f"{self._num_slow} messages are on their way to the server already; try again later")
-        self._num_slow += 1
-        try:
-            await asyncio.wait((reading,), timeout=self._message_seconds)
-        finally:
-            self._num_slow -= 1
-        if not reading.done():
-            raise RequestTimeout(f"the message was not whole within {self._message_seconds:g} s")
+
+class _OnItsWay(AbstractContextManager[None]):
+    """Where a task waits for a message, which takes a place if it does not come at once: ends the waiting by the error of a time that is
+    over, or of places that all are taken.
+
+    It needs no other task: each turn of the event loop that a call takes more is felt by whoever asks for health.
+    """
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._handle: asyncio.Handle | None = None
+        self._has_place = False
+        self._error: InfercError | None = None
+
+    def __enter__(self) -> None:
+        self._handle = self._loop.call_later(self._arrivals.at_once_seconds, self._is_late, TURNS)
+
+    def _is_late(self, turns: int) -> None:
+        if turns:
+            self._handle = self._loop.call_soon(self._is_late, turns - 1)
+        elif self._arrivals.num_slow == MESSAGES_AT_ONCE:
+            self._end(QueueFull(f"{MESSAGES_AT_ONCE} messages are on their way to the server already; try again later"))
+        else:
+            self._arrivals.num_slow += 1
+            self._has_place = True
+            seconds = self._arrivals.message_seconds
+            late = RequestTimeout(f"the message was not whole within {seconds:g} s")
+            self._handle = self._loop.call_later(seconds, self._end, late)
+
+    def _end(self, error: InfercError) -> None:
+        self._error = error
+        assert self._task is not None
+        self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *of_error: object) -> None:
+        assert self._handle is not None
+        self._handle.cancel()
+        self._arrivals.num_slow -= self._has_place
+        if self._error is not None and kind is asyncio.CancelledError:
+            raise self._error from None
 
 
 class Edge:

@@ -286,7 +286,7 @@ class ServedModel:
         self._begin(caller, max(lengths), SamplingParams(max_tokens=1), sum(lengths))
         try:
             async with deadline(caller.limits.max_request_seconds):
-                return await gather_some((self.engine.embed(each, "", caller.name) for each in texts), TEXTS_AT_ONCE)
+                return await gather_some(lambda ids: self.engine.embed(ids, "", caller.name), texts, TEXTS_AT_ONCE)
         finally:
             caller.end(0)
 

@@ -47,8 +47,7 @@ class Answering:
         self.num_entries = check_told(self.request, self._top, num_tokens, 0)  # before work for what is too much
         texts = [await self._text(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)]
         check_told(self.request, self._top, num_tokens, sum(map(len, texts)))
-        works = (self._told(text, each) for text, each in zip(texts, ids, strict=True))
-        self._prompts = await gather_some(works, TEXTS_AT_ONCE)
+        self._prompts = await gather_some(self._told, list(zip(texts, ids, strict=True)), TEXTS_AT_ONCE)
         if self.request.generates:
             at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))
             for number, each in enumerate(ids):
@@ -130,7 +129,9 @@ class Answering:
             return ""
         return prompt if isinstance(prompt, str) else await in_text_thread(partial(self.model.decode, ids, False))
 
-    async def _told(self, text: str, ids: list[int]) -> ToldPrompt:
+    async def _told(self, prompt: tuple[str, list[int]]) -> ToldPrompt:
+        """What is told of a prompt of this text, where it is echoed, and these ids."""
+        text, ids = prompt
         request, params, top = self.request, self.params, self._top
         rows: list[Logprobs] | None = None if top is None else []  # nothing comes before the only token
         if top is not None and not ids:

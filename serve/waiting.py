@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from inferc.errors import InfercError
 
+Value = TypeVar("Value")
 Result = TypeVar("Result")
 
 
@@ -50,13 +51,15 @@ async def gather(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def gather_some(works: Iterable[Coroutine[Any, Any, Result]], at_once: int) -> list[Result]:
-    """As `gather`, with so many under way at the same time; `works` is asked for the next one when another is done."""
-    numbered, results = enumerate(works), dict[int, Result]()
+async def gather_some(
+    work: Callable[[Value], Coroutine[Any, Any, Result]], values: Sequence[Value], at_once: int
+) -> list[Result]:
+    """As `gather` of the work on each value, of which so many are under way at the same time."""
+    left, results = iter(enumerate(values)), dict[int, Result]()
 
     async def take() -> None:
-        for index, work in numbered:
-            results[index] = await work
+        for index, value in left:
+            results[index] = await work(value)
 
-    await gather(take() for _ in range(at_once))
+    await gather(take() for _ in range(min(at_once, len(values))))
     return [results[index] for index in range(len(results))]
