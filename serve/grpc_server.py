@@ -93,12 +93,6 @@ class GrpcServer:
         """ended: hears of every call that is over, by method and status code."""
         # Who needs no key is in nobody's way who has one.
         keyed, keyless = Arrivals(), Arrivals(SMALL_BYTES)
-
-        def handled(method: MethodDescriptor, run: Run) -> grpc.RpcMethodHandler[Any, Any]:
-            edge = Edge(method, access, ended, keyed, keyless)
-            # To gRPC all are of streams, on which a single message looks the same: so it is read here, after the key.
-            return grpc.stream_stream_rpc_method_handler(_handler(method, run, edge))
-
         for service, methods in (
             (INFERENCE, InferenceService(models)),
             (KSERVE, KServeService(models)),
@@ -106,7 +100,12 @@ class GrpcServer:
             (REFLECTION, ReflectionService(SERVICES)),
         ):
             # Every method of a service, by the method of `methods` that has its name in lower case.
-            handlers = {each.name: handled(each, getattr(methods, _snake_case(each.name))) for each in service.methods}
+            handlers = {
+                each.name: _handler(
+                    each, getattr(methods, _snake_case(each.name)), Edge(each, access, ended, keyed, keyless)
+                )
+                for each in service.methods
+            }
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         await self._server.start()
 
@@ -119,28 +118,28 @@ class GrpcServer:
         await self._server.stop(grace_seconds)
 
 
-def _handler(method: MethodDescriptor, run: Run, edge: Edge) -> Handler:
+def _handler(method: MethodDescriptor, run: Run, edge: Edge) -> grpc.RpcMethodHandler[Any, Any]:
+    """To gRPC all requests are streams, on which a single message looks the same: so it is read here, after the key."""
     kind: type[Message] = GetMessageClass(method.input_type)
     if method.client_streaming:
-        return _both_streaming(kind, run, edge)
+        return grpc.stream_stream_rpc_method_handler(_both_streaming(kind, run, edge))
     if method.server_streaming:
         # Headers go out before the first event, which may be long in coming.
-        return _streaming(kind, run, edge, greets=method.name == "SubscribeKvEvents")
-    return _unary(kind, run, edge)
+        greets = method.name == "SubscribeKvEvents"
+        return grpc.stream_stream_rpc_method_handler(_streaming(kind, run, edge, greets))
+    return grpc.stream_unary_rpc_method_handler(_unary(kind, run, edge))  # whose answer and status go out together
 
 
 def _snake_case(name: str) -> str:
     return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")
 
 
-def _unary(kind: type[Message], run: Callable[[Any], Awaitable[Answer]], edge: Edge) -> Handler:
-    async def answer(context: Context) -> bytes:
-        async with edge.message(context) as data:
+def _unary(
+    kind: type[Message], run: Callable[[Any], Awaitable[Answer]], edge: Edge
+) -> Callable[[AsyncIterator[bytes], Context], Awaitable[bytes]]:
+    async def handler(_: AsyncIterator[bytes], context: Context) -> bytes:
+        async with edge.around(context), edge.message(context) as data:
             return as_bytes(await run(await read(kind, data)))
-
-    async def handler(_: AsyncIterator[bytes], context: Context) -> None:
-        async with edge.around(context):
-            await context.write(await answer(context))
 
     return handler
 
