@@ -43,6 +43,7 @@ TRAPS = (
     "{%- elif messages[0]['content'] == 'mem' -%}{{ 'a'.encode().ljust(4000000000)|length }}{%- endif -%}"
 )
 GENERATE, INFER = "/inferc.v1.InferenceService/Generate", "/inference.GRPCInferenceService/ModelInfer"
+CHECK = "/grpc.health.v1.Health/Check"
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,30 @@ def _message(method: str, message: Callable[[], bytes]) -> Callable[[Target], st
 
 def _within(number: int, data: bytes) -> bytes:
     """A field of bytes or a message, as protobuf writes it."""
-    size, out = len(data), bytearray([number << 3 | 2])
-    while size >= 0x80:
-        out.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes([*out, size]) + data
+    return bytes([number << 3 | 2]) + _number(len(data)) + data
 
 
-def _tensors(**inputs: bytes) -> bytes:
-    """A ModelInferRequest with these inputs, each of one text."""
-    named = [_within(1, name.encode()) + _within(2, b"BYTES") + _within(3, b"\x01") for name in inputs]
+def _number(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _tensors(num_texts: int = 1, **inputs: bytes) -> bytes:
+    """A ModelInferRequest with these inputs, the first of so many texts, the others of one."""
+    counts = (num_texts, *[1] * len(inputs))
+    named = [
+        _within(1, name.encode()) + _within(2, b"BYTES") + _within(3, _number(count))
+        for name, count in zip(inputs, counts, strict=False)
+    ]
     return b"".join([*(_within(5, each) for each in named), *(_within(7, data) for data in inputs.values())])
+
+
+def _text(text: str) -> bytes:
+    """A text of a tensor."""
+    return struct.pack("<I", len(text)) + text.encode()
 
 
 def _large_numbers(target: Target) -> str:
@@ -125,9 +139,8 @@ def _large_numbers(target: Target) -> str:
             for name in ("min_p", "temperature", "seed", "max_tokens", "ttft_ms", "logit_bias"):
                 value = f'{{"5": {"1" * digits}}}' if name == "logit_bias" else "1" * digits
                 codes[target.post(path, f'{{{first}, "{name}": {value}}}'.encode())] += 1
-        text = f'{{"min_p": {"1" * digits}}}'.encode()
-        sampling = struct.pack("<I", len(text)) + text
-        codes[target.call(INFER, _tensors(text_input=b"\x01\x00\x00\x00a", sampling_parameters=sampling))] += 1
+        sampling = _text(f'{{"min_p": {"1" * digits}}}')
+        codes[target.call(INFER, _tensors(text_input=_text("a"), sampling_parameters=sampling))] += 1
     return _listed(codes)
 
 
@@ -142,6 +155,43 @@ def _stop_strings(target: Target) -> str:
 def _many_texts(target: Target) -> str:
     body = {"prompt": ["def add(a, b): " * 16] * 1024, "max_tokens": 1}
     return f"{target.post('/v1/completions', body)} {target.post('/v1/completions', {**body, 'echo': True})}"
+
+
+def _biased_texts() -> bytes:
+    """A thousand of one call, with as many biases as are taken."""
+    sampling = json.dumps({"max_tokens": 1, "logit_bias": {str(token): 1.0 for token in range(1024)}})
+    return _tensors(1000, text_input=_text("abc") * 1000, sampling_parameters=_text(sampling))
+
+
+def _echoes(target: Target) -> str:
+    """More choices than there are places, of which nothing is computed; and as many of one prompt, with likely tokens, as are told."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"echo": True, "max_tokens": 0, "stream": True, "stream_options": options}
+    many = target.post("/v1/completions", {**body, "prompt": ["a"] * 2000, "n": 16})
+    told = {"prompt": [5] * 4000, "n": 7, "logprobs": 32, "echo": True, "max_tokens": 0}
+    return f"{many} {target.post('/v1/completions', told)} {target.post('/v1/completions', {**told, 'n': 128})}"
+
+
+def _texts_of_who_leaves(target: Target) -> str:
+    """Twenty long texts to tokenize whose clients do not wait, and then a prompt."""
+    data = json.dumps({"prompt": "def add(a, b): " * 270_000}).encode()
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
+    for _ in range(20):
+        with suppress(OSError), target.connect(target.http) as connection:
+            connection.sendall(head.encode() + data)
+    return target.post("/v1/completions", {"prompt": "def add(a, b): " * 64, "max_tokens": 1})
+
+
+def _no_messages(target: Target) -> str:
+    """A thousand calls for health whose bytes are no message."""
+    codes = Counter[str]()
+    with grpc.insecure_channel(target.grpc) as channel:
+        check: Any = channel.unary_unary(CHECK, bytes, bytes)
+        for call in [check.future(b"\xff\xff\xff", timeout=TIMEOUT) for _ in range(1000)]:
+            codes[call.code().name] += 1
+    return _listed(codes)
 
 
 def _idle_connections(target: Target) -> str:
@@ -221,6 +271,18 @@ ATTACKS: dict[str, Callable[[Target], str]] = {
     "15 million empty messages": _message(GENERATE, lambda: _within(4, b"\x0a\x00" * 15_000_000)),
     "30 million ids over gRPC": _message(GENERATE, lambda: _within(3, _within(1, b"\x05" * 30_000_000))),
     "a tensor of 7 million texts": _message(INFER, lambda: _tensors(text_input=bytes(30_000_000))),
+    "1,000 texts with 1,024 biases": _message(INFER, _biased_texts),
+    "echoes": _echoes,
+    "texts whose clients leave": _texts_of_who_leaves,
+    "bytes that are no message": _no_messages,
+    "2 million numbers for a template": _bodies(
+        "/v1/chat/completions",
+        lambda: (
+            b'{"messages":[{"role":"user","content":"a"}], "chat_template_kwargs":{"a":['
+            + b"0.125," * 2_000_000
+            + b"0]}}"
+        ),
+    ),
     "a template that never ends": _template("boom"),
     "a template that takes 4 GB": _template("mem"),
     "idle connections": _idle_connections,
