@@ -345,7 +345,8 @@ def test_sigterm_lets_running_requests_end(tiny_artifact: Path) -> None:
         seen: list[int] = []
         with grpc.insecure_channel(server.address) as channel:
             watching = watch(channel, seen)
-            stream = client.generate("abc", n=4, max_tokens=200, ignore_eos=True)
+            # Long enough that the server still drains when it is asked for more.
+            stream = client.generate("abc", n=32, max_tokens=200, ignore_eos=True)
             tokens = len(next(stream).token_ids)
             wait_until(lambda: seen == [SERVING], "Watch has answered")
             server.terminate()
@@ -356,7 +357,7 @@ def test_sigterm_lets_running_requests_end(tiny_artifact: Path) -> None:
             tokens += sum(len(piece.token_ids) for piece in stream)
             assert server.process.wait(30) == 0
             watching.join(10)
-    assert tokens == 4 * 200
+    assert tokens == 32 * 200
 
 
 def test_sigterm_while_it_loads_ends_it_at_once(tiny_artifact: Path) -> None:
