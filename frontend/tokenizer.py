@@ -123,5 +123,5 @@ def _check_ids(text: str, golden: list[dict[str, Any]], vocab_size: int, where: 
 
 
 def _json(value: Any) -> bytes:
-    """In the order in which it is: a template may write an object of a conversation as a whole."""
+    """The file of a value, whose fields keep their order: a template may write an object of a conversation as a whole."""
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()

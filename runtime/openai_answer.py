@@ -69,28 +69,22 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     outputs: Sequence[CompletionOutput]
-    prompt: EchoedPrompt | None = None
 
 
 def response_body(
     request: OpenAIRequest, answers: Sequence[Answer], name: str, model: str, created: int, token: TokenOf
 ) -> dict[str, Any]:
-    """The object that answers a whole request, `answers` in the order of its prompts.
+    """The object that answers a whole request, without what it tells of its prompts; `answers` in the order of these.
 
     name: makes its id; created: seconds since 1970. token: what a token id stands for, asked where there are log
     probabilities.
     """
     is_chat = request.kind == "chat"
     choices = [
-        choice_body(request, answer, output, token)
+        choice_body(request, output, token)
         for answer in answers
         for output in answer.outputs or (NOTHING,) * request.num_outputs
     ]
-    more: dict[str, Any] = {}
-    if is_chat and request.prompt_logprobs is not None:
-        more["prompt_logprobs"] = prompt_rows(answers[0].prompt, token)
-    if is_chat and request.return_token_ids:
-        more["prompt_token_ids"] = list(answers[0].prompt.token_ids) if answers[0].prompt else None
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -98,34 +92,25 @@ def response_body(
         "model": model,
         "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
         "usage": usage_body(answers),
-        **more,
     }
 
 
-def choice_body(request: OpenAIRequest, answer: Answer, output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
+def choice_body(request: OpenAIRequest, output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
     """A choice of a whole answer, without its index."""
-    choice = (
-        _chat_choice(output, token) if request.kind == "chat" else _completion_choice(request, answer, output, token)
-    )
+    choice = _chat_choice(output, token) if request.kind == "chat" else _completion_choice(output, token)
     if request.return_token_ids:
         choice["token_ids"] = output.token_ids
-        if request.kind == "completion" and answer.prompt is not None:
-            choice["prompt_token_ids"] = list(answer.prompt.token_ids)
-    if request.kind == "completion" and request.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_rows(answer.prompt, token)
     return choice
 
 
-def prompt_rows(prompt: EchoedPrompt | None, token: TokenOf) -> list[dict[str, Any] | None] | None:
-    """Log probabilities of a prompt's tokens, by token id, as vLLM has them; nothing comes before the first token."""
-    if prompt is None or prompt.rows is None:
-        return None
-    return [None] + [
+def prompt_rows(rows: Sequence[Logprobs], token: TokenOf) -> list[dict[str, Any]]:
+    """Log probabilities of a prompt's tokens but the first, by token id, as vLLM has them."""
+    return [
         {
             str(each): {"logprob": finite(value), "rank": rank, "decoded_token": token(each)[0]}
             for each, value, rank in _with_ranks(row)
         }
-        for row in prompt.rows
+        for row in rows
     ]
 
 
@@ -161,19 +146,11 @@ def usage_body(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def _completion_choice(
-    request: OpenAIRequest, answer: Answer, output: CompletionOutput, token: TokenOf
-) -> dict[str, Any]:
-    rows: list[tuple[int, Logprobs | None]] = [(row.token_id, row) for row in output.logprobs or ()]
-    text, has_rows = output.text, output.logprobs is not None
-    known: Sequence[int] = ()
-    if request.echo and answer.prompt is not None:
-        text, known = answer.prompt.text + text, answer.prompt.offsets
-        rows = [*answer.prompt.scored, *rows]
-        has_rows = has_rows or answer.prompt.rows is not None
+def _completion_choice(output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
+    rows = None if output.logprobs is None else [(row.token_id, row) for row in output.logprobs]
     return {
-        "text": text,
-        "logprobs": completion_logprobs(rows, token, len(text) - len(output.text), known) if has_rows else None,
+        "text": output.text,
+        "logprobs": None if rows is None else completion_logprobs(rows, token),
         "finish_reason": output.finish_reason,
     }
 

@@ -26,8 +26,13 @@ from inferc.serve.waiting import RequestTimeout
 OPEN = frozenset(("ServerLive", "ServerReady", "Check", "Watch", "List", "ServerReflectionInfo"))
 FOR_ADMINS = frozenset(
     (
-        *("LoadModel", "UnloadModel", "SleepModel", "WakeModel", "SubscribeKvEvents"),
-        *("RepositoryModelLoad", "RepositoryModelUnload"),
+        "LoadModel",
+        "UnloadModel",
+        "SleepModel",
+        "WakeModel",
+        "SubscribeKvEvents",
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
     )
 )
 MAX_MESSAGE_BYTES = 32 << 20  # of a request, which gRPC copies on the event loop; a million tokens are a fifth

@@ -17,7 +17,7 @@ Response = pb.HealthCheckResponse
 
 
 class HealthService:
-    """Of each of these services the same is told: SERVING while the server takes requests."""
+    """Tells who asks for health that these services are SERVING, all of them, while the server takes requests."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._services = services

@@ -72,7 +72,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Of one prompt, whole or what is new of it; num_output_tokens: so far."""
+    """The answer to one prompt, whole or what is new of it; num_output_tokens: so far."""
 
     num_input_tokens: int
     text: str
@@ -326,7 +326,7 @@ async def _pieces(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answe
 
 
 async def _whole(work: _Work) -> list[_Answer]:
-    """Of each prompt all of its answer."""
+    """The whole answers to all prompts of a request, in their order."""
     request = OpenAIRequest("completion", tuple(work.prompts), {}, params=work.params)
     with closing(Answering(work.model, request)) as answering:
         await answering.start()

@@ -225,8 +225,7 @@ class _Completions:
         request, token = answering.request, answering.token
         outputs = [output for answer in answers for output in answer.outputs]
         plain = [replace(each, outputs=[replace(output, logprobs=None) for output in each.outputs]) for each in answers]
-        of_outputs = replace(request, echo=False, prompt_logprobs=None)
-        found = response_body(of_outputs, plain, self.name, self.model.name, self.created, token)
+        found = response_body(request, plain, self.name, self.model.name, self.created, token)
         for index, (choice, output) in enumerate(zip(found["choices"], outputs, strict=True)):
             if request.kind == "completion":
                 choice.update(answering.told(index // request.num_outputs).choice(output, token))

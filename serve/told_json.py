@@ -78,7 +78,7 @@ def told_prompt(request: OpenAIRequest, prompt: EchoedPrompt, token: TokenOf) ->
     """What the request wants to be told of a prompt."""
     fields, rows = dict[str, msgspec.Raw](), prompt.rows or ()
     if request.prompt_logprobs is not None:
-        of_rows = items(rows, lambda part: (prompt_rows(EchoedPrompt("", (), part), token) or [])[1:], _size(rows))
+        of_rows = items(rows, lambda part: prompt_rows(part, token), _size(rows))
         fields["prompt_logprobs"] = listed(b"null", of_rows)
     if request.return_token_ids:
         fields["prompt_token_ids"] = listed(items(prompt.token_ids))

@@ -55,7 +55,7 @@ def test_a_choice_tells_the_prompt_and_what_came_behind_it() -> None:
         {
             "text": text + output.text,
             "logprobs": completion_logprobs(rows, spelled, len(text), offsets),
-            "prompt_logprobs": prompt_rows(prompt, spelled),
+            "prompt_logprobs": [None, *prompt_rows(ROWS, spelled)],
             "prompt_token_ids": IDS,
         }
     )

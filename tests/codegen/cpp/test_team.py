@@ -50,7 +50,7 @@ def test_any_number_of_the_threads_does_all_the_work(kernels: Kernels) -> None:
 
 
 def test_a_pool_ends_while_threads_that_had_no_part_still_wake(kernels: Kernels) -> None:
-    """They took the signal of the end for a region, or slept through it: under the thread sanitizer a race."""
+    """Threads that wake late look at the signal of the end, which the thread sanitizer must see as no race."""
     come = torch.zeros(1, dtype=torch.int64)
     kernels("test_closing", 300, 4, come)
     assert come.item() == 300 * (1 + 2 + 3)
