@@ -21,7 +21,7 @@ import numpy as np
 from inferc.config import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
-from inferc.runtime.engine_process import EventWriter
+from inferc.runtime.engine_events import EventWriter
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.step import F32, I32, StepPlan, StepResult
@@ -90,7 +90,7 @@ def measure(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -> di
         started = time.perf_counter()
         outputs = engine.step()
         stepped = time.perf_counter()
-        writer.encode(outputs)
+        list(writer.encode(outputs))
         written = time.perf_counter()
         for output in outputs:
             streams[int(output.request_id)].push(output.token_ids, output.finish_reason)

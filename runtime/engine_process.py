@@ -1,9 +1,9 @@
 """The engine in a process of its own, behind a pipe.
 
-The child is `python -m inferc.runtime.engine_process FD`; FD is its end of a socket pair. Messages are JSON, framed by
-`multiprocessing.connection` (its bytes form: nothing is pickled), so neither side can run code on the other. Each side
-has a thread that only reads: the parent's notices at once that the child has died and fails every open request with
-the reason; the child's ends the process when the parent is gone. Text stays with the parent.
+The child is `python -m inferc.runtime.engine_process FD`; FD is its end of a socket pair. Commands are JSON and events MessagePack
+(engine_events.py), framed by `multiprocessing.connection` (its bytes form: nothing is pickled), so neither side can run code on
+the other. Each side has a thread that only reads: the parent's notices at once that the child has died and fails every open
+request with the reason; the child's ends the process when the parent is gone. Text stays with the parent.
 """
 
 from __future__ import annotations
@@ -21,39 +21,33 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from inferc import errors
 from inferc.errors import InfercError
 from inferc.log_format import LogFormat, configure
-from inferc.runtime.engine import Engine, EngineStats
+from inferc.runtime.engine import Engine
+from inferc.runtime.engine_events import EventReader, EventWriter
 from inferc.runtime.engine_loop import (
     Abort,
     Add,
     Command,
-    Embedded,
     EmbedText,
     EngineClient,
     Event,
     Events,
     Failed,
     GetStats,
-    Scored,
     ScoreText,
     Shutdown,
-    Stats,
     run_engine,
 )
-from inferc.runtime.kv_events import KvBatch, decode_batch, encode_batch
+from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import from_json
-from inferc.runtime.scoring import Score
-from inferc.runtime.sequence import Output, Row, StepOutputs
-from inferc.runtime.step import Logprobs
+from inferc.runtime.sequence import StepOutputs
 
 log = logging.getLogger(__name__)
 
@@ -288,107 +282,6 @@ def decode_command(data: bytes) -> Command:
     return command
 
 
-@dataclasses.dataclass(frozen=True)
-class Name:
-    """Of a sequence, on the parent's side."""
-
-    request_id: str
-    index: int
-
-
-class EventWriter:
-    """Events as messages. Whose rows a step's are is said only when they change; then a step is a list of ids."""
-
-    def __init__(self) -> None:
-        self._seqs: Sequence[Row] | None = None
-
-    def encode(self, events: Events) -> bytes:
-        if isinstance(events, KvBatch):
-            return _dump(encode_batch(events))
-        if not isinstance(events, StepOutputs):
-            return _dump({"events": [_encode_event(event) for event in events]})
-        message: dict[str, Any] = {"ids": events.token_ids.tolist(), "step": (events.step, events.step_seconds)}
-        if events.seqs is not self._seqs:
-            self._seqs = events.seqs
-            message["rows"] = [(seq.request_id, seq.index) for seq in events.seqs]
-        if events.others:
-            message["others"] = [
-                (row, None if output is None else _encode_output(output)) for row, output in events.others.items()
-            ]
-        return _dump(message)
-
-
-class EventReader:
-    """The events of an EventWriter's messages, in their order."""
-
-    def __init__(self) -> None:
-        self._rows: list[Name] = []
-
-    def decode(self, data: bytes) -> Events:
-        message = json.loads(data)
-        if "kv_events" in message:
-            return decode_batch(message)
-        if "events" in message:
-            return [_decode_event(entry) for entry in message["events"]]
-        if "rows" in message:
-            self._rows = [Name(*row) for row in message["rows"]]
-        others = {
-            row: None if output is None else _decode_output(self._rows[row], *output)
-            for row, output in message.get("others", ())
-        }
-        return StepOutputs(self._rows, np.array(message["ids"], np.int32), others, *message["step"])
-
-
-def _dump(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
-
-
-def _encode_output(output: Output) -> tuple[Any, ...]:
-    rows = output.logprobs
-    logprobs = None if rows is None else [(each.token_id, each.logprob, each.rank, each.top) for each in rows]
-    more = (output.num_cached, output.num_forgotten, output.queue_seconds)
-    return (output.token_ids, output.finish_reason, logprobs, *more)
-
-
-def _decode_output(
-    name: Name,
-    token_ids: list[int],
-    finish_reason: str | None,
-    rows: list[Any] | None,
-    num_cached: int | None,
-    num_forgotten: int,
-    queue_seconds: float | None,
-) -> Output:
-    logprobs = None if rows is None else [_decode_logprobs(*row) for row in rows]
-    more = (num_cached, num_forgotten, queue_seconds)
-    return Output(name.request_id, name.index, token_ids, finish_reason, logprobs, *more)
-
-
-def _encode_event(event: Event) -> dict[str, Any]:
-    if isinstance(event, Output):
-        return {"event": "Output", "name": (event.request_id, event.index), "output": _encode_output(event)}
-    return {"event": type(event).__name__, **dataclasses.asdict(event)}
-
-
-def _decode_event(entry: dict[str, Any]) -> Event:
-    kind = entry.pop("event")
-    if kind == "Output":
-        return _decode_output(Name(*entry["name"]), *entry["output"])
-    if kind == "Scored":
-        score = entry["score"]
-        rows = [_decode_logprobs(*row.values()) for row in score.pop("rows")]
-        return Scored(entry["request_id"], Score(**score, rows=rows))
-    if kind == "Embedded":
-        return Embedded(**entry)
-    if kind == "Stats":
-        return Stats(entry["request_id"], EngineStats(**entry["stats"]))
-    return Failed(**entry)
-
-
-def _decode_logprobs(token_id: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Logprobs:
-    return Logprobs(token_id, logprob, rank, tuple((token, value) for token, value in top))
-
-
 # --------------------------------------------------------------------------------------------------- child
 
 
@@ -423,7 +316,8 @@ def main(fd: int) -> int:
                     failures.append(event)
                     log.error("%s", event.reason)
                     events[index] = dataclasses.replace(event, reason=STOPPED)
-        pipe.send_bytes(writer.encode(events))
+        for message in writer.encode(events):
+            pipe.send_bytes(message)
 
     threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
     run_engine(engine, inbox, emit)

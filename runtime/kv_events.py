@@ -8,11 +8,10 @@ With this the cache and the scheduler only append to lists; who is told, and how
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from inferc.runtime.kv_cache import KVCacheManager
 
@@ -122,38 +121,3 @@ class CacheEvents:
 
 def batch_now(events: list[CacheEvent]) -> KvBatch:
     return KvBatch(time.time(), events)
-
-
-# ------------------------------------------------------------------------------------------- between processes
-
-
-def encode_batch(batch: KvBatch) -> dict[str, Any]:
-    """A batch as JSON has it: runs of hashes and of ids are one string each."""
-    return {"time": batch.time, "kv_events": [_encode(event) for event in batch.events]}
-
-
-def decode_batch(message: dict[str, Any]) -> KvBatch:
-    return KvBatch(message["time"], [_decode(*entry) for entry in message["kv_events"]])
-
-
-def _encode(event: CacheEvent) -> tuple[Any, ...]:
-    if isinstance(event, Stored):
-        parent = "" if event.parent is None else _text(event.parent)
-        return _text(b"".join(event.names)), event.medium, parent, _text(event.token_ids), event.block_size, event.salt
-    return () if isinstance(event, Cleared) else (_text(b"".join(event.names)), event.medium)
-
-
-def _decode(
-    names: str = "", medium: str = "", parent: str | None = None, ids: str = "", block_size: int = 0, salt: str = ""
-) -> CacheEvent:
-    if not names:
-        return Cleared()
-    data = base64.b64decode(names)
-    hashes = [data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES)]
-    if parent is None:
-        return Removed(hashes, medium)
-    return Stored(hashes, base64.b64decode(parent) or None, base64.b64decode(ids), block_size, salt, medium)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

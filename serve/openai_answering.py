@@ -137,8 +137,7 @@ class Answering:
         if top is not None and not ids:
             raise RequestError("prompt: it is empty; give at least one token")
         if top is not None and len(ids) > 1:
-            score = await self.model.score(ids, max(top, 1), cache_salt=params.cache_salt, n=params.n)
-            rows = score.rows if top else [replace(row, top=()) for row in score.rows]
+            rows = (await self.model.score(ids, max(top, 1), cache_salt=params.cache_salt, n=params.n)).rows
         elif not request.generates:
             self.model.count(len(ids), params.n)
 
@@ -146,7 +145,8 @@ class Answering:
             offsets: list[int] = []
             if request.echo and rows is not None:
                 offsets = prompt_offsets(text, ids, self.token, self.model.engine.text.special_ids)
-            return told_prompt(request, EchoedPrompt(text, ids, rows, offsets), self.token)
+            wanted = [replace(row, top=()) for row in rows] if rows and not top else rows
+            return told_prompt(request, EchoedPrompt(text, ids, wanted, offsets), self.token)
 
         is_much = len(text) + len(ids) * (1 + (top or 0)) > MANY_TOLD
         return await in_text_thread(make) if is_much else make()

@@ -9,6 +9,7 @@ import importlib
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 LAG_SECONDS, LAG_EVERY_SECONDS = 1.0, 0.05
 YOUNG_OBJECTS = 10_000  # that are made before the young ones are looked at
 COLLECT_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 120.0
+# How long the event loop waits for a thread that computes, each time that it was not the one to run: some ten times a request.
+SWITCH_SECONDS = 0.001
 CUT_SECONDS = 1.0  # for streams that were ended to hand their last message over
 
 
@@ -224,6 +227,7 @@ class _Server:
         if self._certificates is not None:
             works.append(self._certificates.follow())
         tasks = [asyncio.create_task(work) for work in works]
+        sys.setswitchinterval(SWITCH_SECONDS)
         _spare_the_collector()
         on_ready(self.addresses)
         first = await stopping

@@ -23,13 +23,11 @@ from serving import wait_until
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError
 from inferc.runtime import engine_process
 from inferc.runtime.engine import Engine, EngineStats
-from inferc.runtime.engine_loop import Abort, Add, EngineClient, EngineThread, Event, Failed, Scored, Stats
+from inferc.runtime.engine_events import ENTRIES_OF_PART, EventReader, EventWriter, Name
+from inferc.runtime.engine_loop import Abort, Add, Embedded, EngineClient, EngineThread, Event, Failed, Scored, Stats
 from inferc.runtime.engine_process import (
     STOPPED,
     EngineProcess,
-    EventReader,
-    EventWriter,
-    Name,
     decode_command,
     dump_long,
     encode_command,
@@ -473,27 +471,42 @@ def test_messages_survive_the_pipe() -> None:
         Output("a", 0, [6], num_cached=32),
         Failed(None, "gone"),
         Scored("s", Score([-1.5], [3])),
-        Stats("t", EngineStats(finished={"stop": 2})),
+        Stats("t", EngineStats(finished={"stop": 2}, cost_error=np.float64(0.5))),
     ]
     reader, writer = EventReader(), EventWriter()
-    assert _decoded(reader, writer.encode(events)) == events
+    assert _decoded(reader, [*writer.encode(events)]) == events
     names = [Name("a", 0), Name("b", 3)]
     sizes = []
     for ids in ([5, 6], [7, 8], [9, 10]):
         others = {1: Output("b", 3, [ids[1]], "length"), 0: None} if ids[0] == 7 else {}
         step = StepOutputs(names, np.array(ids, np.int32), others)
-        data = writer.encode(step)
+        data = [*writer.encode(step)]
         assert _decoded(reader, data) == list(step)
-        sizes.append(len(data))
+        sizes.append(len(data[0]))
     assert sizes[2] < sizes[0], "whose rows they are is said once"
     step = StepOutputs(names[::-1], np.array([1, 2], np.int32), {})
-    assert _decoded(reader, writer.encode(step)) == [Output("b", 3, [1]), Output("a", 0, [2])]
+    assert _decoded(reader, [*writer.encode(step)]) == [Output("b", 3, [1]), Output("a", 0, [2])]
 
 
-def _decoded(reader: EventReader, data: bytes) -> list[Event]:
-    events = reader.decode(data)
-    assert not isinstance(events, KvBatch)
-    return list(events)
+def test_long_scores_come_in_parts_and_what_is_no_number_or_no_text_comes_too() -> None:
+    minus, top = -float("inf"), tuple((token, -float(token)) for token in range(31))
+    rows = [Logprobs(token, minus, 1, top) for token in range(1000)]
+    long, short = Scored("a", Score([minus] * 1000, [0] * 1000, rows)), Scored("b", Score([], [], rows[:2]))
+    events: list[Event] = [long, short, Failed("c", "/mo\udcffdel"), Embedded("d", [0.5])]
+    messages = [*EventWriter().encode(events)]
+    assert len(messages) == 4 + 1 + 4, "four parts of a thousand rows, one of two, and each event"
+    assert max(map(len, messages)) < 16 * ENTRIES_OF_PART
+    assert _decoded(EventReader(), messages) == [long, short, Failed("c", "/mo\\udcffdel"), Embedded("d", [0.5])]
+    assert (len(long.score.rows), len(short.score.rows)) == (1000, 2), "what is told of is as it was"
+
+
+def _decoded(reader: EventReader, messages: list[bytes]) -> list[Event]:
+    found: list[Event] = []
+    for message in messages:
+        events = reader.decode(message)
+        assert not isinstance(events, KvBatch)
+        found += events
+    return found
 
 
 def _json(message: dict[str, object]) -> bytes:

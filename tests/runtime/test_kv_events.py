@@ -19,8 +19,9 @@ from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.block_pool import BlockPool
 from inferc.runtime.engine import Engine
+from inferc.runtime.engine_events import EventReader, EventWriter
 from inferc.runtime.engine_loop import EngineClient, EngineThread, Event
-from inferc.runtime.engine_process import EngineProcess, EventReader, EventWriter
+from inferc.runtime.engine_process import EngineProcess
 from inferc.runtime.kv_cache import block_hash, root_hash
 from inferc.runtime.kv_events import ARENA, CacheEvent, CacheEvents, Cleared, KvBatch, Removed, Stored
 from inferc.runtime.sampling_params import SamplingParams
@@ -225,7 +226,7 @@ def test_batches_survive_the_pipe() -> None:
         Removed([b"x" * 32, b"y" * 32], "DISK"),
     ]
     batch = KvBatch(12.25, events)
-    assert EventReader().decode(EventWriter().encode(batch)) == batch
+    assert [EventReader().decode(message) for message in EventWriter().encode(batch)] == [batch]
     assert batch.num_bytes == 6 * 32 + 48
 
 
