@@ -63,12 +63,26 @@ def prompt_offsets(text: str, token_ids: Sequence[int], token: TokenOf, special:
 
 
 @dataclass(frozen=True)
+class Usage:
+    """Tokens of a prompt, those of them that were found in the prefix cache, and those of its answer."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """What one prompt was answered with; cached_tokens of it were found in the prefix cache."""
 
     prompt_tokens: int
     cached_tokens: int
     outputs: Sequence[CompletionOutput]
+
+    @property
+    def usage(self) -> Usage:
+        num_tokens = sum(len(output.token_ids) for output in self.outputs)
+        return Usage(self.prompt_tokens, self.cached_tokens, num_tokens)
 
 
 def response_body(
@@ -91,7 +105,7 @@ def response_body(
         "created": created,
         "model": model,
         "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
-        "usage": usage_body(answers),
+        "usage": usage_body([answer.usage for answer in answers]),
     }
 
 
@@ -135,14 +149,15 @@ def field_of(message: str) -> str | None:
     return found[1] if found is not None and found[1] in FIELDS else None
 
 
-def usage_body(answers: Sequence[Answer]) -> dict[str, Any]:
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
-    output_tokens = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
+    """The sum of them, as OpenAI tells it."""
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+    output_tokens = sum(usage.output_tokens for usage in usages)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers)},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
     }
 
 

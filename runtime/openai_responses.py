@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from inferc.errors import RequestError, shown
 from inferc.runtime import openai_fields
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_answer import Answer, TokenOf, chat_logprobs
+from inferc.runtime.openai_answer import TokenOf, Usage, chat_logprobs
 from inferc.runtime.openai_fields import check_fields
 from inferc.runtime.openai_request import CHAT, OpenAIRequest, parse_request
 from inferc.runtime.sampling_params import MAX_LOGPROBS, check_integer, check_text
@@ -177,10 +177,10 @@ class ResponseHead:
         self,
         status: State,
         output: Sequence[Mapping[str, Any]] = (),
-        answer: Answer | None = None,
+        usage: Usage | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The response as it is now; answer: what its usage is counted of."""
+        """The response as it is now; usage: None, while it is not known."""
         body = self.body
         return {
             "id": self.id,
@@ -207,7 +207,7 @@ class ResponseHead:
             "top_logprobs": body.get("top_logprobs") or 0,
             "top_p": self.top_p,
             "truncation": "disabled",
-            "usage": None if answer is None else response_usage(answer),
+            "usage": None if usage is None else response_usage(usage),
             "user": body.get("user"),
         }
 
@@ -231,12 +231,11 @@ def text_part(output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
     return {"type": "output_text", "text": output.text, "annotations": [], "logprobs": rows}
 
 
-def response_usage(answer: Answer) -> dict[str, Any]:
-    output_tokens = sum(len(output.token_ids) for output in answer.outputs)
+def response_usage(usage: Usage) -> dict[str, Any]:
     return {
-        "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": output_tokens,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.prompt_tokens + output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
     }

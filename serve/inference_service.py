@@ -19,6 +19,7 @@ from inferc.serve.kv_events import EventsOff
 from inferc.serve.models import ModelEntry, Models, ServedModel
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.streams import Piece
+from inferc.serve.told_json import check_likely
 
 
 class InferenceService:
@@ -42,12 +43,15 @@ class InferenceService:
         outputs: dict[int, pb.Completion] = {}
         texts: dict[int, list[str]] = {}
         rows: list[Logprobs] = []
+        num_likely = 0
         async with aclosing(self._answers(request)) as answers:
             async for response, prompt_rows in answers:
                 output = outputs.setdefault(response.index, pb.Completion())
                 texts.setdefault(response.index, []).append(response.text)
                 output.token_ids.extend(response.token_ids)
                 output.logprobs.extend(response.logprobs)
+                num_likely += len(response.logprobs) * (1 + request.sampling.logprobs)
+                check_likely(num_likely)
                 output.finish_reason = response.finish_reason
                 rows += prompt_rows
                 answer.request_id = response.request_id

@@ -10,14 +10,14 @@ from typing import Any
 
 from inferc.errors import RequestError
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token, prompt_offsets
+from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
 from inferc.runtime.step import Logprobs
 from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.openai_chunks import add_piece
 from inferc.serve.streams import Piece, Stream
-from inferc.serve.told_json import ToldPrompt, check_told, told_prompt
+from inferc.serve.told_json import ToldPrompt, check_likely, check_told, told_prompt
 from inferc.serve.waiting import gather_some
 
 OPENED_AT_ONCE = 32  # streams: some milliseconds
@@ -77,19 +77,29 @@ class Answering:
                     del left[number]
 
     async def answers(self) -> list[Answer]:
-        """All of it at once."""
+        """All of it at once. Raises RequestError as soon as it is more than one answer tells."""
         outputs = [[CompletionOutput(index) for index in range(self.params.n)] for _ in self._prompts]
+        num_entries = 0
         async for number, _, piece in self.pieces():
             add_piece(outputs[number][piece.index], piece)
-        return [self._answer(number, of_prompt) for number, of_prompt in enumerate(outputs)]
+            num_entries += self.num_likely(piece)
+            check_likely(num_entries)
+        return [
+            Answer(self._prompts[number].num_tokens, self._num_cached(number), of_prompt)
+            for number, of_prompt in enumerate(outputs)
+        ]
 
-    def usage(self, counts: dict[int, int]) -> list[Answer]:
+    def usage(self, counts: dict[int, int]) -> list[Usage]:
         """What has been counted so far, by prompt; counts: output tokens of each."""
         return [self.usage_of(number, counts.get(number, 0)) for number in range(len(self._prompts))]
 
-    def usage_of(self, number: int, count: int) -> Answer:
+    def usage_of(self, number: int, count: int) -> Usage:
         """The same of one prompt. count: its output tokens."""
-        return self._answer(number, [CompletionOutput(0, token_ids=[0] * count)])
+        return Usage(self._prompts[number].num_tokens, self._num_cached(number), count)
+
+    def num_likely(self, piece: Piece) -> int:
+        """How many tokens and likely tokens a piece tells of."""
+        return len(piece.logprobs) * (1 + (self.params.logprobs or 0))
 
     def told(self, number: int) -> ToldPrompt:
         """What is told of a prompt."""
@@ -99,9 +109,8 @@ class Answering:
         data = self.model.engine.text.token_bytes(token_id)
         return data.decode(errors="replace"), list(data)
 
-    def _answer(self, number: int, outputs: list[CompletionOutput]) -> Answer:
-        cached = self._streams[number].num_cached if self._streams else 0
-        return Answer(self._prompts[number].num_tokens, cached, outputs)
+    def _num_cached(self, number: int) -> int:
+        return self._streams[number].num_cached if self._streams else 0
 
     async def _encoded(self) -> list[list[int]]:
         """Token ids of all prompts. Raises RequestError for one that is too long."""

@@ -10,8 +10,8 @@ import msgspec
 
 from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import (
-    Answer,
     TokenOf,
+    Usage,
     chat_logprobs,
     completion_logprobs,
     usage_body,
@@ -51,7 +51,7 @@ class Chunks:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
-    def of(self, index: int, piece: Piece, prompt: ToldPrompt, usage: Answer | None = None) -> bytes:
+    def of(self, index: int, piece: Piece, prompt: ToldPrompt, usage: Usage | None = None) -> bytes:
         """The events of a piece of choice `index`. prompt: what is told of it before the choice's first piece.
 
         usage: so far, where every chunk has it.
@@ -77,22 +77,22 @@ class Chunks:
             )
         )
 
-    def usage(self, answers: Sequence[Answer]) -> bytes:
+    def usage(self, usages: Sequence[Usage]) -> bytes:
         """The last event, if the client asked for it."""
-        return self._start_of_usage + msgspec.json.encode(usage_body(answers)) + b"}\n\n"
+        return self._start_of_usage + msgspec.json.encode(usage_body(usages)) + b"}\n\n"
 
-    def _usage(self, answer: Answer | None) -> bytes:
-        return b',"usage":' + msgspec.json.encode(usage_body([answer])) if answer is not None else b""
+    def _usage(self, usage: Usage | None) -> bytes:
+        return b',"usage":' + msgspec.json.encode(usage_body([usage])) if usage is not None else b""
 
     def _dump(
-        self, index: int, body: Mapping[str, Any], usage: Answer | None, more: Mapping[str, Any] | None = None
+        self, index: int, body: Mapping[str, Any], usage: Usage | None, more: Mapping[str, Any] | None = None
     ) -> bytes:
         """more: fields beside `choices`."""
         encoded = b"," + msgspec.json.encode(body)[1:]
         beside = b"," + msgspec.json.encode(more)[1:-1] if more else b""
         return b"".join((self._start, b"%d" % index, encoded, b"]", beside, self._usage(usage), self._end))
 
-    def _echo(self, index: int, prompt: ToldPrompt, usage: Answer | None) -> bytes:
+    def _echo(self, index: int, prompt: ToldPrompt, usage: Usage | None) -> bytes:
         """The prompt, before all else."""
         if prompt.lists is not None:
             self._offsets[index] = prompt.text_len
@@ -121,4 +121,5 @@ def add_piece(output: CompletionOutput, piece: Piece) -> None:
     output.token_ids += piece.token_ids
     output.finish_reason = piece.finish_reason
     if piece.logprobs:
-        output.logprobs = (output.logprobs or []) + piece.logprobs
+        output.logprobs = [] if output.logprobs is None else output.logprobs
+        output.logprobs += piece.logprobs

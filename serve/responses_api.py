@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 from inferc.runtime.llm import CompletionOutput
-from inferc.runtime.openai_answer import Answer, chat_logprobs
+from inferc.runtime.openai_answer import Answer, Usage, chat_logprobs
 from inferc.runtime.openai_request import model_of
 from inferc.runtime.openai_responses import (
     RESPONSES,
@@ -33,7 +33,7 @@ from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import Models
 from inferc.serve.openai_answering import MANY_TOLD, Answering
 from inferc.serve.openai_chunks import add_piece
-from inferc.serve.told_json import chat_lists
+from inferc.serve.told_json import chat_lists, check_likely
 
 FIRST_PART: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
@@ -94,28 +94,33 @@ class _ResponseForm:
         """What is wrong before the first of them is raised, later it is how the response fails."""
         head, output = self._head(answering), CompletionOutput(0)
         events = _Events(head.message_id)
-        begun = b""
+        begun, num_entries = b"", 0
         try:
             async with aclosing(answering.pieces()) as pieces:
                 async for _, _, piece in pieces:
                     begin = b"" if begun else _begin(events, head)
                     begun = begun or begin
                     add_piece(output, piece)
+                    num_entries += answering.num_likely(piece)
+                    check_likely(num_entries)
                     delta = b""
                     if piece.text or piece.logprobs:
                         rows = chat_logprobs(piece.logprobs, answering.token)["content"]
                         delta = events.of_part("response.output_text.delta", delta=piece.text, logprobs=rows)
                     if data := begin + delta:
                         yield data
-            make = partial(_end, events, head, output, answering)
-            num_entries = len(output.logprobs or ()) * (1 + (answering.params.logprobs or 0))
-            yield make() if num_entries <= MANY_TOLD else await in_text_thread(make)
+            yield await _made(partial(_end, events, head, output, answering), num_entries)
         except Exception as error:
             if not begun:
                 raise
-            yield _failed(events, head, output, answering, error)
+            yield await _made(partial(_failed, events, head, output, answering, error), num_entries)
         finally:
             answering.close()
+
+
+async def _made(make: Callable[[], bytes], num_entries: int) -> bytes:
+    """What `make` makes of so many tokens and likely tokens, beside the event loop where they are many."""
+    return make() if num_entries <= MANY_TOLD else await in_text_thread(make)
 
 
 class _Events:
@@ -158,7 +163,7 @@ def _whole(
 ) -> dict[str, Any]:
     """The response that is over."""
     status = status_of(output)
-    return head.response(status, [head.message(status, [part])], _answer(output, answering))
+    return head.response(status, [head.message(status, [part])], _usage(output, answering))
 
 
 def _end(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> bytes:
@@ -181,11 +186,9 @@ def _failed(
     kind = "rate_limit_exceeded" if found["type"] == "rate_limit_error" else "server_error"
     message = found["message"].encode("ascii", "backslashreplace").decode()  # which may quote half of a surrogate pair
     item = head.message("incomplete", [_part(output, answering)])
-    response = head.response("failed", [item], _answer(output, answering), {"code": kind, "message": message})
+    response = head.response("failed", [item], _usage(output, answering), {"code": kind, "message": message})
     return events.of("response.failed", response=response)
 
 
-def _answer(output: CompletionOutput, answering: Answering) -> Answer:
-    """What its usage is counted of."""
-    (answer,) = answering.usage({0: len(output.token_ids)})
-    return replace(answer, outputs=[output])
+def _usage(output: CompletionOutput, answering: Answering) -> Usage:
+    return answering.usage_of(0, len(output.token_ids))

@@ -24,7 +24,7 @@ from inferc.runtime.openai_request import OpenAIRequest
 from inferc.runtime.step import Logprobs
 
 ENTRIES_AT_ONCE = 1 << 13  # some milliseconds
-# What one answer tells of its prompts. 128 Ki tokens with five likely ones each are 768 Ki entries, some 60 MB.
+# What one answer tells of its prompts, and of what is generated. 128 Ki tokens with five likely ones each are 768 Ki entries, some 60 MB.
 MAX_ENTRIES = 1 << 20  # tokens, and likely ones beside them, for each choice anew
 MAX_CHARACTERS = 16 << 20  # of echoed texts, for each choice anew
 
@@ -108,6 +108,15 @@ def check_told(request: OpenAIRequest, top: int | None, num_tokens: int, num_cha
             f" {MAX_CHARACTERS} are echoed at once; ask for fewer prompts or choices (n)"
         )
     return entries
+
+
+def check_likely(num_entries: int) -> None:
+    """Raise RequestError for an answer that has come to hold more tokens and likely tokens, of what was generated, than one tells."""
+    if num_entries > MAX_ENTRIES:
+        raise RequestError(
+            f"logprobs: the answer has come to tell {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES} are told at"
+            " once; ask for a stream, or for fewer choices (n), tokens (max_tokens) or likely ones"
+        )
 
 
 def _size(rows: Sequence[Logprobs]) -> int:

@@ -1,10 +1,11 @@
-"""What a server outlives: a disk that is full, a clock that jumps, a log that nobody takes."""
+"""What a server outlives: a disk that is full, a clock that jumps, a log that nobody takes, an answer without end."""
 
 import json
 import resource
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from http_calls import request
 from serving import ENV, INFERC, Server, run_inferc, wait_until
 
 from inferc.client import Client
+from inferc.errors import RequestError
 
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": "abc", "max_tokens": 5, "ignore_eos": True}
@@ -114,3 +116,20 @@ def test_a_clock_that_jumps(tiny_artifact: Path, tmp_path: Path, monkeypatch: py
         page = request(server.url, "/metrics").body.decode()
         sums = [float(line.split()[-1]) for line in page.splitlines() if "_seconds_sum{" in line]
         assert sums and all(0 <= value < 86400 for value in sums), "no time was counted that was none"
+
+
+@pytest.mark.slow
+def test_an_answer_with_more_likely_tokens_than_one_tells_ends_as_soon_as_it_has_them(tiny_artifact: Path) -> None:
+    """33 of each token: a million after 248 of each choice."""
+    wants: dict[str, Any] = {"n": 128, "max_tokens": 252, "logprobs": 32, "ignore_eos": True}
+    with Server(tiny_artifact, "--max-num-seqs", "256") as server, Client(server.address) as client:
+        reply = request(server.url, COMPLETIONS, {"prompt": "abc", **wants})
+        assert reply.status == 400
+        assert "at most 1048576 are told at once; ask for a stream" in reply.json["error"]["message"]
+        with pytest.raises(RequestError, match="at most 1048576 are told at once; ask for a stream"):
+            client.complete("abc", **wants)
+        pieces = client.generate("abc", **wants)
+        assert sum(len(piece.token_ids) for piece in pieces) == 128 * 252, "a stream has all of them"
+        wait_until(lambda: client.loads().num_running == 0, "nothing runs")
+        reply = request(server.url, COMPLETIONS, {"prompt": "abc", **wants, "max_tokens": 200})
+        assert [len(choice["logprobs"]["tokens"]) for choice in reply.json["choices"]] == [200] * 128

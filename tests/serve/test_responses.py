@@ -11,11 +11,12 @@ from http_calls import Reply, request
 from serving import wait_until
 
 from inferc.client import Client
-from inferc.runtime.openai_answer import Answer
+from inferc.runtime.openai_answer import Usage
 from inferc.runtime.openai_responses import parse_response_request
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.serve.responses_api import _ResponseForm
 from inferc.serve.streams import EngineUnavailable, Piece
+from inferc.serve.told_json import MAX_ENTRIES
 
 RESPONSES = "/v1/responses"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_output_tokens": 8, "ignore_eos": True}
@@ -222,17 +223,21 @@ def test_responses_are_counted(url: str) -> None:
 class Failing:
     """A request that says something, then fails."""
 
-    def __init__(self, num_pieces: int) -> None:
+    def __init__(self, num_pieces: int, num_likely: int = 0) -> None:
         self.params = SamplingParams(temperature=0.5)
         self.num_pieces, self.is_closed = num_pieces, False
+        self._num_likely = num_likely
 
     async def pieces(self) -> AsyncGenerator[tuple[int, int, Piece], None]:
         for number in range(self.num_pieces):
             yield 0, 0, Piece(0, f"{number} ", [5], None, [])
         raise EngineUnavailable("the engine died of \ud800")
 
-    def usage(self, counts: dict[int, int]) -> list[Answer]:
-        return [Answer(3, 1, [])]
+    def usage_of(self, number: int, count: int) -> Usage:
+        return Usage(3, 1, count)
+
+    def num_likely(self, piece: Piece) -> int:
+        return self._num_likely
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         return "a", [97]
@@ -255,6 +260,19 @@ def test_a_response_that_fails_says_so_in_its_stream() -> None:
     assert last["error"]["message"] == "the engine died of \\ud800"
     assert last["output"][0]["content"][0]["text"] == "0 1 " and last["usage"]["output_tokens"] == 2
     assert failing.is_closed
+
+
+def test_a_response_with_more_likely_tokens_than_one_tells_fails() -> None:
+    """Its end has all of them once more."""
+    failing = Failing(4, MAX_ENTRIES // 2)
+
+    async def work() -> bytes:
+        form: Any = _ResponseForm("1", 2, "m", {"input": "a"})
+        return b"".join([each async for each in form.events(failing)])
+
+    found = events(asyncio.run(work()))
+    assert [event["type"] for event in found] == [*BEGIN, *["response.output_text.delta"] * 2, "response.failed"]
+    assert "ask for" in found[-1]["response"]["error"]["message"] and failing.is_closed
 
 
 def test_what_fails_before_anything_came_is_no_stream() -> None:
