@@ -148,12 +148,15 @@ def openai_routes(models: Models) -> APIRouter:
     # -------------------------------------------------------------------------------------------- server
 
     @routes.get("/health", tags=["server"], response_class=Response)
-    @routes.get("/ready", tags=["server"], include_in_schema=False)
+    @routes.get("/ready", include_in_schema=False)
+    @routes.head("/health", include_in_schema=False)
+    @routes.head("/ready", include_in_schema=False)
     async def health() -> Response:
         """200 while requests are taken, else 503."""
         return Response(status_code=200 if models.is_serving else 503)
 
     @routes.get("/live", tags=["server"], response_class=Response)
+    @routes.head("/live", include_in_schema=False)
     async def live() -> Response:
         """200 as long as the server needs no restart: 503 once an engine was given up."""
         return Response(status_code=503 if models.is_broken else 200)

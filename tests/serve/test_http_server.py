@@ -201,7 +201,8 @@ def test_text_and_ids(url: str) -> None:
 
 
 def test_about_the_server(url: str) -> None:
-    assert [request(url, path).status for path in ("/health", "/live", "/ready")] == [200] * 3
+    for method in ("GET", "HEAD"):  # `curl -I`, and load balancers
+        assert [request(url, path, method=method).status for path in ("/health", "/live", "/ready")] == [200] * 3
     assert request(url, "/version").json["version"]
     described = request(url, "/openapi.json").json
     body = described["paths"][COMPLETIONS]["post"]["requestBody"]["content"]["application/json"]["schema"]
