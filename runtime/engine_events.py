@@ -103,8 +103,8 @@ class EventReader:
             return StepOutputs(self._names, ids, dict(value.others), value.number, value.seconds)
         if isinstance(value, _Batch):
             return KvBatch(value.time, [DECODERS[name].decode(event) for name, event in value.events])
-        if isinstance(value, Scored) and self._rows:
-            value.score.rows[:0] = self._rows
+        if isinstance(value, Scored):
+            value.score.rows.extend(self._rows)
             self._rows = []
         return [value]
 
