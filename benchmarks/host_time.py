@@ -21,7 +21,7 @@ import numpy as np
 from inferc.config import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.engine import Engine, ModelLimits
-from inferc.runtime.engine_events import EventWriter
+from inferc.runtime.engine_messages import EventWriter
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.step import F32, I32, StepPlan, StepResult

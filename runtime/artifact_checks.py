@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from msgspec import UNSET
 
 from inferc.codegen.triton.launch import PTX, RECORDS
+from inferc.config import DEFAULT_TOKEN_BUDGET
 from inferc.kv_pools import num_parts, row_size
 from inferc.manifest import ALIGNMENT, CERTIFICATE, CHUNK_BYTES, PROGRAM, STORED_DTYPES
 from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, ProgramEntry, Record, WeightRow
@@ -30,6 +31,9 @@ def manifest_fault(manifest: Manifest) -> str | None:
             return f"files.{name}: {len(entry.xxh3_128)} digests for {entry.bytes} bytes in chunks of {CHUNK_BYTES}"
         if parts[:1] in (("kernels",), ("tokenizer",), (PROGRAM,), (CERTIFICATE,)) and entry.sha256 is UNSET:
             return f"files.{name}: expected a sha256"
+    for index, target in enumerate(manifest.targets):
+        if target.partition(":")[0] not in DEFAULT_TOKEN_BUDGET:
+            return f"targets[{index}]: found {target!r}, expected one of {', '.join(DEFAULT_TOKEN_BUDGET)}"
     for index, program in enumerate(manifest.programs):
         if (fault := _entry_fault(program, manifest)) is not None:
             return f"programs[{index}].{fault}"

@@ -19,6 +19,7 @@ from inferc.runtime.waiting import key_of
 
 Bool = NDArray[np.bool_]
 
+FEW_STOP_IDS = 4  # of a sequence: more are looked for in its set, and no others pay for them
 SPARE_BLOCKS = 16  # columns that block tables have to spare as they are made
 
 
@@ -68,9 +69,17 @@ class Rows:
     seq_slots: I32  # of the plan
     slots: I64
     seqs: list[Sequence]
-    stop_ids: I32  # [stops, S]
+    stop_ids: I32  # [FEW_STOP_IDS, S]
+    many_stops: list[int]  # rows of sequences that have more of them
     max_total: I64
     first_len: I64  # with the first sampled token
+
+    def stopped(self, ids: I32) -> Bool:
+        """Which of them are end tokens of their sequences."""
+        stopped: Bool = (self.stop_ids == ids).any(axis=0)
+        for row in self.many_stops:
+            stopped[row] = int(ids[row]) in self.seqs[row].stop_ids
+        return stopped
 
 
 class Batch:
@@ -109,7 +118,7 @@ class Batch:
         self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
         self.first_at: F64 = np.full(num_slots, np.inf)
-        self.stop_ids: I32 = np.full((2, num_slots), -1, np.int32)  # one column a slot
+        self.stop_ids: I32 = np.full((FEW_STOP_IDS, num_slots), -1, np.int32)  # of those that have no more
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
         self.repetition, self.presence, self.frequency = floats(), floats(), floats()
         self.top_k: I32 = np.zeros(num_slots, np.int32)
@@ -188,11 +197,9 @@ class Batch:
         return due
 
     def _set_stop_ids(self, slot: int, seq: Sequence) -> None:
-        missing = len(seq.stop_ids) - len(self.stop_ids)
-        if missing > 0:
-            self.stop_ids = np.concatenate((self.stop_ids, np.full((missing, len(self.seqs)), -1, np.int32)))
         self.stop_ids[:, slot] = -1
-        self.stop_ids[: len(seq.stop_ids), slot] = sorted(seq.stop_ids)
+        if len(seq.stop_ids) <= FEW_STOP_IDS:
+            self.stop_ids[: len(seq.stop_ids), slot] = sorted(seq.stop_ids)
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
         params = seq.params
@@ -220,7 +227,8 @@ class Batch:
             slots = seq_slots.astype(np.int64)
             seqs = [seq for slot in slots.tolist() if (seq := self.seqs[slot]) is not None]
             assert len(seqs) == len(slots), "a slot has lost its sequence"
-            limits = self.stop_ids[:, slots], self.max_total[slots], self.prompt_len[slots] + 1
+            many_stops = [row for row, seq in enumerate(seqs) if len(seq.stop_ids) > FEW_STOP_IDS]
+            limits = self.stop_ids[:, slots], many_stops, self.max_total[slots], self.prompt_len[slots] + 1
             self._rows = Rows(seq_slots, slots, seqs, *limits)
         return self._rows
 

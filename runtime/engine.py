@@ -27,7 +27,7 @@ from inferc.runtime.scheduler import Scheduler
 from inferc.runtime.scheduler_config import SchedulerConfig
 from inferc.runtime.scoring import Pooling, Score, Scorer
 from inferc.runtime.sequence import Output, Sequence, StepOutputs, sequence_seed
-from inferc.runtime.step import F32, I32, StepPlan, StepResult
+from inferc.runtime.step import F32, I32, Logprobs, StepPlan, StepResult
 from inferc.runtime.step_cost import StepWork
 from inferc.runtime.tapped import TapCollector
 from inferc.runtime.tiers import Mover
@@ -204,6 +204,7 @@ class Engine:
             self.taps.check(len(prompt), min(longest, wanted), params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
+        prompt_hashes: list[bytes] = []
         seqs = []
         for index in range(params.n):
             seq = Sequence(
@@ -217,6 +218,7 @@ class Engine:
                 min(longest, wanted),
                 ends,
                 root=root,
+                prompt_hashes=prompt_hashes,
             )
             self._arrival += 1
             seqs.append(seq)
@@ -289,6 +291,10 @@ class Engine:
     def take_scores(self) -> list[tuple[str, Score]]:
         """The scores that are done since the last call, with their request ids."""
         return self._scorer.take()
+
+    def take_score_rows(self) -> list[tuple[str, list[Logprobs]]]:
+        """What has come meanwhile of texts that take longer, where `num_top` asked for rows: their Scores will lack it."""
+        return self._scorer.take_rows()
 
     def take_embedded(self) -> list[tuple[str, F32]]:
         """The vectors that were made since the last call, with their request ids."""

@@ -22,6 +22,7 @@ from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, StepOutputs
+from inferc.runtime.step import Logprobs
 from inferc.runtime.tapped import TappedSequence
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class ScoredRows:
+    """Rows of a text's Score, in their order, before the Scored that lacks them."""
+
+    request_id: str
+    rows: list[Logprobs]
+
+
+@dataclass(frozen=True)
 class Scored:
     request_id: str
     score: Score
@@ -107,7 +116,7 @@ class Stats:
 
 
 Command: TypeAlias = Add | Abort | ScoreText | EmbedText | GetStats | Shutdown
-Event: TypeAlias = Output | Failed | Scored | Embedded | Stats
+Event: TypeAlias = Output | Failed | ScoredRows | Scored | Embedded | Stats
 # What a step brought may come as the engine has it, as a StepOutputs; what it did to the cache is nobody's in particular.
 Events: TypeAlias = Iterable[Event] | KvBatch
 Sink: TypeAlias = Callable[[Event], None]
@@ -144,6 +153,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
                 emit(outputs)
             events: list[Event] = [*failed]
             events += [Failed(name, why, kind=ObjectiveError.__name__) for name, why in engine.take_refused()]
+            events += [ScoredRows(request_id, rows) for request_id, rows in engine.take_score_rows()]
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
             events += [Embedded(request_id, vector.tolist()) for request_id, vector in engine.take_embedded()]
             if events:
@@ -262,8 +272,18 @@ class EngineClient:
             self._send(Abort(request_id, index))
 
     def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
-        """Start scoring a text and return the request's id; `sink` gets one `Scored` or `Failed`."""
-        request_id = self._begin(sink, 1)
+        """Start scoring a text and return the request's id; `sink` gets one `Scored`, that is whole, or `Failed`."""
+        rows: list[Logprobs] = []
+
+        def joined(event: Event) -> None:
+            if isinstance(event, ScoredRows):
+                rows.extend(event.rows)
+                return
+            if isinstance(event, Scored) and num_top:
+                event = Scored(event.request_id, Score.of_rows([*rows, *event.score.rows]))
+            sink(event)
+
+        request_id = self._begin(joined, 1)
         self._send(ScoreText(request_id, list(token_ids), num_top, cache_salt))
         return request_id
 
@@ -342,10 +362,11 @@ class EngineClient:
             entry = self._open.get(event.request_id)
             if entry is None or (isinstance(event, Output) and event.index not in entry.left):
                 continue  # aborted, while the event was on its way
-            if not isinstance(event, Output):
+            if isinstance(event, Output):
+                if event.finish_reason is not None:
+                    self._end(event.request_id, event.index)
+            elif not isinstance(event, ScoredRows):
                 self._end(event.request_id, None)
-            elif event.finish_reason is not None:
-                self._end(event.request_id, event.index)
             entry.sink(event)
 
     def _fail_all(self, reason: str, kind: str = "InfercError") -> None:

@@ -1,9 +1,9 @@
 """The engine in a process of its own, behind a pipe.
 
-The child is `python -m inferc.runtime.engine_process FD`; FD is its end of a socket pair. Commands are JSON and events MessagePack
-(engine_events.py), framed by `multiprocessing.connection` (its bytes form: nothing is pickled), so neither side can run code on
-the other. Each side has a thread that only reads: the parent's notices at once that the child has died and fails every open
-request with the reason; the child's ends the process when the parent is gone. Text stays with the parent.
+The child is `python -m inferc.runtime.engine_process FD`; FD is its end of a socket pair. Messages (engine_messages.py) are
+framed by `multiprocessing.connection` (its bytes form: nothing is pickled), so neither side can run code on the other. Each
+side has a thread that only reads: the parent's notices at once that the child has died and fails every open request with
+the reason; the child's ends the process when the parent is gone. Text stays with the parent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,9 +29,7 @@ from inferc import errors
 from inferc.errors import InfercError
 from inferc.log_format import LogFormat, configure
 from inferc.runtime.engine import Engine
-from inferc.runtime.engine_events import EventReader, EventWriter
 from inferc.runtime.engine_loop import (
-    Abort,
     Add,
     Command,
     EmbedText,
@@ -40,19 +37,17 @@ from inferc.runtime.engine_loop import (
     Event,
     Events,
     Failed,
-    GetStats,
     ScoreText,
     Shutdown,
     run_engine,
 )
+from inferc.runtime.engine_messages import EventReader, EventWriter, decode_command, encode_command
 from inferc.runtime.kv_events import KvBatch
-from inferc.runtime.sampling_params import from_json
 from inferc.runtime.sequence import StepOutputs
 
 log = logging.getLogger(__name__)
 
 LOAD_ENGINE = "inferc.runtime.load:load_engine"
-COMMANDS = {kind.__name__: kind for kind in (Add, Abort, ScoreText, EmbedText, GetStats, Shutdown)}
 KILL_AFTER_SECONDS = 10.0
 # What clients are told, who may be anybody: why it has names of files in it.
 STOPPED = "the engine has stopped on an error; its log says which"
@@ -60,7 +55,6 @@ HINTS: dict[int, str] = {
     signal.SIGKILL: "; the system may have run out of memory",
     signal.SIGBUS: "; a file that it maps was cut short, or cannot be read",
 }
-LONG_LIST = 1 << 13  # of token ids, in a message: a millisecond
 SMALL_BYTES = 1 << 14  # of a message: a socket that is ready for writing takes so much at once
 
 
@@ -84,7 +78,7 @@ class EngineProcess(EngineClient):
         self._process, self._pipe = _spawn()
         self._can_write = select.poll()
         self._can_write.register(self._pipe.fileno(), select.POLLOUT)
-        self._unsent: deque[bytes | Callable[[], bytes]] = deque()  # in their order, the first of which is being sent
+        self._unsent: deque[bytes] = deque()  # in their order, the first of which is being sent
         self._writing = threading.Condition()  # around it, and around what is sent at once
         self._is_over = False  # nothing is sent any more
         self._writer = threading.Thread(target=self._send_late, name="inferc-engine-writer", daemon=True)
@@ -93,7 +87,7 @@ class EngineProcess(EngineClient):
         self._killed_for: str | None = None
         self._reader: threading.Thread | None = None
         logs = {"log_level": logging.getLogger().level, "log_format": log_format}
-        self._write({"factory": factory, "options": dict(options), **logs})
+        self._write(json.dumps({"factory": factory, "options": dict(options), **logs}).encode())
 
     def wait_until_ready(self) -> EngineProcess:
         """Wait until the engine takes requests. Raises what made it fail to start, or InfercError after `close`."""
@@ -132,15 +126,17 @@ class EngineProcess(EngineClient):
         self.join()
 
     def _send(self, command: Command) -> None:
-        self._write(encode_command(command))
+        try:
+            data = encode_command(command)
+        except OverflowError:
+            assert isinstance(command, Add | ScoreText | EmbedText), "others have no numbers of who asks"
+            reason = "the prompt has a number that is no token id: it takes more than 64 bits"
+            self._dispatch([Failed(command.request_id, reason, is_request_error=True)])
+        else:
+            self._write(data)
 
-    def _write(self, message: Mapping[str, Any]) -> None:
-        data = partial(dump_long, message) if has_long(message) else json.dumps(message).encode()
+    def _write(self, data: bytes) -> None:
         with self._writing:
-            if callable(data):  # by the writer: who asks has others to serve
-                self._unsent.append(data)
-                self._writing.notify()
-                return
             if not self._unsent and len(data) <= SMALL_BYTES and self._can_write.poll(0):
                 self._send_now(data)
             else:
@@ -155,7 +151,7 @@ class EngineProcess(EngineClient):
                 if self._is_over:
                     return
                 data = self._unsent[0]
-            self._send_now(data() if callable(data) else data)
+            self._send_now(data)
             with self._writing:
                 self._unsent.popleft()
 
@@ -197,6 +193,9 @@ class EngineProcess(EngineClient):
                     self._kill_late()
         except (EOFError, OSError):
             pass
+        except Exception:
+            log.exception("what the engine process tells cannot be read")
+            self._process.kill()
         is_expected = self._process.wait() == 0 or self._closing
         reason = "the engine was closed" if is_expected else self._killed_for or self._describe_end()
         self._hang_up()
@@ -238,48 +237,6 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
             return process, Connection(ours.detach())
     except OSError as error:
         raise InfercError(f"the engine's process cannot be started: {error.strerror or error}") from None
-
-
-# ------------------------------------------------------------------------------------------------ messages
-
-
-def encode_command(command: Command) -> dict[str, Any]:
-    """The fields of a command, none of them copied; of parameters theirs."""
-    values = {each.name: getattr(command, each.name) for each in dataclasses.fields(command)}
-    if isinstance(command, Add):
-        values["params"] = vars(command.params)
-    return {"command": type(command).__name__, **values}
-
-
-def has_long(message: Mapping[str, Any]) -> bool:
-    """Whether there is a long list in it, or in a map in it."""
-    return any(
-        has_long(value) if isinstance(value, Mapping) else isinstance(value, (list, tuple)) and len(value) > LONG_LIST
-        for value in message.values()
-    )
-
-
-def dump_long(message: Mapping[str, Any]) -> bytes:
-    """A message with long lists of numbers, in pieces: other threads go on between them."""
-    return _dumped(message).encode()
-
-
-def _dumped(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{json.dumps(str(name))}: {_dumped(each)}' for name, each in value.items())}}}"
-    if isinstance(value, (list, tuple)) and len(value) > LONG_LIST:
-        parts = (json.dumps(value[at : at + LONG_LIST])[1:-1] for at in range(0, len(value), LONG_LIST))
-        return f"[{', '.join(parts)}]"
-    return json.dumps(value)
-
-
-def decode_command(data: bytes) -> Command:
-    message = json.loads(data)
-    kind = COMMANDS[message.pop("command")]
-    if kind is Add:
-        message["params"] = from_json(message["params"])
-    command: Command = kind(**message)
-    return command
 
 
 # --------------------------------------------------------------------------------------------------- child

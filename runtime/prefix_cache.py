@@ -49,7 +49,11 @@ class PrefixCache:
         """The hashes of its first blocks that are in the cache; one token at least is left to compute."""
         if not self.is_on:
             return []
+        if not seq.hashes:
+            seq.hashes += seq.prompt_hashes
         extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
+        if not seq.prompt_hashes and seq.params.n > 1:
+            seq.prompt_hashes += seq.hashes[: seq.prompt_len // self.cache.block_size]
         return seq.hashes[: self.cache.find(seq.hashes[: self.most_found(seq)])]
 
     def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:

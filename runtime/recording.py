@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from inferc.errors import ArtifactError, ConfigError, InfercError
 from inferc.json_text import parse_json
 from inferc.runtime.sampling_params import SamplingParams, from_request
@@ -93,21 +95,17 @@ class Recording:
 
 
 def encode_header(header: Header) -> bytes:
-    return _line({KEY: VERSION, **dataclasses.asdict(header)})
+    return json.dumps({KEY: VERSION, **dataclasses.asdict(header)}, separators=(",", ":")).encode() + b"\n"
 
 
 def encode_request(request: RecordedRequest) -> bytes:
     entry = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    entry["params"] = dataclasses.asdict(request.params)
+    entry["params"] = vars(request.params)
     entry["sequences"] = [
         {**vars(seq), "logprobs": [each if math.isfinite(each) else str(each) for each in seq.logprobs]}
         for seq in request.sequences
     ]
-    return _line(entry)
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+    return msgspec.json.encode(entry) + b"\n"
 
 
 def read_recording(path: Path) -> Recording:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -120,9 +120,11 @@ class SamplingParams:
         for name in FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name}: expected true or false, found {shown(value)}")
-        for token, bias in self.logit_bias.items():
-            check_integer("logit_bias: token id", token, 0, 2**31 - 1)
-            check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        check_num_items("logit_bias", len(self.logit_bias))
+        check_ids("logit_bias: token id", self.logit_bias)
+        if not _all_within(self.logit_bias.values(), -100.0, 100.0):
+            for token, bias in self.logit_bias.items():
+                check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
     def _check_for_scheduler(self) -> None:
         for name in ("cache_salt", "client"):
@@ -146,6 +148,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop: expected strings that are not empty, found {shown(text)}")
+            check_text("stop", text)
             if len(text) > MAX_STOP_CHARACTERS:
                 raise RequestError(
                     f"stop: found a string of {len(text)} characters, at most {MAX_STOP_CHARACTERS} are allowed; shorten it"
@@ -155,8 +158,7 @@ class SamplingParams:
                 f"stop: the strings have {count} characters together, at most {MAX_ALL_STOP_CHARACTERS} are allowed; shorten them"
             )
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-            for token in getattr(self, name):
-                check_integer(name, token, 0, 2**31 - 1)
+            check_ids(name, getattr(self, name))
 
 
 def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -182,7 +184,7 @@ def changed(params: SamplingParams, **values: Any) -> SamplingParams:
 
 
 def from_json(values: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from what `dataclasses.asdict` made of some and JSON brought back. They were checked when they were made."""
+    """SamplingParams from the fields of some as JSON or MessagePack brought them back. They were checked when they were made."""
     lists = {name: tuple(values[name]) for name in LISTS}
     bias = {int(token): bias for token, bias in values["logit_bias"].items()}
     return changed(SamplingParams(), **{**values, **lists, "logit_bias": bias})
@@ -285,9 +287,14 @@ def _items(name: str, value: Any) -> Iterable[Any]:
         return ()
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise RequestError(f"{name}: expected a list, found {shown(value)}")
-    if len(value) > MAX_ITEMS:
-        raise RequestError(f"{name}: found {len(value)} entries, at most {MAX_ITEMS} are allowed")
+    check_num_items(name, len(value))
     return value
+
+
+def check_num_items(name: str, count: int) -> None:
+    """Raise RequestError for a list of too many."""
+    if count > MAX_ITEMS:
+        raise RequestError(f"{name}: found {count} entries, at most {MAX_ITEMS} are allowed")
 
 
 def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
@@ -297,6 +304,19 @@ def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") ->
     if not low <= value <= high:
         bounds = f"at least {low}" if value < low else f"at most {high}"
         raise RequestError(f"{name} is {shown(value)}; expected {bounds}" + (f" ({hint})" if hint else ""))
+
+
+def check_ids(name: str, token_ids: Collection[Any]) -> None:
+    """Raise RequestError where one of them is no integer that a token id can be. Of a quarter of a million in milliseconds."""
+    if token_ids and not (set(map(type, token_ids)) == {int} and 0 <= min(token_ids) and max(token_ids) < 2**31):
+        for token in token_ids:
+            check_integer(name, token, 0, 2**31 - 1)
+
+
+def _all_within(values: Collection[Any], low: float, high: float) -> bool:
+    """Whether all are finite numbers in [low, high], seen at once."""
+    are_numbers = not values or (set(map(type, values)) <= {int, float} and low <= min(values) and max(values) <= high)
+    return are_numbers and all(map(math.isfinite, values))  # a NaN is neither above nor below others
 
 
 def check_number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:

@@ -519,7 +519,7 @@ class Scheduler:
             batch.logprobs[slots, known] = result.chosen_logprobs
         known += 1
         batch.num_known[slots] = known
-        stopped = (rows_of.stop_ids == ids).any(axis=0)
+        stopped = rows_of.stopped(ids)
         ended = stopped | (known >= rows_of.max_total)
         is_first = known == rows_of.first_len
         has_more = ended | is_first | ~batch.is_running[slots]

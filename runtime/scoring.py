@@ -39,6 +39,11 @@ class Score:
     argmax: list[int]
     rows: list[Logprobs] = field(default_factory=list)
 
+    @staticmethod
+    def of_rows(rows: list[Logprobs]) -> Score:
+        """That of a text whose rows are known."""
+        return Score([row.logprob for row in rows], [row.top[0][0] for row in rows], rows)
+
 
 @dataclass
 class _Job:
@@ -126,6 +131,15 @@ class Scorer:
         """What was scored since the last call, with the request ids."""
         scored, self._scored = self._scored, []
         return scored
+
+    def take_rows(self) -> list[tuple[str, list[Logprobs]]]:
+        """Rows that were found since the last call of texts that are not scored to their ends; their Scores will lack them."""
+        taken = []
+        for job in self._jobs:
+            if job.rows:
+                taken.append((job.request_id, job.rows))
+                job.rows = []
+        return taken
 
     def take_embedded(self) -> list[tuple[str, F32]]:
         """The vectors that were made since the last call, with the request ids."""

@@ -49,6 +49,7 @@ class Sequence:
     num_preemptions: int = 0
     root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
+    prompt_hashes: list[bytes] = field(default_factory=list)  # of all sequences of the request, once one has them
     num_cached: int = 0
     level: int = 0
     rank: float = 0.0

@@ -175,9 +175,7 @@ class AsyncEngine:
         return stream
 
     def _time_out(self, stream: Stream, seconds: float) -> None:
-        if stream.is_open:
-            self.abort_in_engine(stream)
-            stream.fail(RequestTimeout(f"the request was not done within the {seconds:g} s that are allowed here"))
+        stream.end(RequestTimeout(f"the request was not done within the {seconds:g} s that are allowed here"))
 
     async def score(
         self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "", cache_salt: str = ""

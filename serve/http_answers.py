@@ -23,9 +23,18 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 WRITTEN_AT_ONCE = 1 << 18  # bytes: a fraction of a millisecond
 
 
-class Json(Response):
-    """An answer in JSON. A long one is written as the client reads it: all at once, the event loop would copy all of it."""
+async def _write(send: Send, data: bytes, more: bool) -> None:
+    """Write a part of a body as the client reads it: all of a long one at once, the event loop would copy it."""
+    if len(data) <= WRITTEN_AT_ONCE:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        return
+    view = memoryview(data)
+    for at in range(0, len(view), WRITTEN_AT_ONCE):
+        part = view[at : at + WRITTEN_AT_ONCE]
+        await send({"type": "http.response.body", "body": part, "more_body": more or at + len(part) < len(view)})
 
+
+class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
@@ -33,10 +42,7 @@ class Json(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        body = memoryview(self.body)
-        for at in range(0, len(body), WRITTEN_AT_ONCE):
-            part = body[at : at + WRITTEN_AT_ONCE]
-            await send({"type": "http.response.body", "body": part, "more_body": at + len(part) < len(body)})
+        await _write(send, bytes(self.body), more=False)
 
 
 class Events(Response):
@@ -51,10 +57,10 @@ class Events(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with while_client_waits(receive), aclosing(self._rest) as rest:
-                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+                await _write(send, self._first, more=True)
                 async for data in rest:
                     # Waits while the client does not read; the streams gather what comes meanwhile.
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await _write(send, data, more=True)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientLeft:
             return

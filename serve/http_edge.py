@@ -78,7 +78,7 @@ class Edge:
         REQUEST_ID.set(name)
         of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
         note_trace((name, value.decode("latin-1")) for name, value in of_trace)
-        has_begun, size, caller = False, 0, ANYBODY
+        has_begun, size, held, caller = False, 0, 0, ANYBODY
         is_starting = False
 
         def started() -> None:
@@ -89,11 +89,15 @@ class Edge:
 
         scope["started"] = started
 
+        def let_go() -> None:
+            nonlocal held
+            self._num_held, held = self._num_held - held, 0
+
         async def counted() -> MutableMapping[str, Any]:
-            nonlocal size, is_starting
+            nonlocal size, held, is_starting
             message = await receive()
-            size += len(message.get("body", b""))
-            self._num_held += len(message.get("body", b""))
+            count = len(message.get("body", b""))
+            size, held, self._num_held = size + count, held + count, self._num_held + count
             if size > self._max_body_bytes:
                 raise self._too_large()
             if self._num_held > BODIES_AT_ONCE * self._max_body_bytes:
@@ -107,6 +111,8 @@ class Edge:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
+                if any(name == b"content-length" for name, _ in message.get("headers", ())):  # all of it was made
+                    let_go()
                 route = scope.get("route")
                 self._ended("other" if route is None else route.path, str(message["status"]))
                 more = [(b"x-request-id", name.encode("latin-1")), *caller.headers()]
@@ -137,7 +143,7 @@ class Edge:
             if not has_begun:
                 await error_response(500, OUR_FAULT, "server_error")(scope, receive, named)
         finally:
-            self._num_held -= size
+            let_go()
             started()
 
     def _too_large(self) -> HTTPException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 
 from inferc import __version__
 from inferc.errors import RequestError
@@ -16,10 +17,13 @@ from inferc.serve.access import CALLER
 from inferc.serve.embedding import Vectors, embed
 from inferc.serve.grpc_answers import Answer, joined, pieces
 from inferc.serve.kv_events import EventsOff
+from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import ModelEntry, Models, ServedModel
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.streams import Piece
-from inferc.serve.told_json import check_likely
+from inferc.serve.told_json import check_entries, check_likely
+
+LARGE_SAMPLING_BYTES = 1 << 14  # of sampling parameters: milliseconds until all of their ids are looked at
 
 
 class InferenceService:
@@ -43,15 +47,12 @@ class InferenceService:
         outputs: dict[int, pb.Completion] = {}
         texts: dict[int, list[str]] = {}
         rows: list[Logprobs] = []
-        num_likely = 0
-        async with aclosing(self._answers(request)) as answers:
+        async with aclosing(self._answers(request, is_whole=True)) as answers:
             async for response, prompt_rows in answers:
                 output = outputs.setdefault(response.index, pb.Completion())
                 texts.setdefault(response.index, []).append(response.text)
                 output.token_ids.extend(response.token_ids)
                 output.logprobs.extend(response.logprobs)
-                num_likely += len(response.logprobs) * (1 + request.sampling.logprobs)
-                check_likely(num_likely)
                 output.finish_reason = response.finish_reason
                 rows += prompt_rows
                 answer.request_id = response.request_id
@@ -63,24 +64,33 @@ class InferenceService:
         return await joined(_whole(answer, [output for _, output in sorted(outputs.items())], rows), num_entries)
 
     async def _answers(
-        self, request: pb.GenerateRequest
+        self, request: pb.GenerateRequest, is_whole: bool = False
     ) -> AsyncGenerator[tuple[pb.GenerateResponse, list[Logprobs]], None]:
-        """What comes piece by piece, the first with the rows of the prompt's tokens where they are asked for."""
+        """What comes piece by piece, the first with the rows of the prompt's tokens where they are asked for.
+
+        is_whole: they are put together, and are no more than one answer tells.
+        """
         model = self.models.get(request.model)
         engine = model.engine
         defaults = CALLER.get().limits.defaults(engine.facts.defaults)
-        params = changed(protocol.sampling_params(request.sampling, defaults), tap=request.tap)
+        read = partial(protocol.sampling_params, request.sampling, defaults)
+        is_large = request.sampling.ByteSize() > LARGE_SAMPLING_BYTES
+        params = changed(await in_text_thread(read) if is_large else read(), tap=request.tap)
         model.check_open(params)  # before the work that a prompt is
         prompt = await self._prompt(model, request)
         rows: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
             name = protocol.request_id(request)
+            check_entries(len(prompt) * (1 + top))
             rows = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
-        running = params.n
+        running, num_likely = params.n, 0
         # Closed also when the client went away or its deadline passed: the blocks come free at once.
         with closing(model.open(prompt, params, protocol.request_id(request))) as stream:
             async for piece in stream:
+                if is_whole:
+                    num_likely += len(piece.logprobs) * (1 + (params.logprobs or 0))
+                    check_likely(num_likely, [stream])
                 usage.output_tokens += len(piece.token_ids)
                 running -= piece.finish_reason is not None
                 usage.cached_tokens = stream.num_cached
@@ -92,6 +102,7 @@ class InferenceService:
         model = self.models.get(request.model)
         top = protocol.num_top(request, "top_logprobs", 1)
         ids = await self._prompt(model, request)
+        check_entries(len(ids) * (1 + top))
         rows = (await model.score(ids, top, protocol.request_id(request), request.cache_salt)).rows
         return await joined(_scores(ids, rows), len(ids) + _num_entries(rows))
 

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 from inferc.errors import RequestError
-from inferc.runtime.llm import CompletionOutput
 from inferc.runtime.openai_answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai_request import OpenAIRequest, Prompt
 from inferc.runtime.step import Logprobs
 from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import TEXTS_AT_ONCE, ServedModel
-from inferc.serve.openai_chunks import add_piece
+from inferc.serve.openai_chunks import Growing
 from inferc.serve.streams import Piece, Stream
 from inferc.serve.told_json import ToldPrompt, check_likely, check_told, told_prompt
 from inferc.serve.waiting import gather_some
@@ -78,14 +77,14 @@ class Answering:
 
     async def answers(self) -> list[Answer]:
         """All of it at once. Raises RequestError as soon as it is more than one answer tells."""
-        outputs = [[CompletionOutput(index) for index in range(self.params.n)] for _ in self._prompts]
+        outputs = [[Growing(index) for index in range(self.params.n)] for _ in self._prompts]
         num_entries = 0
         async for number, _, piece in self.pieces():
-            add_piece(outputs[number][piece.index], piece)
+            outputs[number][piece.index].add(piece)
             num_entries += self.num_likely(piece)
-            check_likely(num_entries)
+            self.check_likely(num_entries)
         return [
-            Answer(self._prompts[number].num_tokens, self._num_cached(number), of_prompt)
+            Answer(self._prompts[number].num_tokens, self._num_cached(number), [each.so_far() for each in of_prompt])
             for number, of_prompt in enumerate(outputs)
         ]
 
@@ -100,6 +99,10 @@ class Answering:
     def num_likely(self, piece: Piece) -> int:
         """How many tokens and likely tokens a piece tells of."""
         return len(piece.logprobs) * (1 + (self.params.logprobs or 0))
+
+    def check_likely(self, num_entries: int) -> None:
+        """End the request, and raise RequestError, where it has come to tell more than one answer does."""
+        check_likely(num_entries, self._streams)
 
     def told(self, number: int) -> ToldPrompt:
         """What is told of a prompt."""

@@ -255,7 +255,11 @@ class _Completions:
                 async for number, index, piece in pieces:
                     counts[number] = counts.get(number, 0) + len(piece.token_ids)
                     usage = answering.usage_of(number, counts[number]) if continuous else None
-                    yield chunks.of(index, piece, answering.told(number), usage)
+                    told = answering.told(number)
+                    if answering.num_entries > MANY_TOLD and not chunks.has_begun(index):
+                        yield await in_text_thread(partial(chunks.of, index, piece, told, usage))
+                    else:
+                        yield chunks.of(index, piece, told, usage)
                     has_begun = True
             if with_usage:
                 yield chunks.usage(answering.usage(counts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -51,12 +52,16 @@ class Chunks:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
+    def has_begun(self, index: int) -> bool:
+        """Whether a choice's first events have been made, which tell of its prompt too."""
+        return index in self._begun
+
     def of(self, index: int, piece: Piece, prompt: ToldPrompt, usage: Usage | None = None) -> bytes:
         """The events of a piece of choice `index`. prompt: what is told of it before the choice's first piece.
 
         usage: so far, where every chunk has it.
         """
-        begins, first = index not in self._begun, b""
+        begins, first = not self.has_begun(index), b""
         if begins:
             self._begun.add(index)
             if self._is_chat:
@@ -115,11 +120,20 @@ class Chunks:
         return completion_logprobs(rows, self._token, start)
 
 
-def add_piece(output: CompletionOutput, piece: Piece) -> None:
-    """What came to what there is."""
-    output.text += piece.text
-    output.token_ids += piece.token_ids
-    output.finish_reason = piece.finish_reason
-    if piece.logprobs:
-        output.logprobs = [] if output.logprobs is None else output.logprobs
-        output.logprobs += piece.logprobs
+class Growing:
+    """An output that comes piece by piece."""
+
+    def __init__(self, index: int) -> None:
+        self._output, self._texts = CompletionOutput(index), list[str]()
+
+    def add(self, piece: Piece) -> None:
+        output = self._output
+        self._texts.append(piece.text)
+        output.token_ids += piece.token_ids
+        output.finish_reason = piece.finish_reason
+        if piece.logprobs:
+            output.logprobs = [] if output.logprobs is None else output.logprobs
+            output.logprobs += piece.logprobs
+
+    def so_far(self) -> CompletionOutput:
+        return replace(self._output, text="".join(self._texts))

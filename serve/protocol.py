@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from inferc.errors import RequestError
 from inferc.runtime.kv_events import CacheEvent, Removed, Stored
-from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams, from_request
+from inferc.runtime.sampling_params import MAX_LOGPROBS, SamplingParams, check_num_items, from_request
 from inferc.runtime.step import Logprobs
 from inferc.serve.kv_events import Numbered, block_number
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -29,9 +29,13 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
     values: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.name == "logit_bias":
+            check_num_items(field.name, len(value))
             values["logit_bias"] = dict(value)
         elif field.name != "unlimited":
-            values[field.name] = value if isinstance(value, (bool, int, float, str)) else tuple(value)
+            if not isinstance(value, (bool, int, float, str)):
+                check_num_items(field.name, len(value))  # before they are taken out one by one
+                value = tuple(value)
+            values[field.name] = value
     if message.unlimited:
         if message.HasField("max_tokens"):
             raise RequestError("max_tokens and unlimited are both set; leave one out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,8 +32,8 @@ from inferc.serve.http_edge import body_of
 from inferc.serve.long_texts import in_text_thread
 from inferc.serve.models import Models
 from inferc.serve.openai_answering import MANY_TOLD, Answering
-from inferc.serve.openai_chunks import add_piece
-from inferc.serve.told_json import chat_lists, check_likely
+from inferc.serve.openai_chunks import Growing
+from inferc.serve.told_json import chat_lists
 
 FIRST_PART: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
@@ -92,28 +92,30 @@ class _ResponseForm:
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """What is wrong before the first of them is raised, later it is how the response fails."""
-        head, output = self._head(answering), CompletionOutput(0)
+        head, output = self._head(answering), Growing(0)
         events = _Events(head.message_id)
         begun, num_entries = b"", 0
         try:
             async with aclosing(answering.pieces()) as pieces:
                 async for _, _, piece in pieces:
+                    num_entries += answering.num_likely(piece)
+                    answering.check_likely(num_entries)
                     begin = b"" if begun else _begin(events, head)
                     begun = begun or begin
-                    add_piece(output, piece)
-                    num_entries += answering.num_likely(piece)
-                    check_likely(num_entries)
+                    output.add(piece)
                     delta = b""
                     if piece.text or piece.logprobs:
                         rows = chat_logprobs(piece.logprobs, answering.token)["content"]
                         delta = events.of_part("response.output_text.delta", delta=piece.text, logprobs=rows)
                     if data := begin + delta:
                         yield data
-            yield await _made(partial(_end, events, head, output, answering), num_entries)
+            ends = _ends(events, head, output.so_far(), answering)
+            while data := await _made(partial(next, ends, b""), num_entries):
+                yield data
         except Exception as error:
             if not begun:
                 raise
-            yield await _made(partial(_failed, events, head, output, answering, error), num_entries)
+            yield await _made(partial(_failed, events, head, output.so_far(), answering, error), num_entries)
         finally:
             answering.close()
 
@@ -166,17 +168,13 @@ def _whole(
     return head.response(status, [head.message(status, [part])], _usage(output, answering))
 
 
-def _end(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> bytes:
+def _ends(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> Iterator[bytes]:
+    """The last events, each made as it is asked for: all of the text, and its log probabilities, are in every one."""
     part, status = _part(output, answering), status_of(output)
-    response = _whole(head, part, output, answering)
-    return b"".join(
-        (
-            events.of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            events.of_part("response.content_part.done", part=part),
-            events.of("response.output_item.done", output_index=0, item=head.message(status, [part])),
-            events.of(f"response.{status}", response=response),
-        )
-    )
+    yield events.of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+    yield events.of_part("response.content_part.done", part=part)
+    yield events.of("response.output_item.done", output_index=0, item=head.message(status, [part]))
+    yield events.of(f"response.{status}", response=_whole(head, part, output, answering))
 
 
 def _failed(

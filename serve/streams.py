@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -17,9 +18,14 @@ from inferc.runtime.step import Logprobs
 from inferc.runtime.text import TextStream
 from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.metrics import Ended, Outcome
+from inferc.serve.waiting import RequestTimeout
 
 if TYPE_CHECKING:
     from inferc.serve.async_engine import AsyncEngine
+
+
+LIKELY_AT_ONCE = 1 << 12  # of a piece: to make it an event takes some milliseconds
+MAX_UNREAD = 1 << 20  # of an answer that is not read as fast as it comes, each some 120 bytes
 
 
 class EngineUnavailable(InfercError):
@@ -68,6 +74,7 @@ class _Pending:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    num_likely: int = 0  # tokens and likely tokens that these tell of
     finish_reason: str | None = None
     shows: bool = False  # says anything: text, log probabilities, the end
 
@@ -117,8 +124,8 @@ class Stream:
     """One request's answer, to be iterated once.
 
     request_id is the client's name for it; the engine's own (`engine_id`) is never used twice, so what is still on its
-    way for a request of the same name cannot come here. Pieces that the reader has not taken are merged, so a slow
-    reader costs one piece per output and stalls nobody.
+    way for a request of the same name cannot come here. What the reader has not taken is merged, into pieces of LIKELY_AT_ONCE
+    likely tokens at most, so that a slow reader stalls nobody; who leaves MAX_UNREAD of them is given up.
 
     news: set when there is something to take; several streams that are read together share one.
     """
@@ -159,7 +166,8 @@ class Stream:
         self._params = params
         self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
         self._running = set(range(params.n))
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, deque[_Pending]] = {}
+        self._num_unread = 0  # likely tokens in there
         self._error: InfercError | None = None
         self._news = news or asyncio.Event()
 
@@ -220,7 +228,7 @@ class Stream:
 
     def push(self, output: Output, now: float) -> None:
         """Take what a step brought, at this time of the monotonic clock."""
-        if output.index not in self._running:  # it ended by a stop string while this was on its way
+        if output.index not in self._running or self._error is not None:  # it ended while this was on its way
             return
         self._prompt = None
         if output.num_cached is not None and output.index == 0:
@@ -237,13 +245,17 @@ class Stream:
             self._running.discard(output.index)
             if output.finish_reason is None:
                 self._engine.abort_in_engine(self, output.index)
-        pending = self._pending.get(output.index)
-        if pending is None:
-            pending = self._pending[output.index] = _Pending()
+        waiting = self._pending.get(output.index)
+        if waiting is None:
+            waiting = self._pending[output.index] = deque((_Pending(),))
+        elif waiting[-1].num_likely >= LIKELY_AT_ONCE:
+            waiting.append(_Pending())
+        pending = waiting[-1]
         pending.texts.append(delta.text)
         pending.token_ids += output.token_ids
         if output.logprobs:
             pending.logprobs += output.logprobs
+            self._count_likely(pending, len(output.logprobs) * (1 + (self._params.logprobs or 0)))
         pending.finish_reason = delta.finish_reason
         # What shows nothing yet (half a character, a possible stop string) waits for what completes it.
         if delta.text or pending.logprobs or delta.finish_reason is not None:
@@ -261,9 +273,25 @@ class Stream:
         self._counts[index] += num_tokens
         self._last_at[index] = now
 
+    def _count_likely(self, pending: _Pending, count: int) -> None:
+        pending.num_likely += count
+        self._num_unread += count
+        if self._num_unread > MAX_UNREAD:
+            self.end(
+                RequestTimeout(
+                    f"{self._num_unread} tokens and likely tokens of this answer wait to be read; read faster"
+                )
+            )
+
     def fail(self, error: InfercError) -> None:
         self._error = self._error or error
         self._news.set()
+
+    def end(self, error: InfercError) -> None:
+        """End the request, if it still runs, for this reason."""
+        if self.is_open:
+            self._engine.abort_in_engine(self)
+            self.fail(error)
 
     def close(self) -> None:
         """End the request if it still runs. Call it when done, whatever happened."""
@@ -274,8 +302,13 @@ class Stream:
     def take(self) -> Piece | None:
         """What there is of one of the outputs, or None. Raises what ended the request once all else is taken."""
         for index in sorted(self._pending) if len(self._pending) > 1 else self._pending:
-            if self._pending[index].shows:
-                return self._pending.pop(index).piece(index)
+            waiting = self._pending[index]
+            if waiting[0].shows:
+                pending = waiting.popleft()
+                if not waiting:
+                    del self._pending[index]
+                self._num_unread -= pending.num_likely
+                return pending.piece(index)
         if self._error is not None:
             raise self._error
         return None

@@ -5,7 +5,7 @@ A prompt's part is made once, for all its choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from inferc.runtime.openai_answer import (
 )
 from inferc.runtime.openai_request import OpenAIRequest
 from inferc.runtime.step import Logprobs
+from inferc.serve.streams import Stream
 
 ENTRIES_AT_ONCE = 1 << 13  # some milliseconds
 # What one answer tells of its prompts, and of what is generated. 128 Ki tokens with five likely ones each are 768 Ki entries, some 60 MB.
@@ -40,7 +41,7 @@ def items(values: Sequence[Value], made: Callable[[Sequence[Value]], Sequence[An
 
 def listed(*parts: bytes) -> msgspec.Raw:
     """The list that has these items, one part behind the other."""
-    return msgspec.Raw(b"[" + b",".join(filter(None, parts)) + b"]")
+    return msgspec.Raw(b"".join((b"[", b",".join(filter(None, parts)), b"]")))
 
 
 def chat_lists(rows: Sequence[Logprobs], token: TokenOf) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class ToldPrompt:
         parts = [] if self.lists is None else [self.lists]
         if output.logprobs is not None:
             rows = [(row.token_id, row) for row in output.logprobs]
-            parts.append(_completion_lists(rows, token, self.text_len))
+            parts.append(_completion_lists(rows, token, self.text_len, size=_size(output.logprobs)))
         logprobs = {name: listed(*(part[name] for part in parts)) for name in parts[0]} if parts else None
         text = msgspec.Raw(b'"' + self.text + msgspec.json.encode(output.text)[1:])
         return {"text": text, "logprobs": logprobs, **self.fields}
@@ -97,11 +98,7 @@ def check_told(request: OpenAIRequest, top: int | None, num_tokens: int, num_cha
     times = request.params.n if request.kind == "completion" else 1  # a chat tells of its prompt once
     lists = 0 if top is None else (request.echo + (request.prompt_logprobs is not None)) * (1 + top)
     entries = num_tokens * (lists + request.return_token_ids) * times
-    if entries > MAX_ENTRIES:
-        raise RequestError(
-            f"prompt: the answer would tell {entries} tokens and likely tokens of its prompts, those of each choice counted, and at"
-            f" most {MAX_ENTRIES} are told at once; ask for fewer prompts, logprobs or choices (n)"
-        )
+    check_entries(entries)
     if num_characters * times > MAX_CHARACTERS:
         raise RequestError(
             f"prompt: the answer would echo {num_characters * times} characters, those of each choice counted, and at most"
@@ -110,13 +107,25 @@ def check_told(request: OpenAIRequest, top: int | None, num_tokens: int, num_cha
     return entries
 
 
-def check_likely(num_entries: int) -> None:
-    """Raise RequestError for an answer that has come to hold more tokens and likely tokens, of what was generated, than one tells."""
-    if num_entries > MAX_ENTRIES:
+def check_entries(count: int) -> None:
+    """Raise RequestError where an answer would tell so many tokens and likely tokens of its prompts."""
+    if count > MAX_ENTRIES:
         raise RequestError(
-            f"logprobs: the answer has come to tell {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES} are told at"
-            " once; ask for a stream, or for fewer choices (n), tokens (max_tokens) or likely ones"
+            f"prompt: the answer would tell {count} tokens and likely tokens of its prompts, those of each choice counted, and at"
+            f" most {MAX_ENTRIES} are told at once; ask for fewer prompts, logprobs or choices (n)"
         )
+
+
+def check_likely(num_entries: int, streams: Iterable[Stream]) -> None:
+    """End the streams of an answer, and raise RequestError, where they brought more tokens and likely tokens than one tells."""
+    if num_entries > MAX_ENTRIES:
+        error = RequestError(
+            f"logprobs: the answer has come to tell {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES} are told at"
+            " once; ask for fewer choices (n), tokens (max_tokens) or likely ones, or for a stream of a completion"
+        )
+        for stream in streams:
+            stream.end(error)
+        raise error
 
 
 def _size(rows: Sequence[Logprobs]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import queue
 import signal
@@ -23,15 +22,29 @@ from serving import wait_until
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError
 from inferc.runtime import engine_process
 from inferc.runtime.engine import Engine, EngineStats
-from inferc.runtime.engine_events import ENTRIES_OF_PART, EventReader, EventWriter, Name
-from inferc.runtime.engine_loop import Abort, Add, Embedded, EngineClient, EngineThread, Event, Failed, Scored, Stats
+from inferc.runtime.engine_loop import (
+    Abort,
+    Add,
+    Embedded,
+    EngineClient,
+    EngineThread,
+    Event,
+    Failed,
+    Scored,
+    ScoredRows,
+    Stats,
+)
+from inferc.runtime.engine_messages import (
+    ENTRIES_OF_PART,
+    EventReader,
+    EventWriter,
+    Name,
+    decode_command,
+    encode_command,
+)
 from inferc.runtime.engine_process import (
     STOPPED,
     EngineProcess,
-    decode_command,
-    dump_long,
-    encode_command,
-    has_long,
 )
 from inferc.runtime.kv_events import KvBatch
 from inferc.runtime.sampling_params import SamplingParams
@@ -88,6 +101,17 @@ def test_refusals_reach_the_request(client: EngineClient) -> None:
     assert isinstance(event, Failed)
     assert event.is_request_error
     assert "3000 tokens" in event.reason
+
+
+@pytest.mark.parametrize("token_id", [2**31, 2**64, -(2**70)])
+def test_a_number_that_no_token_id_can_be_is_refused(client: EngineClient, token_id: int) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    client.add([1, token_id], SamplingParams(), events.put)
+    client.score([1, token_id], events.put, num_top=1)
+    for _ in range(2):
+        event = events.get(timeout=20)
+        assert isinstance(event, Failed) and event.is_request_error and "token id" in event.reason
+    assert client.num_open == 0
 
 
 @pytest.mark.parametrize("make", [thread, process])
@@ -456,7 +480,6 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
 def test_messages_survive_the_pipe() -> None:
     params = SamplingParams(stop=("é\n",), logit_bias={3: -1.5}, seed=2**64 - 1, stop_token_ids=(4,), max_tokens=None)
     listed = SamplingParams(allowed_token_ids=tuple(range(50_000)), logit_bias={3: -1.5})
-    assert has_long(encode_command(Add("m", [1], listed))) and not has_long(encode_command(Add("a", [1, 2], params)))
     for command in (
         Add("a", [1, 2], params),
         Add("l", [*range(50_000)], params),
@@ -464,8 +487,7 @@ def test_messages_survive_the_pipe() -> None:
         Abort("a", 1),
         Abort("b"),
     ):
-        assert decode_command(_json(encode_command(command))) == command
-        assert decode_command(dump_long(encode_command(command))) == command
+        assert decode_command(encode_command(command)) == command
     events: list[Event] = [
         Output("a", 1, [5], "stop", [Logprobs(5, -0.1, 2, ((1, -0.05), (5, -0.1)))]),
         Output("a", 0, [6], num_cached=32),
@@ -491,13 +513,33 @@ def test_messages_survive_the_pipe() -> None:
 def test_long_scores_come_in_parts_and_what_is_no_number_or_no_text_comes_too() -> None:
     minus, top = -float("inf"), tuple((token, -float(token)) for token in range(31))
     rows = [Logprobs(token, minus, 1, top) for token in range(1000)]
-    long, short = Scored("a", Score([minus] * 1000, [0] * 1000, rows)), Scored("b", Score([], [], rows[:2]))
-    events: list[Event] = [long, short, Failed("c", "/mo\udcffdel"), Embedded("d", [0.5])]
+    events: list[Event] = [
+        ScoredRows("a", rows[:500]),
+        Scored("a", Score.of_rows(rows[500:])),
+        Failed("c", "/mo\udcffdel"),
+        Embedded("d", [0.5]),
+    ]
     messages = [*EventWriter().encode(events)]
-    assert len(messages) == 4 + 1 + 4, "four parts of a thousand rows, one of two, and each event"
     assert max(map(len, messages)) < 16 * ENTRIES_OF_PART
-    assert _decoded(EventReader(), messages) == [long, short, Failed("c", "/mo\\udcffdel"), Embedded("d", [0.5])]
-    assert (len(long.score.rows), len(short.score.rows)) == (1000, 2), "what is told of is as it was"
+    found = _decoded(EventReader(), messages)
+    of_rows = [event for event in found if isinstance(event, ScoredRows)]
+    assert len(of_rows) == 8 and [row for event in of_rows for row in event.rows] == rows
+    assert found[8:] == [Scored("a", Score([], [])), Failed("c", "/mo\\udcffdel"), Embedded("d", [0.5])]
+
+
+@pytest.mark.parametrize("make", [thread, process])
+def test_a_long_text_is_scored_as_one_that_fits_a_step(make: Callable[..., EngineClient]) -> None:
+    text = [number % 40 + 10 for number in range(300)]
+    scores = []
+    for budget in (16, 512):
+        client = make(max_num_batched_tokens=budget, max_model_len=400, num_blocks=400)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        client.score(text, events.put, num_top=2)
+        event = events.get(timeout=20)
+        assert isinstance(event, Scored) and events.empty()
+        scores.append(event.score)
+        client.close()
+    assert scores[0] == scores[1] and len(scores[0].rows) == len(scores[0].logprobs) == 299
 
 
 def _decoded(reader: EventReader, messages: list[bytes]) -> list[Event]:
@@ -507,7 +549,3 @@ def _decoded(reader: EventReader, messages: list[bytes]) -> list[Event]:
         assert not isinstance(events, KvBatch)
         found += events
     return found
-
-
-def _json(message: dict[str, object]) -> bytes:
-    return json.dumps(message).encode()

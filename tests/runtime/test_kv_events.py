@@ -19,8 +19,8 @@ from inferc.errors import ConfigError
 from inferc.kv_pools import CacheGroup
 from inferc.runtime.block_pool import BlockPool
 from inferc.runtime.engine import Engine
-from inferc.runtime.engine_events import EventReader, EventWriter
 from inferc.runtime.engine_loop import EngineClient, EngineThread, Event
+from inferc.runtime.engine_messages import EventReader, EventWriter
 from inferc.runtime.engine_process import EngineProcess
 from inferc.runtime.kv_cache import block_hash, root_hash
 from inferc.runtime.kv_events import ARENA, CacheEvent, CacheEvents, Cleared, KvBatch, Removed, Stored

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from inferc.errors import RequestError
 from inferc.kv_pools import CacheGroup, CacheLimits
+from inferc.runtime import kv_cache
 from inferc.runtime.block_pool import BlockPool
 from inferc.runtime.engine import Engine
 from inferc.runtime.kv_cache import KVCacheManager, block_hash, extend_hashes, root_hash
@@ -77,6 +78,23 @@ def test_sequences_of_a_request_share_its_prompt_in_their_first_step() -> None:
     assert engine.stats().scheduled_tokens == 18 + 2 + 2
     while engine.has_work:
         engine.step()
+
+
+def test_a_prompt_is_hashed_once_for_all_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    plain = kv_cache.hash_block
+
+    def hash_block(previous: bytes, ids: bytes) -> bytes:
+        hashed.append(ids)
+        return plain(previous, ids)
+
+    monkeypatch.setattr(kv_cache, "hash_block", hash_block)
+    engine = make_engine(prefix_cache=True, max_num_batched_tokens=32)
+    engine.add_request("n", TURN, SamplingParams(n=3, temperature=0.0, max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    assert len(hashed) == len(TURN) // 4
+    assert generate(engine, TURN, 1) and cached(engine) == 16 + 16 + 16, "those of the second and third, and again"
 
 
 def test_only_requests_of_one_salt_share(engine: Engine) -> None:

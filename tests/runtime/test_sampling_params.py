@@ -90,6 +90,28 @@ def test_what_is_no_finite_number_is_refused(name: str, value: Any) -> None:
             from_request({name: value})
 
 
+@pytest.mark.parametrize("wrong", [1.5, True, "1", -1, 2**31])
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias"])
+def test_one_wrong_id_among_many_is_found(name: str, wrong: Any) -> None:
+    ids = [*range(1000), wrong, *range(1000, 2000)]
+    with pytest.raises(RequestError, match=name):
+        from_request({name: dict.fromkeys(ids, 1.0) if name == "logit_bias" and wrong is not True else ids})
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -100.5, True, "1", None])
+@pytest.mark.parametrize("place", [0, 500, 1000])
+def test_one_wrong_bias_among_many_is_found(wrong: Any, place: int) -> None:
+    biases = [0.5, -100, 100.0] * 333 + [1]
+    biases.insert(place, wrong)
+    with pytest.raises(RequestError, match=rf"logit_bias\[{place}\]"):
+        from_request({"logit_bias": dict(enumerate(biases))})
+
+
+def test_half_a_surrogate_pair_is_no_stop_string() -> None:
+    with pytest.raises(RequestError, match="stop: it is not text"):
+        SamplingParams(stop=("a", "\ud800"))
+
+
 @pytest.mark.parametrize("name", [name for name in INTEGERS if not name.endswith("_ids")])
 @pytest.mark.parametrize("value", [16.0, True, "1", math.inf])
 def test_what_is_no_integer_is_refused(name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id
 
 from inferc.errors import ConfigError, RequestError
 from inferc.kv_pools import CacheGroup
+from inferc.runtime.batch import FEW_STOP_IDS
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scheduler import Scheduler
 from inferc.runtime.scheduler_config import SchedulerConfig
@@ -105,6 +106,20 @@ def test_the_step_after_one_in_flight_takes_its_ids_late() -> None:
     third = schedule(scheduler)
     assert third.late_rows.tolist() == []
     assert third.token_ids.tolist() == [40, 40]
+
+
+def test_many_end_tokens_of_one_sequence_are_nothing_that_others_look_at() -> None:
+    """As a column of everybody's, a hundred thousand of them took each step that much longer, until the server's end."""
+    scheduler = make_scheduler()
+    scheduler.add(sequence("many", 3, stop_ids=frozenset(range(41, 100_000))))
+    scheduler.add(sequence("one", 3, stop_ids=frozenset([40])))
+    scheduler.add(sequence("other", 3, stop_ids=frozenset(range(100, 200))))
+    assert {output.request_id for output in land(scheduler, schedule(scheduler), 40) if output.finish_reason} == {"one"}
+    assert {output.request_id for output in land(scheduler, schedule(scheduler), 41) if output.finish_reason} == {
+        "many"
+    }
+    assert scheduler.batch.stop_ids.shape[0] == FEW_STOP_IDS
+    assert {output.request_id for output in land(scheduler, schedule(scheduler), 199)} == {"other"}
 
 
 def test_a_token_computed_beyond_the_end_is_dropped_and_its_block_freed() -> None:

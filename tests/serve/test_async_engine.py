@@ -14,8 +14,9 @@ from inferc.runtime.engine_loop import Failed, Scored, Sink, Stats
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output
+from inferc.runtime.step import Logprobs
 from inferc.runtime.text import Text
-from inferc.serve import async_engine
+from inferc.serve import async_engine, streams
 from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.async_engine import MAX_STARTS, TAKEN_AT_ONCE, AsyncEngine
 from inferc.serve.streams import (
@@ -111,6 +112,38 @@ def test_what_a_slow_reader_misses_is_merged() -> None:
             Piece(0, "hello", list(b"hello"), None, []),
             Piece(0, "!", list(b"!"), "length", []),
         ]
+
+    run(work())
+
+
+def test_likely_tokens_that_nobody_reads_come_in_parts_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LIKELY_AT_ONCE", 6)
+    monkeypatch.setattr(streams, "MAX_UNREAD", 30)
+
+    async def work() -> None:
+        script = Script()
+        engine = make_engine(script)
+        stream = engine.open([1], SamplingParams(logprobs=1, max_tokens=60), "a")
+
+        async def say(text: bytes, reason: str | None = None) -> None:
+            for letter in text:
+                row = Logprobs(letter, -1.0, 1, ((letter, -1.0),))
+                script.sinks["a"](Output("a", 0, [letter], reason, [row]))
+            await asyncio.sleep(0)
+
+        await say(b"abcdefgh")
+        first = [await anext(stream) for _ in range(3)]
+        assert [piece.text for piece in first] == ["abc", "def", "gh"]
+        assert [len(piece.logprobs) for piece in first] == [3, 3, 2]
+        await say(b"x" * 15)
+        assert not script.aborted, "what was read counts no more"
+        await say(b"yz")
+        assert script.aborted == [("a", None)]
+        last = [await anext(stream) for _ in range(6)]
+        assert "".join(piece.text for piece in last) == "x" * 15 + "y"
+        with pytest.raises(RequestTimeout, match="wait to be read; read faster"):
+            await anext(stream)
+        stream.close()
 
     run(work())
 

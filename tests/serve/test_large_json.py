@@ -159,6 +159,44 @@ def test_a_large_invalid_body_costs_little(server: Server, path: str, body: byte
     assert process.memory_info().rss - before < 200 << 20
 
 
+def test_a_body_counts_no_more_once_its_answer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads an answer slowly keeps no place from others; a stream holds what it was asked."""
+    monkeypatch.setattr(http_edge, "BODIES_AT_ONCE", 1)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"content-length", b"2")] if scope["path"] == "/whole" else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await let_go.wait()
+
+    async def ask(path: str) -> int:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * 90, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            begun.set()
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "raw_path": b"", "query_string": b""}
+        waiting.append(asyncio.create_task(edge(scope, receive, send)))
+        await begun.wait()
+        begun.clear()
+        return int(sent[0]["status"])
+
+    async def work() -> None:
+        assert [await ask(path) for path in ("/whole", "/whole", "/stream", "/whole")] == [200, 200, 200, 503]
+        let_go.set()
+        await asyncio.gather(*waiting)
+        assert await ask("/whole") == 200
+
+    let_go, begun = asyncio.Event(), asyncio.Event()
+    waiting: list[asyncio.Task[None]] = []
+    edge = Edge(app, 100, Access())
+    asyncio.run(work())
+
+
 def test_bodies_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends more than there is memory for is told to come back, and what has ended counts no more."""
     monkeypatch.setattr(http_edge, "BODIES_AT_ONCE", 2)

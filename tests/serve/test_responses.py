@@ -16,7 +16,7 @@ from inferc.runtime.openai_responses import parse_response_request
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.serve.responses_api import _ResponseForm
 from inferc.serve.streams import EngineUnavailable, Piece
-from inferc.serve.told_json import MAX_ENTRIES
+from inferc.serve.told_json import MAX_ENTRIES, check_likely
 
 RESPONSES = "/v1/responses"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_output_tokens": 8, "ignore_eos": True}
@@ -238,6 +238,9 @@ class Failing:
 
     def num_likely(self, piece: Piece) -> int:
         return self._num_likely
+
+    def check_likely(self, num_entries: int) -> None:
+        check_likely(num_entries, ())
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         return "a", [97]

@@ -1,7 +1,7 @@
-"""What an engine in a process of its own tells of, as messages between the processes.
+"""Commands to an engine in a process of its own, and what it tells of, as messages between the processes.
 
-A message is MessagePack: (kind, value), where values are dataclasses as maps of their fields. Log probabilities of a long text come
-in parts, each a message of its own, so that neither side holds its interpreter, or its engine, for long.
+A message is MessagePack: (kind, value), where values are dataclasses as maps of their fields. Rows of log probabilities come in
+parts, each a message of its own, so that the reader lets others have the interpreter between them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,55 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from inferc.runtime.engine_loop import Embedded, Event, Events, Failed, Scored, Stats
+from inferc.runtime.engine_loop import (
+    Abort,
+    Add,
+    Command,
+    Embedded,
+    EmbedText,
+    Event,
+    Events,
+    Failed,
+    GetStats,
+    Scored,
+    ScoredRows,
+    ScoreText,
+    Shutdown,
+    Stats,
+)
 from inferc.runtime.kv_events import CacheEvent, Cleared, KvBatch, Removed, Stored
+from inferc.runtime.sampling_params import from_json
+from inferc.runtime.scoring import Score
 from inferc.runtime.sequence import Output, Row, StepOutputs
-from inferc.runtime.step import Logprobs
 
-ENTRIES_OF_PART = 1 << 13  # tokens with their likely ones: a millisecond
+ENTRIES_OF_PART = 1 << 12  # tokens with their likely ones: a millisecond or two
+
+
+# -------------------------------------------------------------------------------------------------- commands
+
+
+COMMANDS: dict[str, type[Command]] = {
+    kind.__name__: kind for kind in (Add, Abort, ScoreText, EmbedText, GetStats, Shutdown)
+}
+
+
+def encode_command(command: Command) -> bytes:
+    """A list of a million ids takes some milliseconds."""
+    values = {each.name: getattr(command, each.name) for each in dataclasses.fields(command)}
+    if isinstance(command, Add):
+        values["params"] = vars(command.params)
+    return _dump((type(command).__name__, values))
+
+
+def decode_command(message: bytes) -> Command:
+    kind, values = msgspec.msgpack.decode(message)
+    if kind == Add.__name__:
+        values["params"] = from_json(values["params"])
+    command: Command = COMMANDS[kind](**values)
+    return command
+
+
+# ---------------------------------------------------------------------------------------------------- events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +89,10 @@ class _Batch(msgspec.Struct, array_like=True):
     events: list[tuple[str, msgspec.Raw]]
 
 
-EVENTS: tuple[type[Event], ...] = (Output, Failed, Scored, Embedded, Stats)
+EVENTS: tuple[type[Event], ...] = (Output, Failed, ScoredRows, Scored, Embedded, Stats)
 CACHE_EVENTS: tuple[type[CacheEvent], ...] = (Stored, Removed, Cleared)
-ROWS = "rows"  # what a Scored that comes later begins with
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    ROWS: msgspec.msgpack.Decoder(list[Logprobs]),
-    **{kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (*EVENTS, *CACHE_EVENTS, _Step, _Batch)},
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (*EVENTS, *CACHE_EVENTS, _Step, _Batch)
 }
 _MESSAGE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
@@ -87,15 +128,10 @@ class EventReader:
 
     def __init__(self) -> None:
         self._names: list[Name] = []
-        self._rows: list[Logprobs] = []  # of the next Scored
 
     def decode(self, message: bytes) -> Events:
-        """What a message tells; nothing, where it is a part of what comes later."""
         kind, raw = _MESSAGE.decode(message)
         value = DECODERS[kind].decode(raw)
-        if kind == ROWS:
-            self._rows += value
-            return []
         if isinstance(value, _Step):
             if value.rows is not None:
                 self._names = [Name(*row) for row in value.rows]
@@ -103,9 +139,6 @@ class EventReader:
             return StepOutputs(self._names, ids, dict(value.others), value.number, value.seconds)
         if isinstance(value, _Batch):
             return KvBatch(value.time, [DECODERS[name].decode(event) for name, event in value.events])
-        if isinstance(value, Scored):
-            value.score.rows.extend(self._rows)
-            self._rows = []
         return [value]
 
 
@@ -113,12 +146,14 @@ def _messages(event: Event) -> Iterator[bytes]:
     if isinstance(event, Failed):
         # A path in it may have bytes that are no text.
         event = dataclasses.replace(event, reason=event.reason.encode(errors="backslashreplace").decode())
-    elif isinstance(event, Scored) and event.score.rows:
-        rows = event.score.rows
-        at_once = max(1, ENTRIES_OF_PART // (1 + len(rows[0].top)))
-        for at in range(0, len(rows), at_once):
-            yield _dump((ROWS, rows[at : at + at_once]))
-        event = dataclasses.replace(event, score=dataclasses.replace(event.score, rows=[]))
+    elif isinstance(event, ScoredRows):
+        at_once = max(1, ENTRIES_OF_PART // (1 + len(event.rows[0].top)))
+        for at in range(0, len(event.rows), at_once):
+            yield _message(ScoredRows(event.request_id, event.rows[at : at + at_once]))
+        return
+    elif isinstance(event, Scored) and event.score.rows:  # which say what the rest of it does
+        yield from _messages(ScoredRows(event.request_id, event.score.rows))
+        event = Scored(event.request_id, Score([], []))
     yield _message(event)
 
 
