@@ -75,7 +75,7 @@ class Rows:
     first_len: I64  # with the first sampled token
 
     def stopped(self, ids: I32) -> Bool:
-        """Which of them are end tokens of their sequences."""
+        """Which of the ids that a step sampled, [S], are end tokens of the sequences that they belong to."""
         stopped: Bool = (self.stop_ids == ids).any(axis=0)
         for row in self.many_stops:
             stopped[row] = int(ids[row]) in self.seqs[row].stop_ids

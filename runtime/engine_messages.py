@@ -66,7 +66,7 @@ def decode_command(message: bytes) -> Command:
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """Of a sequence, on the parent's side."""
+    """Which sequence an output belongs to, on the side of the process that asked: what stands for an engine's Sequence there."""
 
     request_id: str
     index: int

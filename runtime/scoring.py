@@ -41,7 +41,7 @@ class Score:
 
     @staticmethod
     def of_rows(rows: list[Logprobs]) -> Score:
-        """That of a text whose rows are known."""
+        """The Score of a text from the log probabilities of all of its tokens but the first."""
         return Score([row.logprob for row in rows], [row.top[0][0] for row in rows], rows)
 
 
