@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda
 from fake_gpu import ARTIFACTS, OTHER, PROMPT
+from run_together import run_together
 
 from inferc.runtime.cuda import driver
 from inferc.runtime.engine import Engine
@@ -37,20 +38,6 @@ def block_bytes() -> int:
     return artifact.block_size * artifact.kv_bytes_per_token
 
 
-def run(engine: Engine, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    """The new tokens of sequences that run together, and until all is stored."""
-    found: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        found[str(index)] = []
-        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-        engine.add_request(str(index), prompt, params)
-    while engine.has_work:
-        for output in engine.step():
-            found[output.request_id] += output.token_ids
-        engine.scheduler.check_integrity()
-    return list(found.values())
-
-
 def closed(engine: Engine, fake: FakeCuda) -> None:
     fake.check()
     engine.close()
@@ -60,15 +47,15 @@ def closed(engine: Engine, fake: FakeCuda) -> None:
 @pytest.mark.slow
 def test_a_later_run_copies_up_what_was_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine, fake = opened(monkeypatch, None, 20)
-    (expected,) = run(engine, [LONG], 3)
+    (expected,) = run_together(engine, [LONG], 3)
     closed(engine, fake)
     engine, fake = opened(monkeypatch, tmp_path, 20)
-    assert run(engine, [LONG], 3) == [expected]
+    assert run_together(engine, [LONG], 3) == [expected]
     size = engine.scheduler.cache.block_size
     stored = (len(LONG) + 2) // size
     closed(engine, fake)
     engine, fake = opened(monkeypatch, tmp_path, 20)
-    assert run(engine, [LONG], 3) == [expected]
+    assert run_together(engine, [LONG], 3) == [expected]
     stats = engine.stats()
     assert stats.num_raised == (len(LONG) - 1) // size > 0 and stats.num_damaged == 0
     assert stats.cached_tokens == stats.num_raised * size
@@ -82,18 +69,18 @@ def test_what_was_preempted_or_made_room_is_found_below(monkeypatch: pytest.Monk
     alone = []
     for prompt in prompts:
         engine, fake = opened(monkeypatch, None, 20)
-        alone += run(engine, [prompt], num_new)
+        alone += run_together(engine, [prompt], num_new)
         closed(engine, fake)
     size = engine.scheduler.cache.block_size
     blocks = 1 + 2 * -(-31 // size) + 1  # one of the two needs another block, and so does the other
     engine, fake = opened(monkeypatch, tmp_path, blocks, overcommit=True)
     # Of a machine on which to compute is dear: whoever is preempted is swapped.
     engine.scheduler.forecast.cost.set_prices(dict.fromkeys(WORK, 1.0))
-    assert run(engine, prompts, num_new) == alone
+    assert run_together(engine, prompts, num_new) == alone
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.num_swapped > 0
-    run(engine, [LONG], 2)  # takes all blocks
-    assert run(engine, [prompts[1] + alone[1][:4]], 2) == [alone[1][4:]]
+    run_together(engine, [LONG], 2)  # takes all blocks
+    assert run_together(engine, [prompts[1] + alone[1][:4]], 2) == [alone[1][4:]]
     assert engine.stats().num_raised > stats.num_raised
     closed(engine, fake)
 
