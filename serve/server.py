@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import importlib
 import logging
 import signal
@@ -22,6 +21,7 @@ from inferc.serve import http_address
 from inferc.serve.access import Access, Limits
 from inferc.serve.grpc_server import GrpcServer
 from inferc.serve.kv_events import KvPublisherConfig
+from inferc.serve.memory import spare_the_collector, tidy
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import ModelOptions, Models, ModelSource
 from inferc.serve.open_files import Places, allow_open_files
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAG_SECONDS, LAG_EVERY_SECONDS = 1.0, 0.05
-YOUNG_OBJECTS = 10_000  # that are made before the young ones are looked at
-COLLECT_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 120.0
 # How long the event loop waits for a thread that computes, each time that it was not the one to run: some ten times a request.
 SWITCH_SECONDS = 0.001
 CUT_SECONDS = 1.0  # for streams that were ended to hand their last message over
@@ -173,15 +171,8 @@ class _Server:
                 worst = max(worst, time.monotonic() - now - LAG_EVERY_SECONDS)
             self.metrics.lag_seconds = worst
 
-    async def _collect(self) -> None:
-        """Whole garbage collections: when nobody waits, or it has been long."""
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(COLLECT_SECONDS)
-            is_idle = not any(model.engine.num_requests for model in self.models.served)
-            if is_idle or time.monotonic() - last > COLLECT_AT_LAST_SECONDS:
-                gc.collect()
-                last = time.monotonic()
+    def _is_idle(self) -> bool:
+        return not any(model.engine.num_requests for model in self.models.served)
 
     def _on_change(self) -> None:
         self._changed.set()
@@ -223,12 +214,12 @@ class _Server:
         await self.grpc.start(self.models, self.access, self._called)
         if self._listener is not None:
             self._start_http(self._listener)
-        works = [self._report_health(), self._measure_lag(), self._collect()]
+        works = [self._report_health(), self._measure_lag(), tidy(self._is_idle)]
         if self._certificates is not None:
             works.append(self._certificates.follow())
         tasks = [asyncio.create_task(work) for work in works]
         sys.setswitchinterval(SWITCH_SECONDS)
-        _spare_the_collector()
+        spare_the_collector()
         on_ready(self.addresses)
         first = await stopping
         was_broken = self.models.is_broken
@@ -307,17 +298,6 @@ class _Server:
             self._http.stop(at_once=not draining.done())
             ending.append(self._http_task)
         await asyncio.wait(ending, timeout=2 * CUT_SECONDS)
-
-
-def _spare_the_collector() -> None:
-    """Keep Python's garbage collections short: a whole one looks at every object, and stops all streams for a tenth of a second
-    where there are a thousand.
-
-    What is there now stays for good, and is left out. Young objects are looked at as ever; whole collections are `_collect`'s.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 50, 1_000_000)
 
 
 def _exit_code(number: signal.Signals) -> int:
