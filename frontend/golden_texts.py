@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -84,7 +84,7 @@ def warn_of_differences(source: TokenizerSource, where: str, chats: Sequence[str
             f"{where}: the tokenizer in memory ({name}) is not what its tokenizer.json is, and the artifact has the one in"
             " memory; give transformers.PreTrainedTokenizerFast(tokenizer_file=…) for the other",
             "by the file",
-            _differing(ours, [(text, source.file.encode(text).ids) for text in GOLDEN_TEXTS]),
+            _differing(ours, [(text, source.file.encode(text).ids) for text in GOLDEN_TEXTS], source.file.id_to_token),
             len(GOLDEN_TEXTS),
         )
     with trace.quiet():
@@ -99,7 +99,8 @@ def warn_of_differences(source: TokenizerSource, where: str, chats: Sequence[str
     _warn(
         f"{where}: transformers' {name} gives other tokens than {source.origin}, which the artifact follows",
         "by transformers",
-        _differing(ours, made) + _differing(ours, plain, add_special_tokens=False),
+        _differing(ours, made, theirs.convert_ids_to_tokens)
+        + _differing(ours, plain, theirs.convert_ids_to_tokens, add_special_tokens=False),
         len(made) + len(plain),
     )
     decoded = [(ids, str(text), ours.decode(ids)) for ids, text in texts if str(text) != ours.decode(ids)]
@@ -113,11 +114,14 @@ def warn_of_differences(source: TokenizerSource, where: str, chats: Sequence[str
 
 
 def _differing(
-    ours: Tokenizer, others: list[tuple[str, list[int]]], add_special_tokens: bool = True
+    ours: Tokenizer,
+    others: list[tuple[str, list[int]]],
+    spelling: Callable[[int], str | None],
+    add_special_tokens: bool = True,
 ) -> list[tuple[str, list[str], list[str]]]:
-    """The texts for which others have other ids: (text, their tokens, our tokens)."""
-    rows = [(text, ids, ours.encode(text, add_special_tokens=add_special_tokens).ids) for text, ids in others]
-    return [(text, _names(ours, ids), _names(ours, own)) for text, ids, own in rows if ids != own]
+    """The texts for which others have other ids: (text, their tokens, our tokens). spelling: of one of their tokens."""
+    rows = [(text, ids, ours.encode(text, add_special_tokens=add_special_tokens)) for text, ids in others]
+    return [(text, [str(spelling(each)) for each in ids], own.tokens) for text, ids, own in rows if ids != own.ids]
 
 
 def _warn(what: str, by: str, differing: list[tuple[str, list[str], list[str]]], num_texts: int) -> None:

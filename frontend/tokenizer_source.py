@@ -6,7 +6,8 @@ own file is what the artifact gets, and the library that defines the file's form
 `tokenizers` for tokenizer.json, `sentencepiece` for tokenizer.model. What transformers makes of the same folder is compared
 too, and a difference is told.
 
-Of tokenizer_config.json two things are laid over tokenizer.json: tokens of `added_tokens_decoder` that the file lacks, and
+Of the files beside it two things are laid over tokenizer.json: tokens that it lacks, of tokenizer_config.json's
+`added_tokens_decoder` and those that this, special_tokens_map.json or added_tokens.json name and transformers has an id for; and
 which tokens are special, as an end of text that is not would be read by users. Flags of a token that the file has are the
 file's. `add_bos_token` and `add_eos_token` are not followed beside a tokenizer.json: its post-processor says what is written
 around a text. transformers 5 reads them so; 4 followed the switches with Llama's classes, hence a warning where the two
@@ -76,8 +77,8 @@ def from_folder(folder: Path) -> TokenizerSource:
 
     Raises ConfigError for files that cannot be read, UnsupportedError for a tokenizer without a tokenizer.json form.
     """
-    theirs, path = _load(folder), folder / TOKENIZER_JSON
-    config = _read_config(folder / "tokenizer_config.json")
+    config, path = _read_config(folder / "tokenizer_config.json"), folder / TOKENIZER_JSON
+    theirs = _load(folder, config)
     if path.is_file():
         return _from_file(path, theirs, config)
     source = from_object(theirs, str(folder))
@@ -121,10 +122,9 @@ def from_object(theirs: Any, where: str) -> TokenizerSource:
 
 def _from_file(path: Path, theirs: Any, config: Mapping[str, Any]) -> TokenizerSource:
     """The tokenizer of a tokenizer.json, with what tokenizer_config.json says of added tokens."""
-    where = str(path.parent)
     oracle = _read_file(path)
-    _lay_over(oracle, theirs, config, where)
-    _warn_of_switches(oracle, theirs, config, where)
+    _lay_over(oracle, theirs, config, path.parent)
+    _warn_of_switches(oracle, theirs, config, str(path.parent))
     return TokenizerSource(
         _portable(oracle),
         theirs,
@@ -149,17 +149,18 @@ def _file_of(theirs: Any) -> Tokenizer | None:
 # ----------------------------------------------------------------------------------------------------------- files
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, config: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind: Any = AutoTokenizer
-    if own := _class_of_its_own(folder):
-        log.warning(
-            "%s: tokenizer_config.json names the class %s of the checkpoint's own code, which is not run; its %s is followed as it is",
-            folder,
-            own,
-            TOKENIZER_JSON,
-        )
+    if own := _class_of_its_own(config):
+        named = f"tokenizer_config.json names the class {own} of the checkpoint's own code, which is not run"
+        if not (folder / TOKENIZER_JSON).is_file():
+            raise ConfigError(
+                f"{folder}: {named}, and there is no {TOKENIZER_JSON}; save one with that class, or, if a class of transformers"
+                " reads the same files, name it as tokenizer_class and delete auto_map"
+            )
+        log.warning("%s: %s; its %s is followed as it is", folder, named, TOKENIZER_JSON)
         kind = PreTrainedTokenizerFast
     try:
         with trace.quiet():
@@ -168,14 +169,9 @@ def _load(folder: Path) -> Any:
         raise _unreadable(folder, error) from error
 
 
-def _class_of_its_own(folder: Path) -> str:
-    """The tokenizer class for which a checkpoint brings code, where a tokenizer.json says all that is to be known; else empty."""
-    if not (folder / TOKENIZER_JSON).is_file():
-        return ""
-    try:
-        found = _read_config(folder / "tokenizer_config.json").get("auto_map")
-    except (ValueError, AttributeError):  # AutoTokenizer says what is wrong with it
-        return ""
+def _class_of_its_own(config: Mapping[str, Any]) -> str:
+    """The tokenizer class for which a checkpoint brings code; else empty."""
+    found = config.get("auto_map")
     classes = found.get("AutoTokenizer") if isinstance(found, dict) else found
     named = [each for each in (classes if isinstance(classes, list) else [classes]) if isinstance(each, str)]
     return named[0] if named else ""
@@ -202,11 +198,22 @@ def _unreadable(folder: Path, error: Exception) -> ConfigError:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """tokenizer_config.json, which transformers has read before and found to be an object."""
+    """What tokenizer_config.json, or another file beside the tokenizer, says; nothing where it is not there. Raises ConfigError."""
     if not path.is_file():
         return {}
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"a {type(found).__name__} where an object is expected")
     return found
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    if unreadable.is_lfs_pointer(path):
+        return ConfigError(unreadable.lfs_pointer(path))
+    return ConfigError(f"{path}: not a JSON object ({why}); correct it, or download it again")
 
 
 def _portable(tokenizer: Tokenizer) -> Tokenizer:
@@ -220,12 +227,12 @@ def _portable(tokenizer: Tokenizer) -> Tokenizer:
 # ----------------------------------------------------------------------------------------------------- added tokens
 
 
-def _lay_over(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], where: str) -> None:
-    """Add the tokens that tokenizer_config.json has alone, and mark those as special that it or transformers has as such.
+def _lay_over(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], folder: Path) -> None:
+    """Add the tokens that files beside tokenizer.json have alone, and mark those as special that they or transformers have as such.
 
-    A token that cannot have the id that tokenizer_config.json gives it is left out, with a warning: the file decides on ids.
+    A token that cannot have the id that it has there is left out, with a warning: the file decides on ids.
     """
-    declared = sorted((int(key), value) for key, value in (config.get("added_tokens_decoder") or {}).items())
+    declared = _declared(tokenizer, theirs, config, folder)
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     next_id, left_out, tokens = _next_id(tokenizer), [], []
     for token_id, entry in declared:
@@ -240,15 +247,44 @@ def _lay_over(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], wher
     tokenizer.add_tokens(tokens)
     if left_out:
         log.warning(
-            "%s: tokenizer_config.json has %d added tokens that %s has not, or under other ids (%s): left out; correct the"
-            " one that is wrong",
-            *(where, len(left_out), TOKENIZER_JSON, ", ".join(left_out[:3])),
+            "%s: files beside %s have %d added tokens that it has not, or under other ids (%s): left out; correct the one that"
+            " is wrong",
+            *(folder, TOKENIZER_JSON, len(left_out), ", ".join(left_out[:3])),
         )
     named = {str(token) for name in NAMED if (token := getattr(theirs, name, None)) is not None}
     named |= {str(token) for token in getattr(theirs, "all_special_tokens", ())}
     tokenizer.add_tokens(
         _special_tokens(tokenizer, named | {str(entry["content"]) for _, entry in declared if entry.get("special")})
     )
+
+
+def _declared(
+    tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], folder: Path
+) -> list[tuple[int, Mapping[str, Any]]]:
+    """The added tokens of files beside tokenizer.json, by id: all of `added_tokens_decoder`, and of those that are only named
+    the ones that tokenizer.json lacks, under the ids that transformers gives them.
+
+    Not what transformers' class has by default: `<s>` in a vocabulary of bytes is text.
+    """
+    declared = {int(key): value for key, value in (config.get("added_tokens_decoder") or {}).items()}
+    named = _texts_of(config) | _texts_of(_read_config(folder / "special_tokens_map.json"))
+    named |= set(_read_config(folder / "added_tokens.json"))
+    named -= {str(entry["content"]) for entry in declared.values()}
+    for token_id, token in getattr(theirs, "added_tokens_decoder", {}).items():
+        if token.content in named and tokenizer.token_to_id(token.content) is None:
+            flags = {flag: getattr(token, flag) for flag in FLAGS}
+            declared.setdefault(int(token_id), {"content": token.content, **flags})
+    return sorted(declared.items())
+
+
+def _texts_of(config: Mapping[str, Any]) -> set[str]:
+    """The special tokens that tokenizer_config.json or special_tokens_map.json name, whatever for."""
+    values = [config.get(name) for name in NAMED]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name) or ()
+        values += more.values() if isinstance(more, Mapping) else more
+    texts = [value.get("content") if isinstance(value, Mapping) else value for value in values]
+    return {text for text in texts if isinstance(text, str)}
 
 
 def _special_tokens(tokenizer: Tokenizer, names: set[str]) -> list[AddedToken]:

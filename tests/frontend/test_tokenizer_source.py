@@ -218,9 +218,47 @@ def test_added_tokens_that_the_config_has_alone(tmp_path: Path, caplog: pytest.L
     assert ours.decode([size, size + 1]) == "<think>"
     assert ours.token_to_id("<far>") is None and ours.token_to_id("<other>") is None
     assert (
-        f"2 added tokens that tokenizer.json has not, or under other ids ('<other>' (1), '<far>' ({size + 9})"
+        f"files beside tokenizer.json have 2 added tokens that it has not, or under other ids ('<other>' (1), '<far>' ({size + 9})"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"added_tokens.json": {"<|im_start|>": 340}},
+        {
+            "added_tokens.json": {"<|im_start|>": 340},
+            "special_tokens_map.json": {"pad_token": {"content": "<|im_start|>"}},
+        },
+        {"tokenizer_config.json": {"additional_special_tokens": ["<|im_start|>"]}},
+        {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<|im_start|>"}}},
+        {"tokenizer_config.json": {"pad_token": "<|im_start|>"}},
+    ],
+    ids=["added", "both", "additional", "extra", "pad"],
+)
+def test_tokens_that_other_files_only_name(
+    files: dict[str, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the id that transformers gives them; what only its class has by default stays text."""
+    tokenizer = like_deepseek()
+    assert tokenizer.get_vocab_size() == 340
+    checkpoint = write(tmp_path, tokenizer, **files.get("tokenizer_config.json", {}))
+    for name in files.keys() - {"tokenizer_config.json"}:
+        (tmp_path / name).write_text(json.dumps(files[name]))
+    ours, theirs = made(checkpoint), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    wanted = theirs("a<|im_start|>b", add_special_tokens=False)["input_ids"]
+    assert wanted[1] == 340 and ours.encode("a<|im_start|>b", add_special_tokens=False).ids == wanted
+    assert "added tokens" not in caplog.text and "other tokens" not in caplog.text
+
+
+def test_a_token_that_cannot_have_the_id_it_has_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = write(tmp_path, like_deepseek())
+    (tmp_path / "added_tokens.json").write_text('{"<far>": 349}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs_id = theirs.convert_tokens_to_ids("<far>")
+    ours_id = made(checkpoint).token_to_id("<far>")
+    assert ours_id == 340 == theirs_id or (ours_id is None and "added tokens that it has not" in caplog.text)
 
 
 @pytest.mark.parametrize(("in_file", "in_config"), [(True, False), (False, True), (False, False)])
@@ -243,6 +281,22 @@ def test_named_tokens_of_the_vocabulary_are_special(tmp_path: Path) -> None:
     ours = made(write(tmp_path, like_llama()))
     assert ours.decode([1, *like_llama().encode("return x").ids, 2]) == "return x"
     assert ours.encode("x</s>", add_special_tokens=False).ids[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("tokenizer_config.json", b'{"bos_token": "<s>"', "Expecting ',' delimiter"),
+        ("tokenizer_config.json", b"[]", "a list where an object is expected"),
+        ("tokenizer_config.json", b'{"a": "\xff"}', "can't decode byte 0xff"),
+    ],
+)
+def test_a_file_beside_it_that_is_damaged(name: str, content: bytes, why: str, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, like_deepseek())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        tokenizer_files(checkpoint)
+    assert str(tmp_path) in str(caught.value) and why in str(caught.value)
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
