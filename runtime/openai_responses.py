@@ -25,6 +25,7 @@ INCLUDES = (
     *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
     "computer_call_output.output.image_url",
 )
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_VALUE = 16, 64, 512  # entries and characters, as OpenAI has it
 STORED = ("previous_response_id", "conversation")
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Fields of a request that ask for no more than there is with these values.
@@ -78,12 +79,18 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
 
 
 def _check_texts(body: Mapping[str, Any]) -> None:
-    """What comes back with the answer must be text."""
+    """What comes back with every event of the answer must be text, and what is no part of the prompt short."""
     metadata = body.get("metadata") or {}
-    texts = [("metadata", each) for pair in metadata.items() for each in pair]
-    texts += [(name, body[name]) for name in ("instructions", "user") if body.get(name) is not None]
-    for name, text in texts:
-        check_text(name, text)
+    if len(metadata) > MAX_METADATA:
+        raise RequestError(f"metadata: found {len(metadata)} entries, at most {MAX_METADATA} are allowed")
+    texts = [("metadata", name, MAX_METADATA_NAME) for name in metadata]
+    texts += [("metadata", value, MAX_METADATA_VALUE) for value in metadata.values()]
+    texts.append(("user", body.get("user") or "", MAX_METADATA_VALUE))
+    for field, text, most in texts:
+        if len(text) > most:
+            raise RequestError(f"{field}: found a text of {len(text)} characters, at most {most} are allowed")
+        check_text(field, text)
+    check_text("instructions", body.get("instructions") or "")
 
 
 def _check_inner(name: str, value: Mapping[str, Any] | None, allowed: Mapping[str, tuple[Any, ...]]) -> None:

@@ -28,9 +28,7 @@ class Vectors:
 
 async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimensions: Any = None) -> Vectors:
     """The vector of each input, cut to `dimensions`. Raises RequestError, and as ServedModel.embed."""
-    check_embeds(model)
-    if not inputs or len(inputs) > MAX_INPUTS:
-        raise RequestError(f"input: found {len(inputs)} texts; expected 1 to {MAX_INPUTS}")
+    check_inputs(model, len(inputs))
     if dimensions is not None:
         check_integer("dimensions", dimensions, 1, MAX_DIMENSIONS)
     for each in inputs:
@@ -49,7 +47,14 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
     return Vectors(values, sum(map(len, ids)))
 
 
-def check_embeds(model: ServedModel) -> None:
+def check_inputs(model: ServedModel, count: int) -> None:
+    """Raise RequestError for a model that makes no vectors, and for more texts than are taken at once."""
+    _check_embeds(model)
+    if not 1 <= count <= MAX_INPUTS:
+        raise RequestError(f"input: found {count} texts; expected 1 to {MAX_INPUTS}")
+
+
+def _check_embeds(model: ServedModel) -> None:
     """Raise RequestError for a model that makes no vectors: it was not made for them, or is not run where they are made."""
     if model.embeds:
         return

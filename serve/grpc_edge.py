@@ -176,7 +176,10 @@ class Edge:
             code = found.status.grpc
             after = found.retry_after
             trailing = () if after is None else (("retry-after", f"{after:g}"),)
-            await context.abort(grpc.StatusCode[code], found.message, trailing)
+            try:
+                await context.abort(grpc.StatusCode[code], found.message, trailing)
+            except grpc.aio.InternalError:  # gRPC has ended the call by itself, as one whose message is too large
+                raise asyncio.CancelledError from None
         finally:
             self._ended(self._method, code)
 

@@ -44,6 +44,7 @@ class Protocol(HttpToolsProtocol):
         self._num_head = 0  # bytes of the head, as far as the parser told of it
         self._num_unheard = 0  # bytes since the parser told of something whole
         self._num_body = 0  # bytes of the body since the last look
+        self._pieces: list[bytes] = []  # of the body, which the application has not got
         self._upgrades = Upgrades()
         self._held: tuple[Any, Any] | None = None  # what the application has not begun with, as it waits for the body
 
@@ -62,11 +63,20 @@ class Protocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._num_unheard += len(data)
-        super().data_received(data if self._is_in_body else self._upgrades.passed_over(data))
+        self._feed(data)
+        self._pass_body_on()
         if self._num_unheard > MAX_HEAD_BYTES and not self._is_deaf:
             self._refuse(b"431 Request Header Fields Too Large")
         self._count()
         self._watch()
+
+    def _feed(self, data: bytes) -> None:
+        """Let the parser read, each head by itself."""
+        while data and not (self._is_deaf or self.transport.is_closing()):
+            # What it has begun behind a body it also goes on with.
+            is_begun = self._is_in_body or (self._is_in_head and not self._upgrades.is_within)
+            piece, data = (data, b"") if is_begun else self._upgrades.passed_over(data)
+            super().data_received(piece)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -138,12 +148,18 @@ class Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_unheard = 0
         self._num_body += len(body)
-        if not self._is_refused:
-            super().on_body(body)
+        self._pieces.append(body)
+
+    def _pass_body_on(self) -> None:
+        """Hand over what has come of the body: in one piece, as a client may send it in chunks of a byte."""
+        pieces, self._pieces = self._pieces, []
+        if pieces and not self._is_refused:
+            super().on_body(b"".join(pieces))
             if self._held is not None and len(self._held[0].body) >= BEGINS_AT_BYTES:
                 self._begin()
 
     def on_message_complete(self) -> None:
+        self._pass_body_on()
         self._is_in_body, self._num_unheard, self._num_head = False, 0, 0
         self._stop_looking()  # what is expected next has its own time
         if self._is_refused:

@@ -14,7 +14,7 @@ from inferc.runtime.sampling_params import changed
 from inferc.runtime.step import Logprobs
 from inferc.serve import protocol, text_calls
 from inferc.serve.access import CALLER
-from inferc.serve.embedding import Vectors, embed
+from inferc.serve.embedding import Vectors, check_inputs, embed
 from inferc.serve.grpc_answers import Answer, joined, pieces
 from inferc.serve.kv_events import EventsOff
 from inferc.serve.long_texts import in_text_thread
@@ -108,14 +108,8 @@ class InferenceService:
 
     async def embed(self, request: pb.EmbedRequest) -> Answer:
         model = self.models.get(request.model)
-        inputs: list[str | list[int]] = []
-        for number, each in enumerate(request.inputs):
-            kind = each.WhichOneof("input")
-            if kind is None:
-                raise RequestError(f"inputs[{number}] is empty; set text or token_ids")
-            if kind == "token_ids":
-                model.check_length(len(each.token_ids.ids), room=0)
-            inputs.append(each.text if kind == "text" else list(each.token_ids.ids))
+        check_inputs(model, len(request.inputs))
+        inputs = await in_text_thread(lambda: [_input_of(model, *each) for each in enumerate(request.inputs)])
         vectors = await embed(model, inputs, request.dimensions if request.HasField("dimensions") else None)
         return await joined(_embeddings(vectors), vectors.values.size)
 
@@ -299,6 +293,17 @@ def _scores(ids: Sequence[int], rows: Sequence[Logprobs]) -> Iterator[pb.ScoreRe
         yield pb.ScoreResponse(token_ids=part)
     for of_part in _rows(rows):
         yield pb.ScoreResponse(logprobs=of_part)
+
+
+def _input_of(model: ServedModel, number: int, given: pb.EmbedInput) -> str | list[int]:
+    """A text or token ids. Raises RequestError."""
+    kind = given.WhichOneof("input")
+    if kind is None:
+        raise RequestError(f"inputs[{number}] is empty; set text or token_ids")
+    if kind == "text":
+        return given.text
+    model.check_length(len(given.token_ids.ids), room=0)
+    return list(given.token_ids.ids)
 
 
 def _embeddings(vectors: Vectors) -> Iterator[pb.EmbedResponse]:

@@ -17,6 +17,7 @@ from inferc.errors import InfercError, RequestError, shown
 from inferc.json_text import parse_json
 from inferc.runtime.openai_request import MAX_PROMPTS, OpenAIRequest, logit_bias_of
 from inferc.runtime.sampling_params import SamplingParams, from_request
+from inferc.serve import protocol
 from inferc.serve.access import CALLER
 from inferc.serve.admission import ARRIVED_AT
 from inferc.serve.grpc_answers import Answer, joined
@@ -205,7 +206,7 @@ class KServeService:
         work = self._work(request)
         async with deadline(work.timeout):
             answers = await _whole(work)
-        num_entries = sum(len(answer.token_ids) for answer in answers)
+        num_entries = sum(len(answer.token_ids) for answer in answers) + len(work.outputs) * len(answers)
         return await joined((_response(work, each) for each in [answers]), num_entries)
 
     async def model_stream_infer(
@@ -225,7 +226,8 @@ class KServeService:
                     async for response in responses:
                         await ready.put(pb.ModelStreamInferResponse(infer_response=response))
             except Exception as error:  # noqa: BLE001 (of this request alone: the others go on)
-                response = pb.ModelInferResponse(id=request.id, model_name=request.model_name)
+                name, model = request.id[: protocol.MAX_REQUEST_ID], request.model_name[: protocol.MAX_REQUEST_ID]
+                response = pb.ModelInferResponse(id=name, model_name=model)
                 response.parameters["triton_final_response"].bool_param = True
                 await ready.put(pb.ModelStreamInferResponse(error_message=told(error).message, infer_response=response))
 
@@ -258,7 +260,7 @@ class KServeService:
         if params.n != 1:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
         return _Work(
-            id=request.id,
+            id=protocol.checked_id("id", request.id),
             model=model,
             prompts=_prompts(inputs),
             params=params,
@@ -492,13 +494,16 @@ def _sampling(
 
 def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     known = [name for name, *_ in OUTPUTS]
-    asked = tuple(output.name for output in request.outputs)
-    for name in asked:
+    asked: list[str] = []
+    for output in request.outputs:
+        name = output.name
         if name not in known:
             raise RequestError(f"output {shown(name)} is unknown; known: {', '.join(known)}")
-    for output in request.outputs:
-        _check_no_parameters(f"output {output.name}", output.parameters)
-    return asked or ("text_output",)
+        if name in asked:
+            raise RequestError(f"output {name} is there twice")
+        _check_no_parameters(f"output {name}", output.parameters)
+        asked.append(name)
+    return tuple(asked) or ("text_output",)
 
 
 def _response(work: _Work, answers: Sequence[_Answer]) -> pb.ModelInferResponse:

@@ -147,7 +147,13 @@ class _Reader:
         if any(key.startswith(self._mark) for key in container):
             items = list(container.items())
             container.clear()
-            container.update((self._read(key) if key.startswith(self._mark) else key, each) for key, each in items)
+            container.update((self._key(key) if key.startswith(self._mark) else key, each) for key, each in items)
+
+    def _key(self, mark: str) -> str:
+        start, end = self._apart[int(mark.partition(":")[2])]
+        if self._data[start] != ord('"'):
+            raise ValueError("the name of an object's field is a list")
+        return self._text(start + 1, end - 1)
 
     def _read(self, mark: str) -> Any:
         start, end = self._apart[int(mark.partition(":")[2])]

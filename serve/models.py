@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError, shown
@@ -388,7 +389,9 @@ class Models:
         self._busy: dict[str, ModelState] = {}  # being loaded or unloaded
         self._reasons: dict[str, str] = {}  # why the last try to load it failed
         self._unloading: dict[str, asyncio.Task[None]] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks = WeakValueDictionary[
+            str, asyncio.Lock
+        ]()  # while somebody has or wants one: a name may be anybody's
         self._logs: dict[str, KvEventLog] = {}  # that outlive their models, as somebody publishes them
         self._places = Places(options.max_awake, options.drain_seconds)
         self._is_leaving = False  # the server shuts down

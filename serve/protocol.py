@@ -61,9 +61,14 @@ def num_top(message: Message, field: str, default: int) -> int:
 
 
 def request_id(message: pb.GenerateRequest | pb.ScoreRequest) -> str:
-    if len(message.request_id) > MAX_REQUEST_ID:
-        raise RequestError(f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are allowed")
-    return message.request_id
+    return checked_id("request_id", message.request_id)
+
+
+def checked_id(name: str, given: str) -> str:
+    """What a client calls its request, which comes back with every part of the answer. Raises RequestError for a long one."""
+    if len(given) > MAX_REQUEST_ID:
+        raise RequestError(f"{name} has {len(given)} characters; at most {MAX_REQUEST_ID} are allowed")
+    return given
 
 
 def logprobs(found: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from inferc.serve import connections, http_address, http_protocol
 from inferc.serve.access import Access
@@ -214,6 +215,52 @@ def test_a_wish_for_another_protocol_is_passed_over() -> None:
         opened.writers[-1].write(post("/third", 2, more=wish))
         opened.writers[-1].write(b"ab")
         assert await answer(reader) == b"2"
+
+    with_application(Lengths(), 8, work)
+
+
+@pytest.mark.parametrize(
+    "begins", [b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n", b"POST /a HTTP/1.1\r\ncontent-length: 1\r\n\r\n0"]
+)
+def test_a_request_behind_another_may_be_cut_anywhere(begins: bytes) -> None:
+    second = b"GET /b HTTP/1.1\r\nhost: x\r\nuser: y\r\n\r\n"
+
+    async def work(opened: Open) -> None:
+        reader = await opened(b"")
+        for cut in range(len(second) + 1):
+            opened.writers[-1].write(begins + second[:cut])
+            assert await answer(reader) in (b"0", b"1")
+            opened.writers[-1].write(second[cut:])
+            assert await answer(reader) == b"0"
+
+    with_application(Lengths(), 8, work)
+
+
+def test_a_wish_in_a_request_behind_another() -> None:
+    second = b"POST /b HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\nab"
+
+    async def work(opened: Open) -> None:
+        reader = await opened(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n" + second)
+        assert await answer(reader) == b"0"
+        assert await answer(reader) == b"2"
+
+    with_application(Lengths(), 8, work)
+
+
+def test_a_body_in_chunks_of_a_byte_is_handed_over_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn copies all that is there for each piece that it is handed."""
+    plain, sizes = HttpToolsProtocol.on_body, list[int]()
+
+    def on_body(self: HttpToolsProtocol, body: bytes) -> None:
+        sizes.append(len(body))
+        plain(self, body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", on_body)
+
+    async def work(opened: Open) -> None:
+        chunks = b"1\r\nx\r\n" * 10_000 + b"0\r\n\r\n"
+        reader = await opened(b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + chunks)
+        assert await answer(reader) == b"10000" and sum(sizes) == 10_000 and len(sizes) < 100
 
     with_application(Lengths(), 8, work)
 

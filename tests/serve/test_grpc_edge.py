@@ -194,6 +194,17 @@ def test_a_large_message_is_read(served: str) -> None:
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "has 31457280 characters" in error.details()
 
 
+def test_a_message_that_grows_beyond_the_bounds_as_it_is_unpacked_ends_the_call_alone(tiny_artifact: Any) -> None:
+    """gRPC ends the call itself, and who is at it is told by an error of its own."""
+    with Server(tiny_artifact) as server, grpc.insecure_channel(server.address) as channel:
+        check = channel.unary_unary(f"{HEALTH}/Check", RAW, RAW)
+        for _ in range(8):
+            with pytest.raises(grpc.RpcError) as raised:
+                check(bytes(MAX_MESSAGE_BYTES + 1), compression=grpc.Compression.Gzip)
+            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "Traceback" not in server.log
+
+
 def test_a_connection_is_told_how_many_calls_it_may_have_and_how_much_is_held_of_each(served: str) -> None:
     host, _, port = served.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection, connection.makefile("rb") as answer:

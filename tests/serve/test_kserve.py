@@ -175,6 +175,26 @@ BAD = [
 ]
 
 
+def outputs_of(*names: str) -> pb.ModelInferRequest:
+    made = request_of(texts(b"abc"), [1])
+    for name in names:
+        made.outputs.add(name=name)
+    return made
+
+
+def named(name: str) -> pb.ModelInferRequest:
+    made = request_of(texts(b"abc"), [1])
+    made.id = name
+    return made
+
+
+BAD += [
+    (outputs_of("text_output", "output_ids", "text_output"), "output text_output is there twice"),
+    (outputs_of("text"), "output 'text' is unknown; known: text_output"),
+    (named("a" * 129), "id has 129 characters; at most 128 are allowed"),
+]
+
+
 def asked(kind: str) -> pb.ModelInferRequest:
     """A request with a parameter where none is known."""
     made = request_of(texts(b"abc"), [1])

@@ -63,6 +63,13 @@ def test_what_is_no_json_to_the_standard_library_is_none(value: Any, draw: st.Da
         assert repr(large_json.loads(data)) == repr(expected)
 
 
+def test_a_list_is_no_name() -> None:
+    numbers = [1] * 1000
+    with pytest.raises(ValueError, match="the name of an object's field is a list"):
+        large_json.loads(b'{"a": 1, %b: 1}' % json.dumps(numbers).encode())
+    assert large_json.loads(json.dumps({"k" * 1000: numbers}).encode()) == {"k" * 1000: numbers}
+
+
 def test_a_long_integer_is_about_as_large_and_made_at_once() -> None:
     numbers = ["1" * 400, "-" + "2" * 5000, "3" * 40]
     for data in (f"[{','.join(numbers)}]", f'{{"a": {numbers[1]}, "b": [{numbers[0]}, {{}}]}}'):

@@ -12,6 +12,7 @@ from scripted_models import run, settle, until
 from scripted_process import Process
 
 from inferc.config import EngineConfig
+from inferc.errors import InfercError
 from inferc.runtime.kv_events import Cleared, KvBatch
 from inferc.runtime.sampling_params import SamplingParams
 from inferc.runtime.scoring import Score
@@ -108,6 +109,19 @@ def test_an_unload_that_nobody_waits_for_any_more_goes_on() -> None:
         await again
         assert [entry.state for entry in models.entries()] == ["serving", "unloaded"] and model.processes[0].closed
         await models.load("a")
+        await models.close()
+
+    run(work())
+
+
+def test_nothing_is_kept_of_a_name_that_no_model_has() -> None:
+    async def work() -> None:
+        models = await loaded("a")
+        for change in (models.load, models.unload):
+            with pytest.raises(InfercError, match=r"^model 'x+ ?…?"):
+                await change("x" * 200)
+        await models.unload("a")
+        assert not models._locks  # names are of any length, and anybody's
         await models.close()
 
     run(work())

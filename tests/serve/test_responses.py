@@ -158,6 +158,10 @@ def ask(url: str, **body: Any) -> Reply:
         ),
         ({"logit_bias": {"1": 10**399}}, "logit_bias[1] is an integer of about 400 digits", "logit_bias"),
         ({"metadata": {"a": 5}}, "metadata.a: expected a text, found 5", "metadata"),
+        ({"metadata": dict.fromkeys(map(str, range(17)), "")}, "metadata: found 17 entries, at most 16", "metadata"),
+        ({"metadata": {"a" * 65: ""}}, "metadata: found a text of 65 characters, at most 64 are allowed", "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata: found a text of 513 characters, at most 512", "metadata"),
+        ({"user": "a" * 513}, "user: found a text of 513 characters, at most 512 are allowed", "user"),
     ],
 )
 def test_a_bad_request_is_told_what_is_wrong(url: str, body: dict[str, Any], message: str, param: str) -> None:
