@@ -61,6 +61,8 @@ FIXED_OF_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
 SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
 )
+# Of these, what a chat template hears of: nothing writes a plain prompt.
+OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
 # Variables that a template gets from here alone.
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
@@ -69,7 +71,9 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said; params: those
+    """A request of OpenAI's interface, checked.
+
+    prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said; params: those
     over the defaults.
 
     echo: the prompt comes before the answer. prompt_logprobs: of the prompt's tokens, with so many likeliest ones.
@@ -116,10 +120,25 @@ def parse_request(
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
     if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
         raise _not_built("best_of", body["best_of"])
+    if is_served and any((body.get("stream_options") or {}).values()) and not body.get("stream"):
+        raise RequestError(
+            f"stream_options is {shown(body['stream_options'])}, and the answer is no stream; leave it out"
+        )
+    if url == COMPLETIONS:
+        check_is_no_chat(body)
     read = _chat if url == CHAT else _completion
     request = read(body, sampling, is_served)
     make = from_chat if url == CHAT else from_request
     return replace(request, params=make(request.sampling, defaults or {}))
+
+
+def check_is_no_chat(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for a plain prompt with what a chat template would have to hear of."""
+    for name in OF_CHATS:
+        if body.get(name) not in FIXED[name]:
+            raise RequestError(
+                f"{name} is {shown(body[name])}, and no chat template writes a plain prompt; leave it out, or send messages"
+            )
 
 
 def model_of(body: Mapping[str, Any]) -> str:

@@ -37,6 +37,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "echo": NOTHING,
     "prompt_logprobs": (None,),
     "return_token_ids": NOTHING,
+    "messages": NOTHING,
+    "logprobs": NOTHING,
 }
 INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "text": {"format": (None, {}, {"type": "text"}), "verbosity": (None, "medium")},

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from inferc.config import available_cores
@@ -14,6 +15,7 @@ from inferc.errors import ArtifactError, InfercError, RequestError
 from inferc.json_text import parse_json
 from inferc.manifest import CERTIFICATE, COSTS
 from inferc.runtime.artifact import Artifact
+from inferc.serve.long_texts import Turns
 from inferc.serve.models import ServedModel
 
 log = logging.getLogger(__name__)
@@ -21,11 +23,12 @@ log = logging.getLogger(__name__)
 GRAPH = re.compile(r"graph/(?:[^/]+/)?((\d+)_([^/]+))\.txt")
 INPUT_LEN, CONTEXT = 1024, 4096  # of the two steps whose bytes are told, as far as the model takes them
 STATS_SECONDS = 1.0
+READING = Turns("what artifacts tell of themselves")
 
 
 async def story(model: ServedModel) -> dict[str, Any]:
     """All but the programs' texts. `kv_bytes` is null while no engine runs; `unreadable` names files that cannot be read."""
-    found = await asyncio.to_thread(of_artifact, model.artifact)
+    found = await READING.run(partial(of_artifact, model.artifact))
     return {
         "name": model.name,
         "fingerprint": model.fingerprint,

@@ -8,10 +8,9 @@ Source: protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,14 +18,17 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from inferc.errors import RequestError
+from inferc.serve.long_texts import Turns
 
-MAX_FIELDS = 1 << 15  # at any depth: the texts of a call for vectors are 8,192
+MAX_FIELDS = 1 << 15  # at any depth: a call for 2,048 vectors of token ids has 6,144
 MAX_NUMBERS = 1 << 21  # of one list: more than any prompt
 COUNTED_AT_ONCE = 1 << 20  # bytes, which a cache holds
 LARGE_BYTES = 16 << 10  # of a message that is read beside the event loop: it may have 8,192 fields
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 SIZES = {FIXED64: 8, FIXED32: 4}
 
+# One at a time: threads that are busy all at once would wait for each other, and the event loop for all of them.
+_LARGE = Turns("their messages to be read")
 Parsed = TypeVar("Parsed", bound=Message)
 
 
@@ -42,7 +44,7 @@ class _Known:
 
 async def read(kind: type[Parsed], data: bytes) -> Parsed:
     """As `parse`, beside the event loop where that may take long."""
-    return parse(kind, data) if len(data) < LARGE_BYTES else await asyncio.to_thread(parse, kind, data)
+    return parse(kind, data) if len(data) < LARGE_BYTES else await _LARGE.run(partial(parse, kind, data))
 
 
 def parse(kind: type[Parsed], data: bytes) -> Parsed:

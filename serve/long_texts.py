@@ -1,5 +1,5 @@
-"""What takes long over texts: how long one may be, and threads where nothing else waits behind it, least of all what watches
-over an engine."""
+"""What takes long over texts, on threads behind which nothing else waits, least of all what watches over an engine; and how long one
+may be."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ async def in_text_thread(make: Callable[[], Result]) -> Result:
 
 
 class Turns:
-    """A thread for what is no prompt: one text at a time, as one of 4 Mi characters takes gigabytes while it is tokenized, and no prompt
-    waits behind them."""
+    """A thread for one kind of work, one piece at a time, behind which nothing else waits."""
 
-    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, what: str, max_waiting: int = MAX_WAITING) -> None:
+        """what: others wait for, in words for clients."""
+        self._what = what
         self._pool = ThreadPoolExecutor(1, "inferc-turns")
         self._num_waiting, self._max_waiting = 0, max_waiting
 
     async def run(self, make: Callable[[], Result]) -> Result:
         """What `make` makes, and raises, on the thread. Who is cancelled gives up the turn. Raises QueueFull where too many wait."""
         if self._num_waiting >= self._max_waiting:
-            raise QueueFull(f"{self._num_waiting} texts wait to be turned into tokens or back; come back later")
+            raise QueueFull(f"{self._num_waiting} others wait for {self._what}; come back later")
         self._num_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, make)
@@ -46,7 +47,8 @@ class Turns:
             self._num_waiting -= 1
 
 
-BY_TURNS = Turns()
+# What is no prompt: a text of 4 Mi characters takes gigabytes while it is tokenized.
+BY_TURNS = Turns("their texts to be turned into tokens or back")
 
 
 def check_characters(count: int, max_model_len: int) -> None:

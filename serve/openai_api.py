@@ -24,6 +24,7 @@ from inferc.runtime.openai_request import (
     COMPLETIONS,
     EMBEDDINGS,
     OpenAIRequest,
+    check_is_no_chat,
     embedding_inputs,
     model_of,
     parse_request,
@@ -103,6 +104,7 @@ def openai_routes(models: Models) -> APIRouter:
             http.scope["started"]()
             raise RequestError("prompt: expected one of prompt and messages")
         if prompt is not None:
+            check_is_no_chat(values)
             http.scope["started"]()
             special = values.get("add_special_tokens") is not False
             async with while_client_waits(http.receive):

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -257,7 +258,7 @@ class Supervisor:
         looks_again False: another start shows whether they are; wait for as long as for a look.
         """
         if self.engine.reason != DAMAGED:
-            self._num_looks = 0
+            self._num_looks, self._told = 0, ""  # what was told while an engine ran is not that requests are refused
             self._detach("damaged", DAMAGED)
         if self._told != reason:
             log.error("%s; requests are refused until it is as it was", reason)
@@ -274,6 +275,7 @@ class Supervisor:
                 log.error("%s", fault.reason)
                 self._told = fault.reason
         log.warning("the artifact's files are as they were")
+        self._told = ""
         self._deaths.clear()
 
     async def _start_process(self, limit_seconds: float | None = None) -> None:
@@ -285,7 +287,10 @@ class Supervisor:
                 self._loop.call_soon_threadsafe(died.set)
 
         process = self._process = self._launch(on_stop)
-        starting = asyncio.ensure_future(asyncio.to_thread(process.wait_until_ready))
+        # On a thread of its own: it may take minutes, and those of asyncio are few and everybody's.
+        thread = ThreadPoolExecutor(1, "inferc-start")
+        starting = self._loop.run_in_executor(thread, process.wait_until_ready)
+        thread.shutdown(wait=False)  # what it is at goes on
         try:
             await asyncio.wait((starting,), timeout=limit_seconds)
         except asyncio.CancelledError:
@@ -317,13 +322,19 @@ class Supervisor:
 
     async def _watch_files(self, process: EngineProcessLike) -> None:
         """Kill an engine that reads what it should not."""
+        is_watched = True
         while process.stopped is None:
             await asyncio.sleep(FILES_SECONDS)
             try:
                 fault = await asyncio.to_thread(self._files.fault)
             except Exception:  # the engine is well as far as anybody knows
-                log.exception("the artifact's files cannot be watched")
-                return
+                if is_watched:
+                    log.exception("the artifact's files cannot be watched")
+                is_watched = False
+                continue
+            is_watched = True
+            if fault is None:
+                self._told = ""
             if fault is not None and fault.in_place:
                 log.error("%s; the engine, which reads it, is killed", fault.reason)
                 await asyncio.to_thread(process.kill, HARMED)

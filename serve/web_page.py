@@ -6,19 +6,19 @@ ask for with a key that somebody typed in does.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 from inferc.errors import ArtifactError
-from inferc.serve.artifact_story import graph_text, story
+from inferc.serve.artifact_story import READING, graph_text, story
 from inferc.serve.models import Models
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def page_routes(models: Models) -> APIRouter:
     async def graph(name: str, model: str = "") -> Response:
         """The program after a pass, as text."""
         try:
-            text = await asyncio.to_thread(graph_text, models.get(model).artifact, name)
+            text = await READING.run(partial(graph_text, models.get(model).artifact, name))
         except ArtifactError as error:
             log.error("%s", error)
             raise HTTPException(500, f"graph {name!r:.80} cannot be read: its file is damaged or gone") from None

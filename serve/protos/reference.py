@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -26,11 +26,12 @@ class Line:
 
 @dataclass
 class Block:
-    """A service, a message or an enum: `rows` are its statements."""
+    """A service, a message or an enum: `rows` are its statements. within: the message that it is declared in."""
 
     kind: str
     name: str
     comment: str
+    within: str = ""
     rows: list[Line] = field(default_factory=list)
 
 
@@ -59,11 +60,19 @@ def _file(name: str) -> list[str]:
 
 def _blocks(body: str) -> Iterator[Block]:
     current: Block | None = None
+    inner: Block | None = None
     for line in _lines(body):
         opened = re.fullmatch(r"(service|message|enum) (\w+) \{(\})?", line.text)
+        if line.depth <= 1:
+            inner = None
         if line.depth == 0 and opened is not None:
             current = Block(opened[1], opened[2], line.comment)
             yield current
+        elif line.depth == 1 and opened is not None and current is not None:
+            inner = Block(opened[1], opened[2], line.comment, current.name)
+            yield inner
+        elif inner is not None:
+            inner.rows.append(replace(line, depth=line.depth - 1))
         elif current is not None and line.depth > 0:
             current.rows.append(line)
 
@@ -107,15 +116,15 @@ def _service(package: str, block: Block) -> list[str]:
 
 
 def _message(block: Block) -> list[str]:
-    parts = [f"### {block.name}", block.comment]
+    parts = [f"### {block.name}", f"Declared in {_link(block.within)}." if block.within else "", block.comment]
     rows: list[str] = []
     inside: dict[int, str] = {}
     for line in block.rows:
-        opened = re.fullmatch(r"(oneof|message) (\w+) \{", line.text)
+        opened = re.fullmatch(r"oneof (\w+) \{", line.text)
         if opened is not None:
-            inside[line.depth + 1] = opened[2]
-            if opened[1] == "oneof" and line.comment:
-                parts.append(f"`{opened[2]}`: {line.comment}")
+            inside[line.depth + 1] = opened[1]
+            if line.comment:
+                parts.append(f"`{opened[1]}`: {line.comment}")
             continue
         within = f"{inside[line.depth]}." if line.depth in inside and line.depth > 1 else ""
         if (found := FIELD.fullmatch(line.text)) is not None:
@@ -130,6 +139,8 @@ def _message(block: Block) -> list[str]:
 
 
 def _type(kind: str) -> str:
+    if kind.startswith("map<"):
+        return f"`{kind}`"
     prefix, _, name = kind.rpartition(" ")
     shown = _link(name) if re.fullmatch(r"[A-Z]\w+", name) else f"`{name}`"
     return f"{prefix} {shown}".strip()

@@ -135,7 +135,7 @@ def client(served: str) -> Iterator[Client]:
 
 def test_long_prompts_are_refused_by_their_length_alone(client: Client) -> None:
     ids = [5] * 500_000
-    for call in (client.complete, client.score, lambda prompt: client.embed([prompt])):
+    for call in (client.complete, client.score):
         with pytest.raises(RequestError, match="the prompt has 500000 tokens, and the model takes 25"):
             call(ids)
 

@@ -182,6 +182,12 @@ def outputs_of(*names: str) -> pb.ModelInferRequest:
     return made
 
 
+def with_logprobs() -> pb.ModelInferRequest:
+    made = request_of(texts(b"abc"), [1])
+    made.parameters["logprobs"].int64_param = 2
+    return made
+
+
 def named(name: str) -> pb.ModelInferRequest:
     made = request_of(texts(b"abc"), [1])
     made.id = name
@@ -189,6 +195,7 @@ def named(name: str) -> pb.ModelInferRequest:
 
 
 BAD += [
+    (with_logprobs(), "logprobs is 2, and no output of this protocol has them"),
     (outputs_of("text_output", "output_ids", "text_output"), "output text_output is there twice"),
     (outputs_of("text"), "output 'text' is unknown; known: text_output"),
     (named("a" * 129), "id has 129 characters; at most 128 are allowed"),

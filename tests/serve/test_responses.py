@@ -147,6 +147,8 @@ def ask(url: str, **body: Any) -> Reply:
         ({"include": ["nothing"]}, "include: 'nothing' is unknown; known: message.output_text.logprobs", "include"),
         ({"top_logprobs": 2}, "top_logprobs is 2, and include has no message.output_text.logprobs", "top_logprobs"),
         ({"top_logprobs": 99}, "top_logprobs is 99; expected at most 32", "top_logprobs"),
+        ({"logprobs": True}, "logprobs is True, which is not built yet", "logprobs"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages is [", "messages"),
         ({"n": 2}, "n is 2, which is not built yet", "n"),
         ({"instructions": "\ud800"}, "instructions: it is not text", "instructions"),
         ({"user": "\ud800"}, "user: it is not text: it has half of a surrogate pair", "user"),

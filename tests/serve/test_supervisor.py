@@ -380,6 +380,50 @@ def test_a_file_that_was_replaced_is_told_once_and_the_engine_goes_on(
     assert caplog.text.count("/home/me/weights is missing; the engine that runs keeps what lay there before") == 1
 
 
+def test_that_requests_are_refused_is_told_each_time(hurry_looks: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of a file of which it was told before that an engine keeps what lay there."""
+
+    async def work() -> None:
+        files = Files()
+        stage = Stage(files=files)
+        await stage.supervisor.start()
+        for _ in range(2):
+            count = caplog.text.count("keeps what lay there before")
+            files.found = FileFault("/home/me/weights is missing", in_place=False)
+            while caplog.text.count("keeps what lay there before") == count:
+                await asyncio.sleep(0)
+            stage.processes[-1].die("killed by SIGKILL")
+            await stage.until(lambda: stage.engine.state == "damaged")
+            files.found = None
+            await stage.until(lambda: stage.engine.state == "serving")
+        await stage.supervisor.close()
+
+    run(work())
+    assert caplog.text.count("/home/me/weights is missing; requests are refused until it is as it was") == 2
+
+
+def test_files_that_cannot_be_looked_at_once_are_looked_at_again(
+    hurry_looks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Files):
+        def fault(self, thorough: bool = False) -> FileFault | None:
+            found = super().fault(thorough)
+            if len(self.looks) < 4:
+                raise OSError("no look")
+            return found
+
+    async def work() -> None:
+        files = Broken()
+        stage = Stage(files=files)
+        await stage.supervisor.start()
+        files.found = FileFault("/home/me/weights is damaged within bytes 0 to 8", in_place=True)
+        await stage.until(lambda: stage.engine.state == "damaged")
+        await stage.supervisor.close()
+
+    run(work())
+    assert caplog.text.count("the artifact's files cannot be watched") == 1
+
+
 def test_files_that_only_a_start_reads_are_waited_for_as_well(hurry_looks: None) -> None:
     async def work() -> None:
         stage = Stage()

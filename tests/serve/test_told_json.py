@@ -99,10 +99,10 @@ def test_turns_are_bounded_and_given_up_by_who_leaves() -> None:
     done, made = threading.Event(), []
 
     async def run() -> None:
-        turns = Turns(max_waiting=2)
+        turns = Turns("their texts", max_waiting=2)
         first, left = (asyncio.ensure_future(turns.run(work)) for work in (done.wait, lambda: made.append("left")))
         await asyncio.sleep(0)  # so that both have begun to wait
-        with pytest.raises(QueueFull, match="2 texts wait to be turned into tokens or back"):
+        with pytest.raises(QueueFull, match="2 others wait for their texts; come back later"):
             await turns.run(lambda: None)
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
