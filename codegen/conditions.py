@@ -190,6 +190,7 @@ def is_common_score(node: fx.Node) -> str:
 
 
 def common_routing_fits(node: fx.Node) -> str:
+    """Why a kernel with the scores that most models use cannot route so: the score, or how many experts there are."""
     return _joined(routing_fits(node), is_common_score(node))
 
 
@@ -401,6 +402,7 @@ def tensorrt_only(node: fx.Node, target: Target) -> str:
 
 
 def tensorrt_routing(node: fx.Node, target: Target) -> str:
+    """Why TensorRT cannot route so: the target is another, or the score is one that few models use."""
     return tensorrt_only(node, target) or is_common_score(node)
 
 

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 # numpy has neither: their bits are seen.
 NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # what `inferc compile` takes beside folders
 KEPT = ("kernels/", "tokenizer/")  # files whose checked bytes are used later
 
 
@@ -138,13 +140,6 @@ class Artifact:
     @property
     def kv_bytes_per_token(self) -> int:
         return int(self.entry["memory"]["kv_bytes_per_token"])
-
-    @property
-    def name_of_rank(self) -> str:
-        """`tp 1, pp 0, ep 0`, of the sizes that are not 1; empty where the model is whole."""
-        config = self.config
-        sizes = {"tp": self.entry["tp_rank"], "pp": self.entry["pp_stage"], "ep": self.entry["ep_rank"]}
-        return ", ".join(f"{name} {rank}" for name, rank in sizes.items() if config[name] > 1)
 
     @property
     def weights_bytes(self) -> int:
@@ -397,6 +392,11 @@ def _of_plan(artifact: Artifact, file: str, layers: list[dict[str, Any]]) -> dic
 
 def _why_no_manifest(folder: Path) -> str:
     if not folder.exists():
+        if HUB_ID.fullmatch(str(folder)) and not folder.parent.exists():
+            return (
+                f"no artifact at {folder}: there is no such folder; if it is a model of the hub, compile it first:"
+                f" `inferc compile {folder} -o OUT`, then use OUT"
+            )
         return f"no artifact at {folder}: there is no such folder; make it with `inferc compile MODEL -o {folder}`"
     if (folder / "config.json").exists():
         return f"{folder} is a Hugging Face model; compile it first: `inferc compile {folder} -o OUT`, then use OUT"

@@ -36,7 +36,10 @@ class ChatTemplate:
 
     @property
     def form(self) -> ChatForm:
-        """Raises RequestError for a template that leaves out what the user says in every form."""
+        """The form in which the template reads messages.
+
+        Raises RequestError for one that leaves out what the user says in every form.
+        """
         if self._form is None:
             found = self._process.ask({"find_form": True})["form"]
             if found is None:
@@ -84,7 +87,7 @@ class ChatTemplate:
         return str(self._process.ask({"values": values})["text"])
 
     def check(self) -> None:
-        """Raises RequestError for a template that cannot be read, or loses words in every form."""
+        """Find the template's form. Raises RequestError for a template that cannot be read, or loses words in every form."""
         self._process.ask({})
         _ = self.form
 

@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def parse_in_text(value: str) -> InText:
-    """Raises ConfigError for what is none."""
+    """What is to become of control tokens, by its name. Raises ConfigError for what is none."""
     if value not in CHOICES:
         raise ConfigError(f"special_tokens_in_text is {value!r:.40}; expected one of {', '.join(CHOICES)}")
     return value

@@ -46,7 +46,7 @@ COMMANDS: dict[str, type[Command]] = {
 
 
 def encode_command(command: Command) -> bytes:
-    """A list of a million ids takes some milliseconds."""
+    """A command as the bytes of a message; a list of a million ids takes some milliseconds."""
     values = {each.name: getattr(command, each.name) for each in dataclasses.fields(command)}
     if isinstance(command, Add):
         values["params"] = vars(command.params)
@@ -54,6 +54,7 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(message: bytes) -> Command:
+    """The command of a message of `encode_command`."""
     kind, values = msgspec.msgpack.decode(message)
     if kind == Add.__name__:
         values["params"] = from_json(values["params"])

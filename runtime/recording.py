@@ -95,10 +95,12 @@ class Recording:
 
 
 def encode_header(header: Header) -> bytes:
+    """The header as a line of the file."""
     return json.dumps({KEY: VERSION, **dataclasses.asdict(header)}, separators=(",", ":")).encode() + b"\n"
 
 
 def encode_request(request: RecordedRequest) -> bytes:
+    """A request as a line of the file."""
     entry = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     entry["params"] = vars(request.params)
     entry["sequences"] = [

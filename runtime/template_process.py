@@ -43,7 +43,7 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _end_all, self._children)
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Its answer. Raises RequestError for what the template refuses, fails on or takes too much for."""
+        """The process's answer to a question. Raises RequestError for what the template refuses, fails on or takes too much for."""
         try:
             data = packed(question)
         except (TypeError, ValueError, RecursionError):

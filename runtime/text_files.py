@@ -42,7 +42,10 @@ class GoldenChats(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TextFiles:
-    """contents: by name within `folder`, which is there for messages alone."""
+    """The files of an artifact that text needs, by name.
+
+    contents: by name within `folder`, which is there for messages alone.
+    """
 
     folder: Path
     contents: Mapping[str, bytes] = field(repr=False)

@@ -142,6 +142,13 @@ def test_a_form_is_stored_and_said() -> None:
         "content as a list of parts, null content as none, arguments of tool calls as JSON, no tool results"
     )
     assert str(ChatForm(tool_calls=None)) == "content as text, no tool calls"
+    nothing = ChatForm(tool_calls=None, tool_results=False, tools=False, system=False, developer=False)
+    assert str(nothing) == (
+        "content as text, no tool calls, no tool results, no list of tools, no system messages, no developer messages"
+    )
+    assert str(ChatForm(developer=False)) == (
+        "content as text, arguments of tool calls as an object, developer messages as system messages"
+    )
     assert str(ChatForm("part", tools=False, calls_beside_text=False, system=False)) == (
         "content as a list of one part, arguments of tool calls as an object, no calls beside text, no list of tools, no system messages"
     )

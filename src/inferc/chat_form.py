@@ -60,22 +60,22 @@ class ChatForm:
     developer: bool = True
 
     def __str__(self) -> str:
-        """As `inferc inspect` says it."""
+        """The form as `inferc inspect` says it."""
         content = f"content as {SAID[self.content]}"
         if self.no_content != "absent":
             content += f", null content as {'none' if self.no_content == 'none' else 'an empty one'}"
-        if self.tool_calls is None:
-            return f"{content}, no tool calls{'' if self.system else ', no system messages'}"
-        arguments = "an object" if self.tool_calls == "object" else "JSON"
+        if self.tool_calls is not None:
+            content += f", arguments of tool calls as {'an object' if self.tool_calls == 'object' else 'JSON'}"
         lost = {
+            "tool calls": self.tool_calls is None,
             "tool results": not self.tool_results,
             "calls beside text": not self.calls_beside_text,
             "list of tools": not self.tools,
             "system messages": not self.system,
+            "developer messages": not self.developer and not self.system,
         }
-        return f"{content}, arguments of tool calls as {arguments}" + "".join(
-            f", no {what}" for what, is_lost in lost.items() if is_lost
-        )
+        as_system = ", developer messages as system messages" if self.system and not self.developer else ""
+        return content + "".join(f", no {what}" for what, is_lost in lost.items() if is_lost) + as_system
 
 
 def form_of(value: Any) -> ChatForm:

@@ -45,7 +45,7 @@ from inferc.cli_explain import explain
 from inferc.cli_generate import chat, generate
 from inferc.cli_keys import keys_app
 from inferc.cli_replay import replay
-from inferc.cli_serve import serve
+from inferc.cli_serve import FOREIGN, serve
 from inferc.cli_sign import sign
 from inferc.cli_simulate import simulate
 from inferc.cli_top import top
@@ -235,7 +235,8 @@ command(app, "sign")(sign)
 
 @command(app, "inspect")
 def inspect(out: Out, as_json: Json = False) -> None:
-    """Show what an artifact holds: targets, sizes, KV groups, kernels and their resources, certificate."""
+    """Show what an artifact holds: targets, sizes, KV groups, the form of messages, who signed it, kernels and their
+    resources, certificate."""
     from inferc.chat_form import form_of
     from inferc.runtime.artifact import inspect_artifact
 
@@ -339,7 +340,7 @@ def _ranges(numbers: list[int]) -> str:
 command(app, "generate")(generate)
 command(app, "chat")(chat)
 command(app, "batch")(batch)
-command(app, "serve", ENVIRONMENT)(serve)
+command(app, "serve", ENVIRONMENT, foreign=FOREIGN)(serve)
 command(app, "simulate")(simulate)
 command(app, "top")(top)
 command(app, "doctor")(doctor)

@@ -10,12 +10,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from inferc.errors import ConfigError, InfercError, RequestError
 
@@ -151,15 +152,19 @@ class OutputError(InfercError):
     """Standard output takes no more."""
 
 
-def command(group: typer.Typer, name: str, environment: str | None = None) -> Callable[[Command], Command]:
+def command(
+    group: typer.Typer, name: str, environment: str | None = None, foreign: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
     """Register a command. It may return an exit code; its errors become one line on standard error and a code.
 
-    environment: the prefix of the variables that its options may be given by.
+    environment: the prefix of the variables that its options may be given by. foreign: options of other commands and programs
+    that somebody may type by habit, and what to say of each.
     """
     settings = {"auto_envvar_prefix": environment}
+    kind = type("Guided", (_Guided,), {"foreign": foreign or {}})
 
     def register(run: Command) -> Command:
-        @group.command(name, context_settings=settings if environment else None)
+        @group.command(name, cls=kind, context_settings=settings if environment else None)
         @functools.wraps(run)
         def guarded(*args: Any, **kwargs: Any) -> None:
             code: int | None = 0
@@ -190,12 +195,31 @@ def command(group: typer.Typer, name: str, environment: str | None = None) -> Ca
     return register
 
 
+class _Guided(TyperCommand):
+    """A command that says in one line what to do instead of a foreign option."""
+
+    foreign: ClassVar[Mapping[str, str]] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [each.partition("=")[0] for each in args]  # parsing takes them off the list
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            unknown = getattr(error, "option_name", None) or ""  # of -ngl 99 its first letter, as of -c4096
+            candidates = [each for each in (*given, unknown) if unknown and each.startswith(unknown)]
+            option = next((each for each in candidates if each in self.foreign), None)
+            if option is None:
+                raise
+            raise typer.Exit(fail(self.foreign[option], 2)) from None
+
+
 def fail(message: str, code: int) -> int:
     print(f"inferc: {message}", file=sys.stderr)
     return code
 
 
 def missing(error: ModuleNotFoundError) -> str:
+    """What to say of a package that a command needs and does not find: which of inferc's extras brings it."""
     package = (error.name or "").split(".")[0]
     extras = {
         "compile": ("torch", "transformers", "safetensors"),

@@ -38,7 +38,7 @@ def doctor(
     """Look at a server for some seconds and say why it is slow, with evidence: memory pressure, batch configuration, cache
     misses, network, in that order. Run it from where the clients are.
 
-    Exit code 0: nothing is wrong; 1: something is.
+    Exit code 0: nothing is wrong; 1: something is, or no server answers; 2: bad input.
     """
     for name, value in (("--seconds", seconds), ("--ttft-ms", ttft_ms), ("--tbt-ms", tbt_ms), ("--rtt-ms", rtt_ms)):
         if not 0 < value < math.inf:

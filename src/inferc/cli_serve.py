@@ -42,6 +42,42 @@ log = logging.getLogger(__name__)
 
 STARTED = time.perf_counter()
 
+# How `inferc compile` says what other programs, and some of its users, say where a model is served.
+AT_COMPILE = {
+    "--dtype DTYPE": ("--dtype",),
+    "--quantize SCHEME": ("--quantize", "--quantization", "-q"),
+    "--kv-dtype int8": ("--kv-dtype", "--kv-cache-dtype"),
+    "--max-model-len N": ("--max-model-len", "--context-length", "--ctx-size", "-c"),
+    "--target cuda:sm_90": ("--target", "--device", "--n-gpu-layers", "--gpu-layers", "-ngl"),
+    "--tp N": ("--tp", "--tp-size", "--tensor-parallel-size", "-tp"),
+    "--pp N": ("--pp", "--pp-size", "--pipeline-parallel-size", "-pp"),
+    "--ep N": ("--ep", "--ep-size", "--enable-expert-parallel"),
+    "--expert-loads FILE": ("--expert-loads",),
+    "--redundant-experts N": ("--redundant-experts",),
+    "--pass MODULE:NAME": ("--pass",),
+    "--certify full": ("--certify",),
+    "--allow-drift": ("--allow-drift",),
+}
+ARTIFACT = "give the artifact as an argument: inferc serve OUT"
+KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
+NAME = "give a model's name before its artifact: inferc serve NAME=OUT"
+PORTS = "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC"
+FOREIGN = {
+    **{
+        option: f"{option} is fixed when a model is compiled: inferc compile MODEL -o OUT {ours}"
+        for ours, options in AT_COMPILE.items()
+        for option in options
+    },
+    **dict.fromkeys(("--model", "--model-path", "-m"), ARTIFACT),
+    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), KV_MEMORY),
+    **dict.fromkeys(("--served-model-name", "--alias"), NAME),
+    "--port": PORTS,
+    "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",
+    "--enforce-eager": "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",
+    "--trust-remote-code": "code of a checkpoint is never run; leave --trust-remote-code out",
+    "--enable-prefix-caching": "the prefix cache is on (--no-prefix-cache: off); leave --enable-prefix-caching out",
+}
+
 
 def serve(
     context: typer.Context,

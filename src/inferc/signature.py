@@ -65,14 +65,14 @@ class PublicKey:
 
     @property
     def line(self) -> str:
-        """As OpenSSH writes it, in a .pub file or a file of trusted keys."""
+        """The key as OpenSSH writes it, in a .pub file or a file of trusted keys."""
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
         return f"{self.key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()} {self.comment}".rstrip()
 
     @property
     def fingerprint(self) -> str:
-        """As `ssh-keygen -l` shows it."""
+        """The key's fingerprint as `ssh-keygen -l` shows it."""
         digest = hashlib.sha256(base64.b64decode(self.line.split()[1])).digest()
         return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
@@ -124,6 +124,9 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 
     data, found = _read(path), None
+    if data.startswith(f"{KIND} ".encode()):
+        private = f", {path.with_suffix('')}" if path.suffix == ".pub" else ""
+        raise ConfigError(f"{path} is the public half of a key; sign with the private one{private}")
     for load in (load_ssh_private_key, load_pem_private_key):
         with suppress(Exception):  # of many kinds, by what is wrong with a file of the other format
             found = found or load(data, None)
@@ -279,8 +282,8 @@ def _signer(folder: Path, envelope: Envelope, trusted: Sequence[PublicKey], keys
     if not ours:
         signers = ", ".join(each.keyid for each in envelope.signatures[:3])
         raise ArtifactError(
-            f"{folder} is signed by {signers}, which is none of the {len(trusted)} keys of {keys_file}; add the key's line"
-            " there if you trust its owner"
+            f"{folder} is signed by {signers}, which is not among the keys of {keys_file} ({len(trusted)}); add the key's"
+            " line there if you trust its owner"
         )
     for key, signature in ours:
         with suppress(InvalidSignature, ValueError):

@@ -75,7 +75,7 @@ def test_what_somebody_else_signed_is_refused_by_the_fingerprint(copied: Path, t
     sign_artifact(copied, read_private_key(tmp_path / "other.key"))
     with pytest.raises(ArtifactError) as error:
         load_artifact(copied, trusted_keys=trusted)
-    assert f"is signed by {other.fingerprint}, which is none of the 1 keys of {trusted}" in str(error.value)
+    assert f"is signed by {other.fingerprint}, which is not among the keys of {trusted} (1); add" in str(error.value)
 
 
 def test_a_manifest_that_was_changed_and_sealed_anew_is_refused(copied: Path, key: Path, trusted: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_statement_that_was_changed_does_not_match(copied: Path, key: Path, tr
     sign_artifact(copied, read_private_key(key))
     reseal(copied, producer="inferc of somebody else")
     sign_artifact(copied, forger := Ed25519PrivateKey.generate())
-    with pytest.raises(ArtifactError, match="which is none of"):
+    with pytest.raises(ArtifactError, match="which is not among the keys of"):
         load_artifact(copied, trusted_keys=trusted)
     ours, theirs = read_trusted_keys(trusted)[0].fingerprint, PublicKey(forger.public_key()).fingerprint
     path = copied / "signature.json"
@@ -172,6 +172,15 @@ def test_a_damaged_artifact_is_not_signed(copied: Path, key: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- keys
+
+
+def test_a_public_key_does_not_sign(key: Path, trusted: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_private_key(trusted)
+    assert str(error.value) == f"{trusted} is the public half of a key; sign with the private one, {key}"
+    (tmp_path / "keys").write_bytes(trusted.read_bytes())
+    with pytest.raises(ConfigError, match="keys is the public half of a key; sign with the private one$"):
+        read_private_key(tmp_path / "keys")
 
 
 def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from serving import ENV, INFERC, run_inferc, wait_until
 from typer.testing import CliRunner
 
 from inferc.cli import app
+from inferc.cli_serve import FOREIGN
 
 # A kernel that promises all memory it is asked for refuses only what no address could reach.
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
@@ -69,6 +72,19 @@ def test_missing_folder(tmp_path: Path) -> None:
 def test_no_config(model: Path) -> None:
     (model / "config.json").unlink()
     assert "config.json" in refused_compile(model)
+
+
+def test_an_artifact_is_not_compiled_again(tiny_artifact: Path, tmp_path: Path) -> None:
+    message = one_line(refused_here("compile", tiny_artifact, "-o", tmp_path / "out"))
+    assert f"{tiny_artifact} is an artifact, compiled already; give the Hugging Face folder" in message
+    assert message.endswith(f"or use it: inferc serve {tiny_artifact}\n")
+
+
+def test_the_public_half_of_a_key_does_not_sign(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["sign", "--new-key", str(tmp_path / "rel.key")]).exit_code == 0
+    message = one_line(refused_here("sign", tmp_path / "out", "--key", tmp_path / "rel.key.pub"))
+    expected = f"{tmp_path}/rel.key.pub is the public half of a key; sign with the private one, {tmp_path}/rel.key"
+    assert message == f"inferc: {expected}\n"
 
 
 def test_unknown_architecture(model: Path) -> None:
@@ -173,6 +189,10 @@ def test_interrupt_leaves_nothing_half_written(number: signal.Signals, tiny_llam
 def test_no_artifact(tmp_path: Path, tiny_llama_folder: Path) -> None:
     assert "no artifact at" in one_line(refused("generate", tmp_path / "none", "--prompt", "a"))
     assert "compile it first" in one_line(refused("serve", tiny_llama_folder))
+    assert one_line(refused("serve", "meta-llama/Llama-3.1-8B")) == (
+        "inferc: no artifact at meta-llama/Llama-3.1-8B: there is no such folder; if it is a model of the hub, compile it"
+        " first: `inferc compile meta-llama/Llama-3.1-8B -o OUT`, then use OUT\n"
+    )
 
 
 def test_artifact_of_another_version(artifact: Path) -> None:
@@ -252,6 +272,55 @@ def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
     assert "No such option: --htpt-port" in refused("serve", tiny_artifact, "--htpt-port", "8000")
     assert "No such command" in refused("generat", tiny_artifact)
     assert "Missing option '--prompt'" in refused("generate", tiny_artifact)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--max-model-len", "4096"),
+            "--max-model-len is fixed when a model is compiled: inferc compile MODEL -o OUT --max-model-len N",
+        ),
+        (("--dtype=bfloat16",), "--dtype is fixed when a model is compiled: inferc compile MODEL -o OUT --dtype DTYPE"),
+        (
+            ("--quantization", "int8"),
+            "--quantization is fixed when a model is compiled: inferc compile MODEL -o OUT --quantize SCHEME",
+        ),
+        (
+            ("--tensor-parallel-size", "2"),
+            "--tensor-parallel-size is fixed when a model is compiled: inferc compile MODEL -o OUT --tp N",
+        ),
+        (("-ngl", "99"), "-ngl is fixed when a model is compiled: inferc compile MODEL -o OUT --target cuda:sm_90"),
+        (("-c4096",), "-c is fixed when a model is compiled: inferc compile MODEL -o OUT --max-model-len N"),
+        (
+            ("--gpu-memory-utilization", "0.9"),
+            "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB",
+        ),
+        (("--served-model-name", "a"), "give a model's name before its artifact: inferc serve NAME=OUT"),
+        (
+            ("--enforce-eager",),
+            "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",
+        ),
+        (("--host", "127.0.0.1", "--model", "a"), "give the artifact as an argument: inferc serve OUT"),
+        (("-m", "a"), "give the artifact as an argument: inferc serve OUT"),
+        (
+            ("--port", "8000"),
+            "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC",
+        ),
+    ],
+)
+def test_serve_knows_options_of_others(options: tuple[str, ...], message: str) -> None:
+    assert one_line(refused_here("serve", "OUT", *options)) == f"inferc: {message}\n"
+
+
+def test_serve_knows_what_compile_alone_takes() -> None:
+    group: Any = typer.main.get_command(app)
+    ours, theirs = (
+        {option for parameter in group.commands[name].params for option in parameter.opts if option[0] == "-"}
+        for name in ("serve", "compile")
+    )
+    assert theirs - ours - FOREIGN.keys() == {"-o", "--output", "--add-target"}
+    assert not ours & FOREIGN.keys()
 
 
 def test_standard_input_that_is_not_utf8(tiny_artifact: Path) -> None:

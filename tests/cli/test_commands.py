@@ -129,7 +129,7 @@ def test_inspect(tiny_artifact: Path) -> None:
         **dict.fromkeys(("calls_beside_text", "system", "developer"), True),
         "tools": False,
     }
-    assert "\nchat      content as text, no tool calls\n" in printed
+    assert "\nchat      content as text, no tool calls, no list of tools\n" in printed
     assert re.search(r"^  full +2 layers \(0-1\), 2 heads of 16, float32, 512 bytes a token$", printed, re.MULTILINE)
 
 
