@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -19,6 +19,7 @@ from inferc.serve.admission import ARRIVED_AT, WITHIN
 from inferc.serve.statuses import told
 from inferc.serve.streams import QueueFull
 from inferc.serve.trace_context import note_trace
+from inferc.serve.under_way import UnderWay
 from inferc.serve.waiting import RequestTimeout
 
 # Methods that need no key: what probes ask, and what tells of the services. Methods that need a key with admin: those that
@@ -38,7 +39,7 @@ FOR_ADMINS = frozenset(
 MAX_MESSAGE_BYTES = 32 << 20  # of a request, which gRPC copies on the event loop; a million tokens are a fifth
 SMALL_BYTES = 64 << 10  # of a message that no other stands in the way of, and of the largest that takes no key
 MESSAGES_AT_ONCE = 16  # of the largest size, in memory
-AT_ONCE_SECONDS = 0.25  # what has come by then takes no place
+AT_ONCE_SECONDS = 1.0  # what has come by then takes no place: a client on a busy machine is some tenths late
 TURNS = 3  # of an event loop that is late, until it has heard of what had come by then
 MESSAGE_SECONDS = 30.0  # for a message to come whole
 LATE_SECONDS = 0.1  # before its deadline here, a call that its client ends is one whose deadline is over there
@@ -143,12 +144,20 @@ class Edge:
     """Around every call of a method: who calls is known, errors become a status, and `ended` hears of it."""
 
     def __init__(
-        self, method: MethodDescriptor, access: Access, ended: Ended, keyed: Arrivals, keyless: Arrivals
+        self,
+        method: MethodDescriptor,
+        access: Access,
+        ended: Ended,
+        keyed: Arrivals,
+        keyless: Arrivals,
+        under_way: UnderWay,
     ) -> None:
-        """keyed, keyless: what messages of methods that need a key, and of those that need none, are read by."""
+        """keyed, keyless: what messages of methods that need a key, and of those that need none, are read by. under_way: counts calls
+        whose one message has come."""
         self._method, self._access, self._ended = method.full_name, access, ended
         self._is_open, self._is_for_admins = method.name in OPEN, method.name in FOR_ADMINS
         self._arrivals = keyless if self._is_open else keyed
+        self._under_way = under_way
 
     @asynccontextmanager
     async def around(self, context: Context) -> AsyncIterator[None]:
@@ -183,9 +192,15 @@ class Edge:
         finally:
             self._ended(self._method, code)
 
-    def message(self, context: Context) -> AbstractAsyncContextManager[bytes]:
+    @asynccontextmanager
+    async def message(self, context: Context) -> AsyncIterator[bytes]:
         """The message of a call that has one, while it is answered."""
-        return self._arrivals.message(context)
+        async with self._arrivals.message(context) as data:
+            if self._is_open:  # of health, which may be watched for ever
+                yield data
+            else:
+                with self._under_way.one():
+                    yield data
 
     def messages(self, context: Context, plain: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Those of a call that has many. plain: as gRPC reads them; who has shown a key may take any time between two."""

@@ -25,6 +25,7 @@ from inferc.serve.kserve_service import KServeService
 from inferc.serve.models import Models
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
+from inferc.serve.under_way import UnderWay
 
 INFERENCE: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["InferenceService"]
 KSERVE: ServiceDescriptor = kserve_pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -89,8 +90,15 @@ class GrpcServer:
             )
         self.address = f"{address}:{bound}"
 
-    async def start(self, models: Models, access: Access, ended: Ended = lambda method, code: None) -> None:
-        """ended: hears of every call that is over, by method and status code."""
+    async def start(
+        self,
+        models: Models,
+        access: Access,
+        ended: Ended = lambda method, code: None,
+        under_way: UnderWay | None = None,
+    ) -> None:
+        """ended: hears of every call that is over, by method and status code. under_way: counts those that are not."""
+        under_way = under_way or UnderWay()
         # Who needs no key is in nobody's way who has one.
         keyed, keyless = Arrivals(), Arrivals(SMALL_BYTES)
         for service, methods in (
@@ -102,7 +110,7 @@ class GrpcServer:
             # Every method of a service, by the method of `methods` that has its name in lower case.
             handlers = {
                 each.name: _handler(
-                    each, getattr(methods, _snake_case(each.name)), Edge(each, access, ended, keyed, keyless)
+                    each, getattr(methods, _snake_case(each.name)), Edge(each, access, ended, keyed, keyless, under_way)
                 )
                 for each in service.methods
             }

@@ -20,9 +20,12 @@ from inferc.log_format import REQUEST_ID, REQUEST_ID_FORM
 from inferc.runtime.openai_answer import field_of
 from inferc.serve.access import ANYBODY, CALLER, OPEN, Access, Unauthenticated, secret_of
 from inferc.serve.admission import ARRIVED_AT
+from inferc.serve.async_engine import SHUTDOWN
 from inferc.serve.http_address import is_of_this_network
 from inferc.serve.statuses import OUR_FAULT, Told, told
+from inferc.serve.streams import EngineUnavailable
 from inferc.serve.trace_context import note_trace
+from inferc.serve.under_way import UnderWay
 from inferc.serve.web_page import is_page
 
 log = logging.getLogger(__name__)
@@ -54,9 +57,10 @@ class Edge:
         access: Access,
         ended: Callable[[str, str], None] = lambda path, status: None,
         checks_host: bool = False,
+        under_way: UnderWay | None = None,
     ) -> None:
         """ended: hears of every response that began, by the path of its route and its status. checks_host: refuse what a web page
-        from elsewhere could ask."""
+        from elsewhere could ask. under_way: counts requests whose body has come."""
         self._app, self._access, self._ended = app, access, ended
         # Streams end in waves, and their clients ask again in waves: beyond so many the next ones wait for a turn of the event loop,
         # or everybody else would wait for all of them.
@@ -64,6 +68,7 @@ class Edge:
         self._max_body_bytes = max_body_bytes
         self._num_held = 0  # bytes of bodies of requests that are under way
         self._checks_host = checks_host
+        self._under_way = under_way or UnderWay()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,7 +84,7 @@ class Edge:
         of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
         note_trace((name, value.decode("latin-1")) for name, value in of_trace)
         has_begun, size, held, caller = False, 0, 0, ANYBODY
-        is_starting = False
+        is_starting = is_counted = False
 
         def started() -> None:
             nonlocal is_starting
@@ -94,7 +99,7 @@ class Edge:
             self._num_held, held = self._num_held - held, 0
 
         async def counted() -> MutableMapping[str, Any]:
-            nonlocal size, held, is_starting
+            nonlocal size, held, is_starting, is_counted
             message = await receive()
             count = len(message.get("body", b""))
             size, held, self._num_held = size + count, held + count, self._num_held + count
@@ -103,6 +108,8 @@ class Edge:
             if self._num_held > BODIES_AT_ONCE * self._max_body_bytes:
                 raise HTTPException(503, "the server holds too much of others' bodies; try again later", RETRY)
             if size and not message.get("more_body", False) and message["type"] == "http.request":
+                is_counted = True
+                self._under_way.begin()
                 await self._gate.acquire()  # with all of the body here: no slow client holds a place
                 is_starting = True
             return message
@@ -138,6 +145,9 @@ class Edge:
             await response_of(told(error))(scope, receive, named)
         except HTTPException as error:
             await error_of_http(error)(scope, receive, named)
+        except asyncio.CancelledError:  # by the end of the server alone; uvicorn would tell of it as of a mistake
+            if not has_begun:
+                await response_of(told(EngineUnavailable(SHUTDOWN.late)))(scope, receive, named)
         except Exception:
             log.exception("an HTTP request failed")
             if not has_begun:
@@ -145,6 +155,8 @@ class Edge:
         finally:
             let_go()
             started()
+            if is_counted:
+                self._under_way.end()
 
     def _too_large(self) -> HTTPException:
         limit = self._max_body_bytes

@@ -26,6 +26,7 @@ from inferc.serve.http_protocol import Protocol
 from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import Models
 from inferc.serve.openai_api import openai_routes
+from inferc.serve.under_way import UnderWay
 from inferc.serve.web_page import page_routes
 
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
@@ -37,8 +38,9 @@ def make_app(
     access: Access,
     max_body_bytes: int = MAX_BODY_BYTES,
     checks_host: bool = False,
+    under_way: UnderWay | None = None,
 ) -> Any:
-    """The ASGI application of a server's models. checks_host: as Edge's."""
+    """The ASGI application of a server's models. checks_host, under_way: as Edge's."""
     app = FastAPI(
         title="inferc",
         description="OpenAI's interface over compiled models.",
@@ -59,7 +61,7 @@ def make_app(
     def ended(path: str, status: str) -> None:
         metrics.responses[path, status] += 1
 
-    return Edge(app, max_body_bytes, access, ended, checks_host)
+    return Edge(app, max_body_bytes, access, ended, checks_host, under_way)
 
 
 def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Response]]:

@@ -30,7 +30,7 @@ from inferc.runtime.text import Text
 from inferc.serve.access import CALLER, Caller, RateLimited
 from inferc.serve.admission import WITHIN
 from inferc.serve.artifact_watch import ArtifactWatch
-from inferc.serve.async_engine import CLOSED, MAX_SEQUENCES, UNLOAD, AsyncEngine, State
+from inferc.serve.async_engine import CLOSED, MAX_SEQUENCES, SHUTDOWN, UNLOAD, AsyncEngine, Leaving, State
 from inferc.serve.awake import Places
 from inferc.serve.kv_events import KvEventLog
 from inferc.serve.long_texts import BY_TURNS, check_characters, in_text_thread, num_characters
@@ -337,9 +337,9 @@ class ServedModel:
             await self.close()
             raise
 
-    async def close(self) -> None:
+    async def close(self, leaving: Leaving = UNLOAD) -> None:
         await self.supervisor.close()
-        self._rendering.close()
+        self._rendering.close(leaving)
         if hasattr(self.engine, "text"):
             await asyncio.to_thread(self.engine.text.close)
         if self.kv_events is not None:
@@ -575,7 +575,7 @@ class Models:
         for task in unloading:
             task.cancel()
         await asyncio.gather(*unloading, return_exceptions=True)
-        await asyncio.gather(*(model.close() for model in models))
+        await asyncio.gather(*(model.close(SHUTDOWN) for model in models))
 
     def _source(self, name: str) -> ModelSource:
         if (source := self._sources.get(name)) is not None:
@@ -591,9 +591,8 @@ class Models:
         return ModelSource(name, self.folder / name)
 
     def _set_busy(self, name: str, state: ModelState | None) -> None:
-        if state is None:
-            self._busy.pop(name, None)
-        else:
+        self._busy.pop(name, None)
+        if state is not None:
             self._busy[name] = state
         self.on_change()
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from inferc.errors import RequestError
-from inferc.serve.async_engine import UNLOAD
+from inferc.serve.async_engine import UNLOAD, Leaving
 from inferc.serve.streams import EngineUnavailable, QueueFull
 
 MAX_WAITING = 1024  # conversations of one model, as many as it has sequences
@@ -23,13 +23,13 @@ class Rendering:
     def __init__(self, max_waiting: int = MAX_WAITING, max_seconds: float = MAX_SECONDS) -> None:
         self._pool = ThreadPoolExecutor(1, "inferc-template")
         self._num_waiting, self._max_waiting, self._max_seconds = 0, max_waiting, max_seconds
-        self._is_closed = False
+        self._leaving: Leaving | None = None  # why it is closed
 
     async def run(self, make: Callable[[], Result]) -> Result:
         """What `make` makes, on the thread. Raises QueueFull where others take too long, EngineUnavailable once it is closed, and what
         `make` raises."""
-        if self._is_closed:
-            raise _unloaded()
+        if self._leaving is not None:
+            raise EngineUnavailable(self._leaving.late)
         if self._num_waiting >= self._max_waiting:
             raise QueueFull(f"{self._num_waiting} conversations wait for the model's chat template; come back later")
         self._num_waiting += 1
@@ -42,19 +42,17 @@ class Rendering:
                     f"the conversation waited {self._max_seconds:g} s for the model's chat template, which takes long over others;"
                     " come back later"
                 )
-            if self._is_closed and (made.cancelled() or isinstance(made.exception(), RequestError)):
-                raise _unloaded()  # its turn does not come, or the template's process was ended under it
+            if self._leaving is not None and (made.cancelled() or isinstance(made.exception(), RequestError)):
+                raise EngineUnavailable(
+                    self._leaving.late
+                )  # its turn does not come, or the template's process was ended under it
             return made.result()
         finally:
             turn.cancel()
             made.cancel()
             self._num_waiting -= 1
 
-    def close(self) -> None:
-        """Begin nothing more; who waits, and who is at it, is told that the model is unloaded."""
-        self._is_closed = True
+    def close(self, leaving: Leaving = UNLOAD) -> None:
+        """Begin nothing more; who waits, and who is at it, is told why."""
+        self._leaving = leaving
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _unloaded() -> EngineUnavailable:
-    return EngineUnavailable(UNLOAD.late)

@@ -26,6 +26,7 @@ from inferc.serve.metrics_page import MetricsPage
 from inferc.serve.models import ModelOptions, Models, ModelSource
 from inferc.serve.open_files import Places, allow_open_files
 from inferc.serve.signals import Signals, handlers_kept
+from inferc.serve.under_way import UnderWay
 
 if TYPE_CHECKING:
     from inferc.serve.http_server import HttpServer
@@ -156,6 +157,7 @@ class _Server:
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._publisher = self._open_publisher()
+        self._under_way = UnderWay()
         self._changed = asyncio.Event()
         self._is_draining = False
 
@@ -211,7 +213,7 @@ class _Server:
         if (failed := loading.exception()) is not None:
             stopping.cancel()
             raise failed
-        await self.grpc.start(self.models, self.access, self._called)
+        await self.grpc.start(self.models, self.access, self._called, self._under_way)
         if self._listener is not None:
             self._start_http(self._listener)
         works = [self._report_health(), self._measure_lag(), tidy(self._is_idle)]
@@ -240,6 +242,7 @@ class _Server:
             self.access,
             config.max_body_bytes,
             checks_host=config.is_open and context is None,
+            under_way=self._under_way,
         )
         self._http = HttpServer(app, listener, context, self._places.http, config.max_body_bytes)
         self._http_task = asyncio.create_task(self._http.run_until_stopped())
@@ -277,22 +280,32 @@ class _Server:
             self.grpc.set_serving(self.models.is_serving and not self._is_draining)
             await self._changed.wait()
 
+    async def _end_requests(self, limit_seconds: float) -> None:
+        """Let what is being answered end, at most this long: what the engine has first, and then what is left to be said of it."""
+        end = time.monotonic() + limit_seconds
+        try:
+            await self.models.drain(limit_seconds)
+        finally:
+            for model in self.models.served:
+                if model.kv_events is not None:
+                    model.kv_events.close(
+                        "the server is shutting down"
+                    )  # ends subscriptions, which would go on for ever
+        await self._under_way.over(end - time.monotonic())
+
     async def _drain(self, first: signal.Signals, signals: Signals) -> None:
         limit = self.config.options.drain_seconds
         count = sum(model.engine.num_requests for model in self.models.served)
         log.info("%s: no new requests; %d running ones have %g s to end", first.name, count, limit)
         self._is_draining = True
         self.grpc.set_serving(False)
-        draining = asyncio.create_task(self.models.drain(limit))
+        draining = asyncio.create_task(self._end_requests(limit))
         again = asyncio.create_task(signals.get())
         await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
         if not draining.done():
             log.warning("a second signal: running requests are cut off")
             draining.cancel()
-        for model in self.models.served:
-            if model.kv_events is not None:
-                model.kv_events.close("the server is shutting down")  # ends subscriptions, which would go on for ever
         ending = [asyncio.ensure_future(self.grpc.stop(CUT_SECONDS if draining.done() else 0))]
         if self._http is not None and self._http_task is not None:
             self._http.stop(at_once=not draining.done())

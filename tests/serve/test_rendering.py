@@ -116,3 +116,28 @@ def test_a_hostile_template_is_refused_and_all_else_goes_on(hostile: Path, tiny_
         server.terminate()
         assert server.process.wait(20) == 0
         assert not [each for each in children if each.is_running()]
+
+
+def test_a_conversation_that_is_being_rendered_is_answered_before_the_server_ends(hostile: Path) -> None:
+    with Server(f"bad={hostile}", "--drain-seconds", "60") as server, ThreadPoolExecutor(1) as pool:
+        assert chat(server.url, "bad", "hi").status == 200
+        template = server.template
+        boom = pool.submit(chat, server.url, "bad", "boom")
+        while not template.cpu_times().user > 0.5 and not boom.done():  # until it is at it
+            assert request(server.url, "/health", None).status == 200
+        server.terminate()
+        assert boom.result().status == 400
+        assert server.process.wait(30) == 0 and "Traceback" not in server.log
+
+
+def test_who_is_cut_off_by_the_end_of_the_server_is_told_so(hostile: Path) -> None:
+    with Server(f"bad={hostile}", "--drain-seconds", "0") as server, ThreadPoolExecutor(1) as pool:
+        assert chat(server.url, "bad", "hi").status == 200
+        template = server.template
+        boom = pool.submit(chat, server.url, "bad", "boom")
+        while not template.cpu_times().user > 0.5 and not boom.done():
+            assert request(server.url, "/health", None).status == 200
+        server.terminate()
+        answer = boom.result()
+        assert answer.status == 503 and answer.error["message"] == "the server shut down before the request was done"
+        assert server.process.wait(30) == 0 and "Traceback" not in server.log
