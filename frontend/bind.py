@@ -245,6 +245,8 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
     optional = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
     missing = [name for name in specs if name not in binding.weights and not (optional and optional.search(name))]
     if missing:
+        if wrapped := unreadable.wrapped(unused, specs):
+            raise ArtifactError(f"{where}: {wrapped}")
         head = unreadable.missing_head(model, missing)
         names = "" if head else unreadable.other_names(unused, len(checkpoint.tensors), specs)
         if names:

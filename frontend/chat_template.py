@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
+from jinja2 import TemplateSyntaxError
+
 from inferc.chat_form import ChatForm, Message, find_form
 
 log = logging.getLogger(__name__)
@@ -88,7 +90,8 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
     vectors: [{messages, add_generation_prompt, text, token_ids}], without conversations that the template refuses.
     depends_on_time: texts hold the day they were made on. begins_with_bos: of a plain text, and of a conversation; the
     latter has it from the template, never twice. stop_token_ids: that end a text. turn_end: the first special token
-    that the template writes behind an answer; a warning says so if it ends no text.
+    that the template writes behind an answer. Warnings say so if it ends no text, and if the template refuses every one of
+    `golden_chats` when it is run.
     """
 
     def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
@@ -96,15 +99,24 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
 
     form = find_form(render)
     vectors: list[dict[str, Any]] = []
+    refusal: Exception | None = None
     for messages, wanted in golden_chats(form) if form is not None else ():
         goes_on = messages[-1]["role"] != "assistant"
         try:
             text = render(wanted, goes_on, None)
         except Exception as error:  # noqa: BLE001 (a template raises what it likes: for a role that it does not know, say)
             log.info("%s: the chat template refuses a conversation: %s", name, error)
+            refusal = error
             continue
         ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         vectors.append({"messages": messages, "add_generation_prompt": goes_on, "text": text, "token_ids": ids})
+    # Not one that cannot be read, or has no form: the compiler names these, from the runtime's own check of the artifact.
+    if refusal is not None and not vectors and not isinstance(refusal, TemplateSyntaxError):
+        log.warning(
+            "%s: the chat template refuses every conversation that was tried (%s): chats will be refused, plain prompts work;"
+            " correct the template if it is to be used",
+            *(name, " ".join(str(refusal).split())[:200]),
+        )
     bos = tokenizer.bos_token_id
     plain = [int(token) for token in tokenizer("a")["input_ids"]]
     turn_end = _turn_end(tokenizer, vectors)

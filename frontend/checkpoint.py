@@ -103,18 +103,16 @@ def read_folder(folder: Path, named: str | None = None) -> SafetensorsReader:
 
     named: the file, or the index, that config.json's `transformers_weights` names in place of the usual ones.
     Raises UnsupportedError for pickled weights, ArtifactError for weights that are missing, truncated, damaged, or there
-    twice: in a whole file beside an index of shards, or in two shards.
+    twice: in a whole file beside an index of shards, or in two shards; and for an index that transformers cannot read.
     """
     stored: dict[str, StoredTensor] = {}
-    for path in weight_files(folder, named):
+    files = weight_files(folder, named)
+    index = folder / (named or INDEX_NAME)
+    for path in files:
         found = read_header(path)
         if twice := sorted(stored.keys() & found.keys()):
-            raise ArtifactError(
-                f"{folder}: tensor {twice[0]} is in {stored[twice[0]].file.name} and in {path.name}; expected each tensor in"
-                " one file: download both, and their index, again"
-            )
+            raise _in_two_files(index, twice[0], stored[twice[0]].file.name, path.name)
         stored.update(found)
-    index = folder / (named or INDEX_NAME)
     if index.name.endswith(INDEX_SUFFIX) and index.is_file():
         for name, file in _weight_map(index).items():
             if name not in stored or stored[name].file.name != file:
@@ -122,6 +120,16 @@ def read_folder(folder: Path, named: str | None = None) -> SafetensorsReader:
                     f"{index} puts tensor {name} in {file}, which does not hold it; download both again"
                 )
     return SafetensorsReader(stored)
+
+
+def _in_two_files(index: Path, name: str, first: str, second: str) -> ArtifactError:
+    """What to say of a tensor in two shards, of which transformers reads the last, whatever the index says."""
+    meant = _weight_map(index).get(name)
+    both = f"{index.parent}: tensor {name} is in {first} and in {second}; expected each tensor in one file"
+    if meant not in (first, second):
+        return ArtifactError(f"{both}, and {index.name} names neither: download them again")
+    other = second if meant == first else first
+    return ArtifactError(f"{both}, and {index.name} names {meant}: save the model again, or take it out of {other}")
 
 
 def weight_files(folder: Path, named: str | None = None) -> list[Path]:
@@ -157,6 +165,13 @@ def _shards(index: Path) -> list[Path]:
         # An index comes with the checkpoint: it may name files beside itself only.
         if Path(name).name != name or not (index.parent / name).is_file():
             raise ArtifactError(f"{index} lists {name}, which is not in {index.parent}; download the missing file")
+    facts = json.loads(index.read_text())
+    if not isinstance(facts.get("metadata"), dict):
+        found = f"the metadata {json.dumps(facts['metadata'])[:60]}" if "metadata" in facts else "no metadata"
+        raise ArtifactError(
+            f"{index} has {found}; expected an object there, without which transformers reads no shards: add"
+            ' "metadata": {}'
+        )
     return [index.parent / name for name in names]
 
 

@@ -35,6 +35,7 @@ FOLLOWED = {
     "stop_strings": "strings",
     "suppress_tokens": "token ids",
 }
+RECORDED = ("bos_token_id", "pad_token_id")  # which change no answer
 EXPECTED = {
     "token id": "a token id",
     "token ids": "a token id or a list of them",
@@ -95,16 +96,31 @@ MAX_SHOWN = 60  # characters of a value in a message
 def generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the model's makers set for generation (FOLLOWED, and bad words of one token), as transformers' `generate` takes it.
 
-    A warning names what else they ask for. Token ids that the generation config leaves out come from the model config. Ids
-    to stop at, or never to choose, that the model does not have are left out. Raises ConfigError for a value of another
-    kind, and where no id to stop at remains.
+    With one exception: token ids that generation_config.json leaves out come from config.json, where `generate` goes without.
+    As there, a folder's end is one that its files name, and not what the config's class has by itself (LlamaConfig's 2);
+    nothing is lost by that, as save_pretrained writes ids that are like the class's too. A module has what its objects have.
+
+    Warnings say where nothing names an end, and what else the makers ask for. Ids to stop at, or never to choose, that the
+    model does not have are left out, and so are ids of another kind that are only recorded. Raises ConfigError for any other
+    value of another kind, and where no id to stop at remains.
     """
     found, where = _read(checkpoint)
-    defaults = {name: _checked(name, found[name], where) for name in FOLLOWED if found.get(name) is not None}
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(checkpoint.config, name, None)
-        if name not in defaults and value is not None:
-            defaults[name] = _checked(name, value, f"{checkpoint.name}: config.json")
+    own = _token_ids(checkpoint)
+    defaults: dict[str, Any] = {}
+    for name in FOLLOWED:
+        value, place = found.get(name), where
+        if value is None:
+            value, place = own.get(name), f"{checkpoint.name}: {CONFIG_FILE}"
+        if value is None:
+            continue
+        if name in RECORDED and not _is_whole(value):
+            log.warning(
+                "%s: %s is %s, expected a token id: left out, as it is only recorded", place, name, _shown(value)
+            )
+            continue
+        defaults[name] = _checked(name, value, place)
+    if not eos_token_ids(defaults):
+        _warn_of_no_end(checkpoint)
     vocab_size = int(checkpoint.config.vocab_size)
     _drop_unknown_eos(defaults, vocab_size, checkpoint.name)
     words: Any = found.get("bad_words_ids")
@@ -132,10 +148,31 @@ def _read(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
     own: Any = getattr(checkpoint.module, "generation_config", None)
     if own is not None:
         return own.to_diff_dict(), f"{checkpoint.name}: generation_config"
-    # As it is written: transformers' object may have values of its own beside it.
-    config = checkpoint.folder / CONFIG_FILE if checkpoint.folder else None
-    raw = json.loads(config.read_text(encoding="utf-8")) if config is not None and config.is_file() else {}
+    raw = _read_config(checkpoint)
     return {name: raw[name] for name in (*FOLLOWED, *NOT_FOLLOWED) if name in raw}, f"{checkpoint.name}: {CONFIG_FILE}"
+
+
+def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The folder's config.json as it is written, as transformers' object has values of its class beside it; empty without one."""
+    file = checkpoint.folder / CONFIG_FILE if checkpoint.folder else None
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file is not None and file.is_file() else {}
+
+
+def _token_ids(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The ids that the model config says: the file, or the object of a checkpoint that has none."""
+    names = (*RECORDED, "eos_token_id")
+    if checkpoint.folder is None:
+        return {name: getattr(checkpoint.config, name, None) for name in names}
+    raw = _read_config(checkpoint)
+    return {name: raw.get(name) for name in names}
+
+
+def _warn_of_no_end(checkpoint: Checkpoint) -> None:
+    both = ("generation_config.json", CONFIG_FILE) if checkpoint.folder else ("its generation_config", "its config")
+    log.warning(
+        "%s: neither %s nor %s names an end token: texts end at their max_tokens; add eos_token_id to %s",
+        *(checkpoint.name, *both, both[0]),
+    )
 
 
 def _checked(name: str, value: Any, where: str) -> Any:

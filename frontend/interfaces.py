@@ -8,6 +8,7 @@ model's code to the attention function untouched (masks.py says what else may be
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,25 +105,26 @@ def describe_mask(
     q_length: Any = 0,
     dtype: torch.dtype = torch.float32,
     device: Any = None,
+    config: Any = None,
     **_others: Any,
 ) -> Mask:
     """transformers' mask function: describes instead of making a tensor."""
     windows: dict[str, int] = {}
-    causal = _walk(mask_function, windows)
+    causal = _walk(mask_function, windows, config)
     if not causal or len(windows) > 1:
         raise UnsupportedError(f"the mask {_name(mask_function)} is not causal, sliding or chunked")
     kind, window = next(iter(windows.items()), ("causal", 0))
     return Mask(kind, window, q_length, dtype, device)
 
 
-def _walk(function: Callable[..., Any], windows: dict[str, int]) -> bool:
+def _walk(function: Callable[..., Any], windows: dict[str, int], config: Any) -> bool:
     """Whether `function` is causal, by the closures of masking_utils it is made of; notes its windows."""
     name = _name(function)
     closure = inspect.getclosurevars(function).nonlocals
     if name == "causal_mask_function":
         return True
     if name == "and_masks.<locals>.and_mask":
-        parts = [_walk(part, windows) for part in closure["mask_functions"]]
+        parts = [_walk(part, windows, config) for part in closure["mask_functions"]]
         return any(parts)
     if name == "sliding_window_overlay.<locals>.inner_mask":
         windows["sliding"] = int(closure["sliding_window"])
@@ -136,8 +138,24 @@ def _walk(function: Callable[..., Any], windows: dict[str, int]) -> bool:
         "remap_positions_for_packed_sequence.<locals>.inner_mask",
         "add_offsets_to_mask_function.<locals>.inner_mask",
     ):
-        return _walk(closure["mask_function"], windows)
-    raise UnsupportedError(f"the model's mask is made with {name}; expected causal, sliding or chunked attention")
+        return _walk(closure["mask_function"], windows, config)
+    raise UnsupportedError(f"{_other_mask(name, config)}; expected causal, sliding or chunked attention")
+
+
+def _other_mask(name: str, config: Any) -> str:
+    """What a mask is that is made with transformers' function `name`, and which field of the config asks for it."""
+    is_bidirectional = "bidirectional" in name
+    values = {each: getattr(config, each, None) for each in ("use_bidirectional_attention", "is_causal", "is_decoder")}
+    field = None
+    if values["use_bidirectional_attention"]:
+        field = "use_bidirectional_attention"
+    elif values["is_causal"] is False:
+        field = "is_causal"
+    elif is_bidirectional and values["is_decoder"] is False:
+        field = "is_decoder"
+    if field is not None:
+        return f"bidirectional attention ({field} is {json.dumps(values[field])} in its config)"
+    return "bidirectional attention" if is_bidirectional else f"the model's mask is made with {name}"
 
 
 def _name(function: Callable[..., Any]) -> str:

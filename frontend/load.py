@@ -177,9 +177,17 @@ def _refuse_quantized(raw: dict[str, Any], where: str, folder: Path | None = Non
         return  # mxfp4's numbers are read as they are, in bfloat16
     name = "quantization_config" if raw.get("quantization_config") else "quantization"
     if folder is not None and _has_whole_weights(folder, raw.get("transformers_weights")):
+        found = (
+            f"{where}: config.json calls it {unreadable.quantized(facts)} ({name}), and nothing in its files is packed"
+        )
+        if unreadable.is_always_packed(facts):
+            raise UnsupportedError(
+                f"{found}; delete {name} from config.json, which merging an adapter leaves behind, to compile the weights as"
+                " they are"
+            )
         raise UnsupportedError(
-            f"{where}: config.json calls it {unreadable.quantized(facts)} ({name}), and nothing in its files is packed; delete"
-            f" {name} from config.json, which merging an adapter leaves behind, to compile the weights as they are"
+            f"{found}: by such a config transformers rounds weights and activations as it runs, which is not built; use another"
+            " checkpoint"
         )
     raise UnsupportedError(
         f"{where}: {unreadable.quantized(facts)} ({name} in config.json), whose packed weights are not read yet; use the"

@@ -92,6 +92,8 @@ def from_folder(folder: Path) -> TokenizerSource:
     if config.get("legacy") is not False:
         tokenizer = sentencepiece_file.convert(tokenizer, processor)
     begin, end = _affixes(tokenizer)
+    if not begin:
+        _warn_of_no_bos(processor, config, name, folder)
     return TokenizerSource(
         tokenizer,
         theirs,
@@ -317,6 +319,18 @@ def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     first = marks.index(0) if 0 in marks else len(marks)
     last = len(marks) - marks[::-1].index(0) if 0 in marks else len(marks)
     return whole.ids[:first], whole.ids[last:]
+
+
+def _warn_of_no_bos(processor: Any, config: Mapping[str, Any], name: str, folder: Path) -> None:
+    """Say that a sentencepiece model's BOS is not written where nobody says whether it is to be: transformers 4 wrote it."""
+    bos = int(processor.bos_id())
+    if bos >= 0 and config.get("add_bos_token") is None:
+        log.warning(
+            "%s: %s has the BOS token %r, tokenizer_config.json no add_bos_token, and no BOS is written, as by transformers 5; 4"
+            " wrote it with Llama's and Gemma's classes: if the model was trained with it, set add_bos_token to true in"
+            " tokenizer_config.json",
+            *(folder, name, processor.id_to_piece(bos)),
+        )
 
 
 def _warn_of_switches(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], where: str) -> None:

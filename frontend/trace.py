@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.metadata
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from typing import Any
@@ -51,10 +52,33 @@ def build(model_class: type[Any], config: Any, dtype: torch.dtype, device: str, 
         except InfercError:
             raise
         except Exception as error:  # a model class raises whatever its code raises
+            name = _unknown_name(error, config)
+            if name:
+                raise ConfigError(
+                    f"{model_class.__name__} cannot be built: {name}; correct the field, or upgrade transformers"
+                ) from error
             raise ConfigError(
                 f"{model_class.__name__} cannot be built from its config ({_first_line(error)}); is config.json damaged?"
             ) from error
     return model.eval().requires_grad_(False)
+
+
+def _unknown_name(error: Exception, config: Any) -> str:
+    """What to say of a name in a config that transformers has in none of its tables; empty if that is not what is wrong."""
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    field = _field_of(config.to_dict(), key) if isinstance(key, str) else ""
+    version = importlib.metadata.version("transformers")
+    return f"transformers {version} knows no {key!r} ({field} in config.json)" if field else ""
+
+
+def _field_of(fields: Mapping[str, Any], value: str) -> str:
+    """The names, with dots between, of the first field that has this value; empty without one."""
+    for name, found in fields.items():
+        if found == value:
+            return str(name)
+        if isinstance(found, Mapping) and (inner := _field_of(found, value)):
+            return f"{name}.{inner}"
+    return ""
 
 
 def trace(model: Any) -> Any:

@@ -11,14 +11,38 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from inferc.manifest import MANIFEST
+
 QUANTIZED_NAMES = {
+    "aqlm": "AQLM",
     "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
+    "bitnet": "BitNet",
+    "eetq": "EETQ",
+    "fbgemm_fp8": "FBGEMM FP8",
     "fp8": "FP8",
     "gptq": "GPTQ",
+    "hqq": "HQQ",
     "mlx": "MLX",
+    "vptq": "VPTQ",
 }
+# Methods whose checkpoints never hold whole weights: a config that names one beside whole weights is of another checkpoint. By
+# other methods transformers rounds whole weights, and activations, as it runs (bitnet, fp8, nvfp4, quark, quanto, torchao).
+ALWAYS_PACKED = frozenset(
+    (
+        "aqlm",
+        "auto-round",
+        "awq",
+        "bitsandbytes",
+        "compressed-tensors",
+        "eetq",
+        "gptq",
+        "higgs",
+        "hqq",
+        "mlx",
+        "spqr",
+        "vptq",
+    )
+)
 # Parts of a tensor's name that only such checkpoints have, told apart from the top down.
 PACKED = (
     (r"\.g_idx$", "GPTQ"),
@@ -43,16 +67,34 @@ OLD_MASK = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)(\.attent
 # Names of tensors that other tasks have beside the language model: a pooled text, the order of two sentences, classes.
 # Classes also of texts that reinforcement learning judges by (`v_head`).
 OTHER_HEAD = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.|^(classifier|score|qa_outputs|v_head)\.")
+# What torch puts around a module, by the part of a tensor's name that it makes; the last at its beginning alone.
+WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "module": "DistributedDataParallel",
+}
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def quantized(facts: Any) -> str:
     """How a message calls a checkpoint with this `quantization_config`: "a GPTQ checkpoint"."""
+    method = _method(facts)
+    return f"{a(QUANTIZED_NAMES.get(method.lower(), method))} checkpoint"
+
+
+def is_always_packed(facts: Any) -> bool:
+    """Whether no checkpoint of this `quantization_config` holds whole weights, so that one which does was made from another."""
+    if isinstance(facts, dict) and facts.get("format") == "dense":
+        return False  # of compressed-tensors: whole weights by intent, with rounded activations or keys and values
+    return _method(facts).lower() in ALWAYS_PACKED
+
+
+def _method(facts: Any) -> str:
     fields = facts if isinstance(facts, dict) else {"quant_method": facts}
     usual = "mlx" if {"group_size", "bits"} <= fields.keys() else "quantized"
-    method = str(fields.get("quant_method", usual))
-    return f"{a(QUANTIZED_NAMES.get(method.lower(), method))} checkpoint"
+    return str(fields.get("quant_method", usual))
 
 
 def a(name: str) -> str:
@@ -96,13 +138,19 @@ def file_instead_of_folder(path: Path) -> str:
 def folder_without_config(folder: Path) -> str:
     """What a folder holds that has no config.json, and what to give."""
     names = sorted(path.name for path in folder.iterdir())
+    if MANIFEST in names:
+        return (
+            f"{folder} is an artifact, compiled already; give the Hugging Face folder that it was made from, or use it:"
+            f" inferc serve {folder}"
+        )
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf:
         return f"{folder}: no config.json, and {gguf[0]} is {FILES['.gguf']}; give the Hugging Face folder that it was made from"
     if ADAPTER_CONFIG in names:
         return f"{folder}: no config.json but {ADAPTER_CONFIG}: {ADAPTER}"
-    if "params.json" in names or "consolidated.safetensors" in names:
-        return f"{folder}: no config.json but params.json: weights in their maker's own format; {FOLDER}"
+    own_format = next((name for name in ("params.json", "consolidated.safetensors") if name in names), None)
+    if own_format is not None:
+        return f"{folder}: no config.json but {own_format}: weights in their maker's own format; {FOLDER}"
     return f"{folder}: no config.json; expected a Hugging Face model folder"
 
 
@@ -122,6 +170,28 @@ def other_names(unused: Iterable[str], num_tensors: int, expected: Iterable[str]
         return ""
     most, usual = max(strange, key=lambda head: strange[head]), max(wanted, key=lambda head: wanted[head])
     return f"the file's tensors begin with `{most}.`, where the model's begin with `{usual}.`"
+
+
+def wrapped(unused: Iterable[str], expected: Iterable[str]) -> str:
+    """What to say of tensors whose names have parts by wrappers of a module; empty without one."""
+    known = {part for name in expected for part in _wrappers(name)}
+    found = {name: parts for name in unused if (parts := _wrappers(name) - known)}
+    if not found:
+        return ""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    every = sorted({part for parts in found.values() for part in parts})
+    wrappers = " and ".join(f"`{part}.` is the wrapper of {WRAPPERS[part]}" for part in every)
+    return f"tensor {next(iter(found))}{more}: {wrappers}; strip it from the names, or save the module inside it"
+
+
+def _wrappers(name: str) -> set[str]:
+    """The parts of a tensor's name that are of WRAPPERS."""
+    parts = name.split(".")
+    return {
+        part
+        for index, part in enumerate(parts)
+        if part in WRAPPERS and (part != "module" or WRAPPERS.keys() >= set(parts[:index]))
+    }
 
 
 def _head(name: str) -> str:

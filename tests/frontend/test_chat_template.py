@@ -151,6 +151,47 @@ def test_a_template_that_cannot_be_read_is_named(folder: Path, tmp_path: Path) -
         written(folder, tmp_path / "t").encode_chat([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('no chats') }}", "no chats"),
+        ("{{ messages[0].nothing.at_all }}", "'dict object' has no attribute 'nothing'"),
+    ],
+)
+def test_a_template_that_refuses_all_conversations_is_named(
+    template: str, why: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_template(folder, template)
+    tokenizer_files(load(folder))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{folder}: the chat template refuses every conversation that was tried ({why}): chats will be refused, plain"
+        " prompts work; correct the template if it is to be used"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for message in messages", "cannot be read: unexpected end of template"),
+        ("{% for message in messages %}{{ message.content | nosuch }}{% endfor %}", "cannot be read: No filter named"),
+        ("", "leaves out what the user says"),
+        ("hello", "leaves out what the user says"),
+        ("{{ raise_exception('no chats') }}", "no chats"),
+    ],
+)
+def test_a_template_of_no_use_is_named_once_by_a_compile(
+    template: str, why: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from inferc.compiler import compile
+    from inferc.config import CompileConfig
+
+    use_template(folder, template)
+    compile(folder, tmp_path / "out", CompileConfig(target="reference", certify="none"))
+    (told,) = [record.getMessage() for record in caplog.records if "chats will be refused" in record.getMessage()]
+    assert str(folder) in told and why in told
+
+
 def test_a_form_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     written(folder, tmp_path / "t")
     path = tmp_path / "t" / "golden_chat.json"

@@ -76,6 +76,18 @@ def tensor_in_two_shards(folder: Path) -> None:
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "model-00002-of-00002.safetensors")
 
 
+def index_without_metadata(folder: Path) -> None:
+    write_shards(folder)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": index["weight_map"]}))
+
+
+def index_with_other_metadata(folder: Path) -> None:
+    write_shards(folder)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    (folder / INDEX_NAME).write_text(json.dumps({**index, "metadata": None}))
+
+
 def index_gone(folder: Path) -> None:
     write_shards(folder)
     (folder / INDEX_NAME).unlink()
@@ -132,8 +144,17 @@ def damage(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         (
             tensor_in_two_shards,
             ArtifactError,
-            r"tensor a is in model-00001-of-00002\.safetensors and in model-00002-of-00002\.safetensors",
+            r"tensor a is in model-00001-of-00002\.safetensors and in model-00002-of-00002\.safetensors; expected each tensor in"
+            + r" one file, and model\.safetensors\.index\.json names model-00001-of-00002\.safetensors: save the model again, or"
+            + r" take it out of model-00002-of-00002\.safetensors$",
         ),
+        (
+            index_without_metadata,
+            ArtifactError,
+            r"model\.safetensors\.index\.json has no metadata; expected an object there, without which transformers reads no"
+            + r' shards: add "metadata": \{\}$',
+        ),
+        (index_with_other_metadata, ArtifactError, r"has the metadata null; expected an object"),
         (index_gone, ArtifactError, r"model-00001-of-00002\.safetensors is there, and model\.safetensors\.index\.json"),
         (other_names, ArtifactError, r"found consolidated\.safetensors, expected model\.safetensors or"),
         (

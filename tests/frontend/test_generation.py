@@ -53,6 +53,59 @@ def test_no_eos(folder: Path) -> None:
     assert eos_token_ids(generation_defaults(load(folder))) == []
 
 
+@pytest.mark.parametrize("generation", [{"transformers_version": "4.40.0"}, None])
+def test_what_the_configs_class_has_by_itself_ends_no_text(
+    generation: dict[str, Any] | None, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LlamaConfig's own end is 2, which may be any token of this model's."""
+    file, config = folder / "generation_config.json", folder / "config.json"
+    file.unlink()
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    raw = json.loads(config.read_text())
+    config.write_text(json.dumps({name: raw[name] for name in raw if not name.endswith("_token_id")}))
+    assert load(folder).config.eos_token_id == 2
+    assert generation_defaults(load(folder)).keys().isdisjoint(("bos_token_id", "eos_token_id", "pad_token_id"))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{folder}: neither generation_config.json nor config.json names an end token: texts end at their max_tokens; add"
+        " eos_token_id to generation_config.json"
+    )
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.generation_config.eos_token_id is None
+
+
+@pytest.mark.parametrize("eos", [2, None])
+def test_an_end_like_the_one_of_the_configs_class_is_kept(
+    eos: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """save_pretrained writes it, and null too where the class has another."""
+    folder = make_random_model("llama", tmp_path / "m", num_hidden_layers=1, eos_token_id=eos)
+    (folder / "generation_config.json").unlink()
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == eos
+    assert eos_token_ids(generation_defaults(load(folder))) == ([] if eos is None else [eos])
+    assert bool(caplog.records) == (eos is None)
+
+
+def test_a_module_has_the_end_of_its_own_config() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes["num_attention_heads"] = 2
+    module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    assert generation_defaults(load_module(module))["eos_token_id"] == 2
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "pad_token_id"])
+def test_an_id_that_is_only_recorded_may_be_of_another_kind(
+    name: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(folder / "generation_config.json", **{name: [0]})
+    assert name not in generation_defaults(load(folder))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{folder}/generation_config.json: {name} is [0], expected a token id: left out, as it is only recorded"
+    )
+
+
 def test_generation_defaults_of_a_module(folder: Path) -> None:
     module: Checkpoint = load_module(transformers.AutoModelForCausalLM.from_pretrained(folder))
     assert generation_defaults(module)["eos_token_id"] == 1
@@ -71,7 +124,7 @@ def test_generation_defaults_of_a_module(folder: Path) -> None:
         ("top_p", [0.9], "expected a number"),
         ("do_sample", "yes", "expected true or false"),
         ("stop_strings", [3], "expected a string or a list of them"),
-        ("bos_token_id", True, "expected a token id"),
+        ("eos_token_id", True, "expected a token id"),
     ],
 )
 def test_a_generation_field_of_another_kind(field: str, value: Any, expected: str, folder: Path) -> None:
@@ -102,9 +155,9 @@ def test_eos_ids_that_the_model_does_not_have(folder: Path, caplog: pytest.LogCa
 def checkpoint(folder: Path, values: dict[str, Any], length: int | None = None) -> Any:
     """As much of a checkpoint as its generation config needs."""
     (folder / "generation_config.json").write_text(json.dumps(values))
-    config = SimpleNamespace(
-        vocab_size=320, bos_token_id=0, eos_token_id=2, pad_token_id=None, max_position_embeddings=length
-    )
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(ids))
+    config = SimpleNamespace(vocab_size=320, **ids, max_position_embeddings=length)
     return SimpleNamespace(folder=folder, name="m", config=config, module=None)
 
 

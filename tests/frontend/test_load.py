@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import save_file
 
 from inferc.errors import ConfigError, InfercError, UnsupportedError
+from inferc.frontend import trace
 from inferc.frontend.load import load, load_module
 
 LLAMA: dict[str, Any] = {
@@ -79,6 +80,7 @@ QUANTIZED = [
     ),
     ({"quantization_config": {"quant_method": "fp8"}}, "weight_scale_inv", "an FP8 checkpoint", "quantization_config"),
     ({"quantization_config": {"bits": 4}}, "qweight", "a quantized checkpoint", "quantization_config"),
+    ({"quantization_config": "gptq"}, "qweight", "a GPTQ checkpoint", "quantization_config"),
     ({"quantization": {"group_size": 64, "bits": 4}}, "scales", "an MLX checkpoint", "quantization"),
 ]
 
@@ -99,15 +101,57 @@ def test_a_quantized_checkpoint_is_called_by_its_kind(
         load(folder)
 
 
-@pytest.mark.parametrize(("fields", "part", "what", "name"), QUANTIZED)
-def test_a_config_that_calls_whole_weights_quantized_is_told_so(
-    fields: dict[str, Any], part: str, what: str, name: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("facts", "what", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "a GPTQ checkpoint", "quantization_config"),
+        ({"quant_method": "AWQ", "bits": 4}, "an AWQ checkpoint", "quantization_config"),
+        ("gptq", "a GPTQ checkpoint", "quantization_config"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "a bitsandbytes checkpoint", "quantization_config"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "a compressed-tensors checkpoint",
+            "quantization_config",
+        ),
+        ({"quant_method": "hqq"}, "an HQQ checkpoint", "quantization_config"),
+        ({"group_size": 64, "bits": 4}, "an MLX checkpoint", "quantization"),
+    ],
+)
+def test_a_config_that_calls_whole_weights_packed_is_told_so(facts: Any, what: str, name: str, tmp_path: Path) -> None:
     """What merging an adapter into a quantized model leaves behind."""
     with pytest.raises(
         UnsupportedError, match=rf"calls it {what} \({name}\), and nothing in its files is packed; delete {name}"
     ):
-        load(write(tmp_path, {**LLAMA, **fields}))
+        load(write(tmp_path, {**LLAMA, name: facts}))
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"),
+    [
+        (
+            {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"},
+            "a BitNet checkpoint",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "an FP8 checkpoint"),
+        ({"quant_method": "fbgemm_fp8"}, "an FBGEMM FP8 checkpoint"),
+        ({"quant_method": "torchao"}, "a torchao checkpoint"),
+        ({"quant_method": "quanto"}, "a quanto checkpoint"),
+        ({"quant_method": "compressed-tensors", "format": "dense"}, "a compressed-tensors checkpoint"),
+        ({"quant_method": "some-new-one"}, "a some-new-one checkpoint"),
+        ({"bits": 4}, "a quantized checkpoint"),
+    ],
+)
+def test_whole_weights_that_are_rounded_as_the_model_runs_are_not_to_be_used_as_they_are(
+    facts: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    """Without the field such a model would compile, and give other numbers than the one that was trained."""
+    message = (
+        rf"calls it {what} \(quantization_config\), and nothing in its files is packed: .* rounds weights and activations as"
+        " it runs, which is not built; use another checkpoint"
+    )
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        load(write(tmp_path, {**LLAMA, "quantization_config": facts}))
+    assert "delete" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_remote_code_is_not_needed_for_a_known_model(tmp_path: Path) -> None:
@@ -187,6 +231,38 @@ def test_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert load("org/name").folder == folder
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "nosuch"}, "knows no 'nosuch' (hidden_act in config.json)"),
+        (
+            {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}},
+            "knows no 'nosuch' (rope_parameters.rope_type in config.json)",
+        ),
+    ],
+)
+def test_a_name_that_transformers_does_not_know_is_found_in_the_config(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    checkpoint = load(write(tmp_path, {**LLAMA, **fields}))
+    with pytest.raises(ConfigError) as caught:
+        trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta")
+    assert str(caught.value) == (
+        f"LlamaForCausalLM cannot be built: transformers {transformers.__version__} {message}; correct the field, or upgrade"
+        " transformers"
+    )
+
+
+def test_another_key_that_is_missing_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_args: Any, **_options: Any) -> None:
+        raise KeyError("factor")
+
+    checkpoint = load(write(tmp_path, LLAMA))
+    monkeypatch.setattr(checkpoint.model_class, "_from_config", fails)
+    with pytest.raises(ConfigError, match=r"cannot be built from its config \('factor'\); is config.json damaged\?"):
+        trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta")
+
+
 def test_modules() -> None:
     config = transformers.LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "model_type"})
     module = transformers.LlamaForCausalLM(config)
@@ -212,3 +288,23 @@ def test_a_module_with_hooks_is_refused() -> None:
             load_module(module)
         handle.remove()
     load_module(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "consolidated.safetensors",
+            "no config.json but consolidated.safetensors: weights in their maker's own format",
+        ),
+        ("params.json", "no config.json but params.json: weights in their maker's own format"),
+        (
+            "engine.json",
+            "is an artifact, compiled already; give the Hugging Face folder that it was made from, or use it",
+        ),
+    ],
+)
+def test_a_folder_is_called_by_what_lies_in_it(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)

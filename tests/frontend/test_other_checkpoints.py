@@ -114,6 +114,27 @@ def test_a_bias_that_is_no_mask_is_not_ignored(tmp_path: Path) -> None:
             "the file's tensors begin with `base.`, where the model's begin with `model.`",
         ),
         (
+            lambda tensors: {f"_orig_mod.{name}": value for name, value in tensors.items()},
+            ArtifactError,
+            "tensor _orig_mod.lm_head.weight and 11 more: `_orig_mod.` is the wrapper of torch.compile; strip it from the names,"
+            + " or save the module inside it",
+        ),
+        (
+            lambda tensors: {f"module.{name}": value for name, value in tensors.items()},
+            ArtifactError,
+            "tensor module.lm_head.weight and 11 more: `module.` is the wrapper of DistributedDataParallel; strip it",
+        ),
+        (
+            lambda tensors: {f"module._orig_mod.{name}": value for name, value in tensors.items()},
+            ArtifactError,
+            "`_orig_mod.` is the wrapper of torch.compile and `module.` is the wrapper of DistributedDataParallel; strip",
+        ),
+        (
+            renamed("model.layers.0.", "model.layers.0._orig_mod."),  # compiled a layer at a time
+            ArtifactError,
+            "tensor model.layers.0._orig_mod.input_layernorm.weight and 8 more: `_orig_mod.` is the wrapper of torch.compile",
+        ),
+        (
             without("lm_head.weight"),
             ArtifactError,
             "no tensor for lm_head.weight, the LM head, which config.json does not tie .* random numbers for it; set tie",

@@ -30,6 +30,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma3": ({}, r"gemma3 is multimodal \(text_config, vision_config\)"),
     "blt": ({}, r"blt is made of several models \(patcher_config, .*\); expected one decoder of text tokens"),
     "falcon": ({"alibi": True}, "its ALiBi is rounded to bfloat16 at every position"),
+    "bert": ({}, r"bidirectional attention \(is_decoder is false in its config\); expected causal, sliding or chunked"),
+    "llama": (
+        {"is_causal": False},
+        r"LlamaForCausalLM: bidirectional attention \(is_causal is false in its config\); expected causal, sliding or chunked",
+    ),
+    "gemma3_text": (
+        {"use_bidirectional_attention": True},
+        r"bidirectional attention \(use_bidirectional_attention is true in its config\); expected causal, sliding or chunked",
+    ),
     "doge": ({"num_experts": None}, "Doge"),
 }
 

@@ -56,7 +56,7 @@ def write(folder: Path, tokenizer: Tokenizer | None, **config: Any) -> Any:
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "bos_token_id": 1, "eos_token_id": 2}))
     ids = SimpleNamespace(vocab_size=4096, bos_token_id=1, eos_token_id=2, pad_token_id=None)
     return SimpleNamespace(folder=folder, name=str(folder), config=ids, module=None)
 
@@ -367,6 +367,36 @@ def test_a_sentencepiece_model_gives_what_its_library_does(name: str, options: d
         ids = processor.encode(row["text"])
         assert ours.encode(row["text"]).ids == row["token_ids"] == [processor.bos_id(), *ids]
         assert ours.decode(row["token_ids"]) == row["decoded"] == processor.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "is_told"),
+    [
+        ({}, {}, True),
+        ({}, {"add_bos_token": False}, False),
+        ({}, {"add_bos_token": True}, False),
+        ({"bos_id": -1}, {"bos_token": None}, False),
+        ({}, {"tokenizer_class": "GemmaTokenizer"}, True),
+        ({}, {"tokenizer_class": "XGLMTokenizer"}, False),  # which begins a text with EOS
+    ],
+)
+def test_a_sentencepiece_model_whose_bos_nobody_asks_for(
+    options: dict[str, Any], config: dict[str, Any], is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers 4 wrote it by Llama's classes, and 5 does not."""
+    checkpoint = write(tmp_path, None, **{"tokenizer_class": "LlamaTokenizer", **config})
+    train(tmp_path, model_type="bpe", **PLAIN, **options)
+    ids = made(checkpoint).encode("hello").ids
+    told = [record.getMessage() for record in caplog.records if "add_bos_token" in record.getMessage()]
+    assert bool(told) == is_told
+    if is_told:
+        (message,) = told
+        assert 1 not in ids and 1 not in transformers.AutoTokenizer.from_pretrained(tmp_path)("hello")["input_ids"]
+        assert message == (
+            f"{tmp_path}: tokenizer.model has the BOS token '<s>', tokenizer_config.json no add_bos_token, and no BOS is written, as"
+            " by transformers 5; 4 wrote it with Llama's and Gemma's classes: if the model was trained with it, set add_bos_token"
+            " to true in tokenizer_config.json"
+        )
 
 
 def test_a_sentencepiece_model_that_cannot_be_said_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
