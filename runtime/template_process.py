@@ -21,6 +21,12 @@ START_SECONDS, LATE_SECONDS = 30.0, 5.0  # for a process to begin; for one that 
 MAX_ANSWER_BYTES = 256 << 20
 
 
+class NoProcess(InfercError):
+    """The system has no process for a template now. retry_after: seconds until it may have one."""
+
+    retry_after = 1.0
+
+
 @dataclass(frozen=True)
 class TemplateLimits:
     """Of one conversation. max_bytes: of the whole address space of the process, of which Python takes a few dozen MB."""
@@ -32,7 +38,7 @@ class TemplateLimits:
 class TemplateProcess:
     """Asks a process that renders one template. Calls of several threads take their turns.
 
-    tokens: variables that every text has. Raises InfercError where the system gives no process.
+    tokens: variables that every text has. Raises NoProcess where the system gives none.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], limits: TemplateLimits) -> None:
@@ -137,5 +143,5 @@ def _end_all(children: list[_Child]) -> None:
             children.pop().end()
 
 
-def _no_process(error: OSError) -> InfercError:
-    return InfercError(f"the process that renders chat templates cannot be started: {error.strerror or error}")
+def _no_process(error: OSError) -> NoProcess:
+    return NoProcess(f"the process that renders chat templates cannot be started: {error.strerror or error}")

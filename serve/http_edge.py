@@ -36,6 +36,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
 STARTS_AT_ONCE = 8
+SHORT_BYTES = 8 << 10  # of a body: longer ones take milliseconds to read, and one of them begins at once
 BODIES_AT_ONCE = 16  # of the largest size, in memory
 RETRY = {"retry-after": "1"}
 CLIENT_LEFT = 499  # nobody reads it; logs and counts do
@@ -64,7 +65,7 @@ class Edge:
         self._app, self._access, self._ended = app, access, ended
         # Streams end in waves, and their clients ask again in waves: beyond so many the next ones wait for a turn of the event loop,
         # or everybody else would wait for all of them.
-        self._gate = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._gate, self._gate_of_long = asyncio.Semaphore(STARTS_AT_ONCE), asyncio.Semaphore(1)
         self._max_body_bytes = max_body_bytes
         self._num_held = 0  # bytes of bodies of requests that are under way
         self._checks_host = checks_host
@@ -84,13 +85,14 @@ class Edge:
         of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
         note_trace((name, value.decode("latin-1")) for name, value in of_trace)
         has_begun, size, held, caller = False, 0, 0, ANYBODY
-        is_starting = is_counted = False
+        gate: asyncio.Semaphore | None = None  # a place of which it has, as it starts
+        is_counted = False
 
         def started() -> None:
-            nonlocal is_starting
-            if is_starting:
-                is_starting = False
-                self._gate.release()
+            nonlocal gate
+            if gate is not None:
+                gate.release()
+                gate = None
 
         scope["started"] = started
 
@@ -99,7 +101,7 @@ class Edge:
             self._num_held, held = self._num_held - held, 0
 
         async def counted() -> MutableMapping[str, Any]:
-            nonlocal size, held, is_starting, is_counted
+            nonlocal size, held, gate, is_counted
             message = await receive()
             count = len(message.get("body", b""))
             size, held, self._num_held = size + count, held + count, self._num_held + count
@@ -110,8 +112,9 @@ class Edge:
             if size and not message.get("more_body", False) and message["type"] == "http.request":
                 is_counted = True
                 self._under_way.begin()
-                await self._gate.acquire()  # with all of the body here: no slow client holds a place
-                is_starting = True
+                wanted = self._gate if size <= SHORT_BYTES else self._gate_of_long
+                await wanted.acquire()  # with all of the body here: no slow client holds a place
+                gate = wanted
             return message
 
         async def named(message: MutableMapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass
 
 from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
+from inferc.runtime.template_process import NoProcess
 from inferc.serve.access import Forbidden, RateLimited, Unauthenticated
 from inferc.serve.kv_events import BatchesGone, EventsOff
 from inferc.serve.models import ModelsFixed, NotServed
@@ -47,6 +48,7 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (ObjectiveError, Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "objective_not_met")),
     (RequestAborted, Status("CANCELLED", 499, "server_error", "aborted")),
     (EngineUnavailable, Status("UNAVAILABLE", 503, "server_error", "unavailable")),
+    (NoProcess, Status("UNAVAILABLE", 503, "server_error", "unavailable")),
     (RequestTimeout, Status("DEADLINE_EXCEEDED", 504, "server_error", "timeout")),
     (EventsOff, Status("FAILED_PRECONDITION", 400, "invalid_request_error")),
     (ModelsFixed, Status("FAILED_PRECONDITION", 400, "invalid_request_error")),

@@ -95,7 +95,7 @@ def page_routes(models: Models) -> APIRouter:
             text = await READING.run(partial(graph_text, models.get(model).artifact, name))
         except ArtifactError as error:
             log.error("%s", error)
-            raise HTTPException(500, f"graph {name!r:.80} cannot be read: its file is damaged or gone") from None
+            raise HTTPException(503, f"graph {name!r:.80} cannot be read: its file is damaged or gone") from None
         return Response(text, media_type="text/plain; charset=utf-8")
 
     return routes

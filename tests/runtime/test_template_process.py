@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from inferc.chat_form import ChatForm
-from inferc.errors import InfercError, RequestError
+from inferc.errors import RequestError
 from inferc.runtime import template_process
 from inferc.runtime.chat_template import ChatTemplate
-from inferc.runtime.template_process import TemplateLimits
+from inferc.runtime.template_process import NoProcess, TemplateLimits
 
 GROW = (
     "{% set n = namespace(x=[1], y=[1]) %}"
@@ -110,7 +110,7 @@ def test_a_damaged_answer_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(InfercError, match="chat templates cannot be started: No such file") as caught:
+    with pytest.raises(NoProcess, match="chat templates cannot be started: No such file") as caught:
         make().render(said("hi"))
     assert not isinstance(caught.value, RequestError)
 

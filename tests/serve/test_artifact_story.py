@@ -79,6 +79,6 @@ def test_over_http(tiny_artifact: Path, tmp_path: Path) -> None:
         assert reply.status == 200 and reply.json["unreadable"] == [COSTS] and not whole["unreadable"]
         reply = request(server.url, f"/artifact/graphs/{graph}")
         assert (
-            reply.status == 500
+            reply.status == 503
             and reply.error["message"] == f"graph {graph!r} cannot be read: its file is damaged or gone"
         )

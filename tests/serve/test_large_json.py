@@ -17,7 +17,7 @@ from serving import Server
 from inferc.errors import RequestError
 from inferc.serve import http_address, http_bodies, http_edge, large_json
 from inferc.serve.access import Access
-from inferc.serve.http_edge import Edge
+from inferc.serve.http_edge import SHORT_BYTES, STARTS_AT_ONCE, Edge
 from inferc.serve.http_server import HttpServer, make_app
 
 TEXTS = st.text(st.sampled_from('ab"\\\n\té東\U0001f469\ud83d\udc69{}[],:'), max_size=40) | st.text(max_size=20)
@@ -202,6 +202,47 @@ def test_a_body_counts_no_more_once_its_answer_is_made(monkeypatch: pytest.Monke
     waiting: list[asyncio.Task[None]] = []
     edge = Edge(app, 100, Access())
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(10, STARTS_AT_ONCE), (SHORT_BYTES + 1, 1)])
+def test_few_bodies_are_begun_with_at_once_and_one_long_one(num_bytes: int, most: int) -> None:
+    """Those that are read on the event loop: each holds up all others for as long as that takes."""
+    starting, seen = 0, list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal starting
+        await receive()
+        starting += 1
+        seen.append(starting)
+        await asyncio.sleep(0)
+        starting -= 1
+        scope["started"]()
+        scope["started"]()  # which is said once or twice
+
+    async def ask() -> None:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/health",
+            "headers": [],
+            "raw_path": b"",
+            "query_string": b"",
+        }
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * num_bytes, "more_body": False}
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        await edge(scope, receive, send)
+
+    async def work() -> None:
+        await asyncio.gather(*(ask() for _ in range(4 * STARTS_AT_ONCE)))
+
+    edge = Edge(app, 1 << 20, Access())
+    asyncio.run(work())
+    assert max(seen) == most and len(seen) == 4 * STARTS_AT_ONCE
 
 
 def test_bodies_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
+from inferc.runtime.template_process import NoProcess
 from inferc.serve.http_edge import body_of, response_of
 from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, told
 from inferc.serve.streams import EngineUnavailable, QueueFull
@@ -15,6 +16,7 @@ from inferc.serve.streams import EngineUnavailable, QueueFull
         (QueueFull("full", 0.2), 429, {"retry-after": "1"}),
         (EngineUnavailable("it starts", 2.0), 503, {"retry-after": "2"}),
         (EngineUnavailable("it was given up"), 503, {"retry-after": f"{GIVEN_UP_SECONDS:g}"}),
+        (NoProcess("the process cannot be started: Resource temporarily unavailable"), 503, {"retry-after": "1"}),
         (ObjectiveError("the first token takes 2 s"), 429, {"x-should-retry": "false"}),
     ],
 )

@@ -216,8 +216,7 @@ REFUSED: dict[str, tuple[Variant, str]] = {
     ),
     "gemma3_text: attention in both directions": (
         Variant("gemma3_text", {"use_bidirectional_attention": True}),
-        "Gemma3ForCausalLM: bidirectional attention .use_bidirectional_attention is true in its config.; expected causal,"
-        " sliding or chunked attention",
+        "Gemma3ForCausalLM: bidirectional attention .use_bidirectional_attention is true in its config.; expected causal",
     ),
 }
 """What stays refused, and the reason."""
