@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from inferc.config import HUB_ID
 from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.frontend import sentencepiece_file, trace, unreadable
 from inferc.frontend.checkpoint import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
@@ -18,9 +18,9 @@ from inferc.frontend.model_class import causal_class
 
 log = logging.getLogger(__name__)
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 CONFIG_FILE = "config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", *sentencepiece_file.FILES, "*.txt"]
+NOT_OF_HUB = ["consolidated*", "*/*"]  # the same weights once more, in their maker's own format or another program's
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def find_folder(path: str | Path, files: list[str] | None = None) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=files or HUB_FILES))
+        wanted = files or HUB_FILES
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=NOT_OF_HUB))
     except Exception as error:  # the client's errors share no base: network, not found, gated, disk
         reason = str(error).strip().splitlines()
         raise ConfigError(

@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import platform
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.codegen.triton.launch import RECORDS
-from inferc.config import EngineConfig, available_cores
+from inferc.config import HUB_ID, EngineConfig, available_cores
 from inferc.cost import CostLog
 from inferc.errors import ArtifactError
 from inferc.json_text import parse_json
@@ -51,7 +50,6 @@ log = logging.getLogger(__name__)
 
 # numpy has neither: their bits are seen.
 NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # what `inferc compile` takes beside folders
 KEPT = ("kernels/", "tokenizer/")  # files whose checked bytes are used later
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import platform
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -539,8 +540,8 @@ def _threads_for(num_parameters: int) -> Iterator[None]:
 class _Interrupts:
     """Whether a signal asked to stop.
 
-    The exception that the handler raises may land in a `__del__` or a weakref's callback, which Python makes it a
-    printed line of; so every stage, and the last step before the artifact appears, look here too.
+    The exception that the handler raises may land in a `__del__` or a weakref's callback, where Python only tells of it
+    (`told`); so every stage, and the last step before the artifact appears, look here too.
     """
 
     seen: bool = False
@@ -552,6 +553,15 @@ class _Interrupts:
     def check(self) -> None:
         if self.seen:
             raise KeyboardInterrupt
+
+    def told(self, tell: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
+        """`tell`, but for the exception that the handler raised: whoever sent the signal is answered when it is looked for."""
+
+        def hook(found: sys.UnraisableHookArgs) -> None:
+            if not (self.seen and found.exc_type is KeyboardInterrupt):
+                tell(found)
+
+        return hook
 
     def checked(self, progress: Progress) -> Progress:
         """`progress` behind a check."""
@@ -573,8 +583,11 @@ def _interrupts() -> Iterator[_Interrupts]:
         ours = []
     for number in ours:
         signal.signal(number, interrupts.handle)
+    plain = sys.unraisablehook
+    sys.unraisablehook = interrupts.told(plain)
     try:
         yield interrupts
     finally:
+        sys.unraisablehook = plain
         for number in ours:
             signal.signal(number, usual[number])

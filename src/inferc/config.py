@@ -36,6 +36,7 @@ NOT_BUILT = {
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"fp8"),
 }
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # what `inferc compile` takes beside folders
 DEFAULT_BLOCK_SIZE = 32
 DEFAULT_TOKEN_BUDGET = {
     "cpu": 512,

@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 
 from inferc.errors import ConfigError, InfercError, UnsupportedError
@@ -226,9 +227,23 @@ def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = write(tmp_path, LLAMA)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_args, **_options: str(folder))
-    assert load("org/name").folder == folder
+    """Of a repository the files that are read, and no weights a second time."""
+    folder, files = write(tmp_path, LLAMA), list[str]()
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    read = ["config.json", *weights, "tokenizer.json", "chat_template.jinja", "tokenizer.model"]
+    others = [
+        "consolidated.safetensors",
+        "consolidated.safetensors.index.json",
+        "original/model.safetensors",
+        "README.md",
+    ]
+
+    def download(_: str, **patterns: Any) -> str:
+        files.extend(filter_repo_objects([*read, *others], **patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load("org/name").folder == folder and files == read
 
 
 @pytest.mark.parametrize(
