@@ -15,6 +15,7 @@ from email.message import Message
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from inferc.errors import RequestError
@@ -45,11 +46,14 @@ class Body:
 
 
 async def read_body(request: Request) -> Body:
-    """The body of a request. Raises RequestError for one that is no JSON object, and ClientLeft."""
+    """The body of a request. Raises RequestError for one that is no JSON object, HTTPException for one that is compressed, and
+    ClientLeft."""
     try:
         data = await request.body()
     except ClientDisconnect:
         raise ClientLeft("the client left before all of its body was here") from None
+    if (encoding := request.headers.get("content-encoding", "")) not in ("", "identity"):
+        raise HTTPException(415, f"the body is encoded (content-encoding: {encoding:.40}); send it as it is")
     if not data or not _is_json(request.headers.get("content-type", "")):
         raise RequestError(NO_OBJECT)
     is_large = len(data) > SMALL_BYTES

@@ -60,6 +60,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> InferenceService:
         engine=SimpleNamespace(facts=SimpleNamespace(defaults={})),
         check_open=lambda params: None,
         check_length=lambda num_tokens, room: None,
+        embeds=True,
         score=score,
         open=lambda *_: Stream(),
     )
@@ -76,7 +77,7 @@ async def answers_of(service: InferenceService) -> list[Any]:
         streamed,
         pb.CompleteResponse.FromString(as_bytes(await service.complete(generate))),
         pb.ScoreResponse.FromString(as_bytes(await service.score(pb.ScoreRequest(token_ids=ids)))),
-        pb.EmbedResponse.FromString(as_bytes(await service.embed(pb.EmbedRequest()))),
+        pb.EmbedResponse.FromString(as_bytes(await service.embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")])))),
         pb.TokenizeResponse.FromString(as_bytes(await service.tokenize(pb.TokenizeRequest(text="a")))),
     ]
 

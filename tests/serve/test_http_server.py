@@ -313,6 +313,9 @@ def test_paths_and_methods_that_are_none(url: str) -> None:
     assert request(url, "/v1/nothing/").status == 404
     reply = request(url, COMPLETIONS, b'{"prompt": "a"}', {"content-type": "text/plain"})
     assert reply.status == 400 and "content-type: application/json" in reply.error["message"]
+    for encoding, status in (("gzip", 415), ("identity", 400)):
+        reply = request(url, COMPLETIONS, b"{}", {"content-encoding": encoding})
+        assert reply.status == status
 
 
 def test_request_ids_are_echoed_or_made(url: str) -> None:
