@@ -21,7 +21,7 @@ from inferc.errors import RequestError
 from inferc.serve.long_texts import Turns
 
 MAX_FIELDS = 1 << 15  # at any depth: a call for 2,048 vectors of token ids has 6,144
-MAX_NUMBERS = 1 << 21  # of one list: more than any prompt
+MAX_NUMBERS = 1 << 21  # of all lists together: more than any prompt, and as many as in a body over HTTP
 COUNTED_AT_ONCE = 1 << 20  # bytes, which a cache holds
 LARGE_BYTES = 16 << 10  # of a message that is read beside the event loop: it may have 8,192 fields
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
@@ -64,7 +64,9 @@ def parse(kind: type[Parsed], data: bytes) -> Parsed:
 
 def _check(descriptor: Descriptor, data: bytes) -> None:
     """Raises IndexError where the bytes end too early."""
+    kind = descriptor.name
     waiting, count = [(descriptor, descriptor.name, 0, len(data))], 0
+    lists: list[tuple[int, int, int]] = []  # of numbers: wire, where they begin, and bytes
     while waiting:
         descriptor, path, at, end = waiting.pop()
         known = _fields(descriptor)
@@ -85,11 +87,17 @@ def _check(descriptor: Descriptor, data: bytes) -> None:
                     raise IndexError("they end within a field")
                 if field.inner is not None:
                     waiting.append((field.inner, f"{path}.{field.name}", at, at + size))
-                elif field.packed and size > MAX_NUMBERS:
-                    _check_numbers(f"{path}.{field.name}", field.wire, data, at, size)
+                elif field.packed:
+                    lists.append((field.wire, at, size))
                 at += size
             else:
                 at += SIZES[wire]
+    if sum(size for _, _, size in lists) > MAX_NUMBERS:  # each has a byte at least
+        numbers = sum(_count_numbers(data, *each) for each in lists)
+        if numbers > MAX_NUMBERS:
+            raise RequestError(
+                f"{kind} has {numbers} numbers in lists, and {MAX_NUMBERS} are taken; send less in one request"
+            )
 
 
 def _unknown(path: str, number: int) -> RequestError:
@@ -99,15 +107,12 @@ def _unknown(path: str, number: int) -> RequestError:
     )
 
 
-def _check_numbers(path: str, wire: int, data: bytes, at: int, size: int) -> None:
-    if wire == VARINT:  # each ends in a byte without the highest bit
-        view = np.frombuffer(data, np.uint8, size, at)
-        parts = (view[start : start + COUNTED_AT_ONCE] for start in range(0, size, COUNTED_AT_ONCE))
-        count = sum(int(np.count_nonzero(part < 0x80)) for part in parts)
-    else:
-        count = size // SIZES[wire]
-    if count > MAX_NUMBERS:
-        raise RequestError(f"{path} has {count} numbers, and {MAX_NUMBERS} are taken; send less in one request")
+def _count_numbers(data: bytes, wire: int, at: int, size: int) -> int:
+    if wire != VARINT:
+        return size // SIZES[wire]
+    view = np.frombuffer(data, np.uint8, size, at)  # each ends in a byte without the highest bit
+    parts = (view[start : start + COUNTED_AT_ONCE] for start in range(0, size, COUNTED_AT_ONCE))
+    return sum(int(np.count_nonzero(part < 0x80)) for part in parts)
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:

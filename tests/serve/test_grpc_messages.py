@@ -115,13 +115,23 @@ def within(number: int, data: bytes) -> bytes:
         (
             pb.GenerateRequest,
             within(3, within(1, b"\x05" * (MAX_NUMBERS + 1))),
-            f"GenerateRequest.token_ids.ids has {MAX_NUMBERS + 1} numbers, and {MAX_NUMBERS} are taken",
+            f"GenerateRequest has {MAX_NUMBERS + 1} numbers in lists, and {MAX_NUMBERS} are taken",
+        ),
+        (
+            pb.EmbedRequest,
+            within(2, within(2, within(1, b"\x05" * 1025))) * 2048,
+            f"EmbedRequest has {1025 * 2048} numbers in lists, and {MAX_NUMBERS} are taken",
         ),
     ],
 )  # fmt: skip
 def test_more_than_any_request_needs_is_refused_before_it_is_made(kind: Any, data: bytes, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse(kind, data)
+
+
+def test_as_many_numbers_as_are_taken() -> None:
+    lists = within(2, within(2, within(1, b"\x85\x01" * 1024))) * 2048
+    assert sum(len(each.token_ids.ids) for each in parse(pb.EmbedRequest, lists).inputs) == MAX_NUMBERS
 
 
 # ------------------------------------------------------------------------------------------------ on a server
