@@ -93,9 +93,8 @@ def test_a_person_can_chat_and_gets_what_the_interface_gives(
     expected = request(shipped.url, "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
     assert len(first) > 20 and first == expected
     facts = page.locator(".facts").last.text_content() or ""
-    assert re.search(
-        r"first token after [\d.]+ m?s · [\d,.]+ tokens/s · \d+ tokens in.*, \d+ out · ended by itself", facts
-    )
+    rate = r"(?: · [\d,.]+ tokens/s)?"  # there is none where a busy machine brings all of them in one piece
+    assert re.search(rf"first token after [\d.]+ m?s{rate} · \d+ tokens in.*, \d+ out · ended by itself", facts)
 
     # The conversation goes on, and the second answer knows the first.
     page.click(".system summary")
