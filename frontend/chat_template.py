@@ -115,7 +115,8 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
         log.warning(
             "%s: the chat template refuses every conversation that was tried (%s): chats will be refused, plain prompts work;"
             " correct the template if it is to be used",
-            *(name, " ".join(str(refusal).split())[:200]),
+            name,
+            " ".join(str(refusal).split())[:200],
         )
     bos = tokenizer.bos_token_id
     plain = [int(token) for token in tokenizer("a")["input_ids"]]

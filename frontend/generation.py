@@ -171,7 +171,10 @@ def _warn_of_no_end(checkpoint: Checkpoint) -> None:
     both = ("generation_config.json", CONFIG_FILE) if checkpoint.folder else ("its generation_config", "its config")
     log.warning(
         "%s: neither %s nor %s names an end token: texts end at their max_tokens; add eos_token_id to %s",
-        *(checkpoint.name, *both, both[0]),
+        checkpoint.name,
+        both[0],
+        both[1],
+        both[0],
     )
 
 

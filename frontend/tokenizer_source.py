@@ -251,7 +251,10 @@ def _lay_over(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], fold
         log.warning(
             "%s: files beside %s have %d added tokens that it has not, or under other ids (%s): left out; correct the one that"
             " is wrong",
-            *(folder, TOKENIZER_JSON, len(left_out), ", ".join(left_out[:3])),
+            folder,
+            TOKENIZER_JSON,
+            len(left_out),
+            ", ".join(left_out[:3]),
         )
     named = {str(token) for name in NAMED if (token := getattr(theirs, name, None)) is not None}
     named |= {str(token) for token in getattr(theirs, "all_special_tokens", ())}
@@ -329,7 +332,9 @@ def _warn_of_no_bos(processor: Any, config: Mapping[str, Any], name: str, folder
             "%s: %s has the BOS token %r, tokenizer_config.json no add_bos_token, and no BOS is written, as by transformers 5; 4"
             " wrote it with Llama's and Gemma's classes: if the model was trained with it, set add_bos_token to true in"
             " tokenizer_config.json",
-            *(folder, name, processor.id_to_piece(bos)),
+            folder,
+            name,
+            processor.id_to_piece(bos),
         )
 
 

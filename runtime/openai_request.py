@@ -61,7 +61,7 @@ FIXED_OF_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
 SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
 )
-# Of these, what a chat template hears of: nothing writes a plain prompt.
+# Fields that only a chat template reads: with a plain prompt, which no template writes, they are refused.
 OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
 # Variables that a template gets from here alone.
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")

@@ -109,7 +109,7 @@ class InferenceService:
     async def embed(self, request: pb.EmbedRequest) -> Answer:
         model = self.models.get(request.model)
         check_inputs(model, len(request.inputs))
-        inputs = await in_text_thread(lambda: [_input_of(model, *each) for each in enumerate(request.inputs)])
+        inputs = await in_text_thread(lambda: [_input_of(model, at, each) for at, each in enumerate(request.inputs)])
         vectors = await embed(model, inputs, request.dimensions if request.HasField("dimensions") else None)
         return await joined(_embeddings(vectors), vectors.values.size)
 

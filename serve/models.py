@@ -389,9 +389,7 @@ class Models:
         self._busy: dict[str, ModelState] = {}  # being loaded or unloaded
         self._reasons: dict[str, str] = {}  # why the last try to load it failed
         self._unloading: dict[str, asyncio.Task[None]] = {}
-        self._locks = WeakValueDictionary[
-            str, asyncio.Lock
-        ]()  # while somebody has or wants one: a name may be anybody's
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # of names that somebody changes now
         self._logs: dict[str, KvEventLog] = {}  # that outlive their models, as somebody publishes them
         self._places = Places(options.max_awake, options.drain_seconds)
         self._is_leaving = False  # the server shuts down

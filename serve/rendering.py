@@ -43,9 +43,8 @@ class Rendering:
                     " come back later"
                 )
             if self._leaving is not None and (made.cancelled() or isinstance(made.exception(), RequestError)):
-                raise EngineUnavailable(
-                    self._leaving.late
-                )  # its turn does not come, or the template's process was ended under it
+                # Its turn does not come, or the template's process was ended under it.
+                raise EngineUnavailable(self._leaving.late)
             return made.result()
         finally:
             turn.cancel()

@@ -285,12 +285,10 @@ class _Server:
         end = time.monotonic() + limit_seconds
         try:
             await self.models.drain(limit_seconds)
-        finally:
+        finally:  # subscriptions would go on for ever
             for model in self.models.served:
                 if model.kv_events is not None:
-                    model.kv_events.close(
-                        "the server is shutting down"
-                    )  # ends subscriptions, which would go on for ever
+                    model.kv_events.close("the server is shutting down")
         await self._under_way.over(end - time.monotonic())
 
     async def _drain(self, first: signal.Signals, signals: Signals) -> None:

@@ -111,7 +111,7 @@ def test_a_signal_leaves_nothing(tiny_llama_folder: Path, tmp_path: Path, number
 def test_a_signal_that_python_swallows_leaves_nothing(
     tiny_llama_folder: Path, tmp_path: Path, number: signal.Signals, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what is raised in a `__del__` Python only tells, as of a mistake; after the last of the weights nothing is reported."""
+    """An interrupt that lands in a `__del__`, where Python tells of exceptions and goes on, ends the compile all the same."""
 
     class Finalised:
         def __del__(self) -> None:

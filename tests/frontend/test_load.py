@@ -227,7 +227,7 @@ def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a repository the files that are read, and no weights a second time."""
+    """A hub repository's files that are read are downloaded, and its weights in another format are not."""
     folder, files = write(tmp_path, LLAMA), list[str]()
     weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     read = ["config.json", *weights, "tokenizer.json", "chat_template.jinja", "tokenizer.model"]

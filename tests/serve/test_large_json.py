@@ -166,6 +166,11 @@ def test_a_large_invalid_body_costs_little(server: Server, path: str, body: byte
     assert process.memory_info().rss - before < 200 << 20
 
 
+def scope_of(path: str) -> dict[str, Any]:
+    """What an ASGI application is told of a request."""
+    return {"type": "http", "method": "POST", "path": path, "headers": [], "raw_path": b"", "query_string": b""}
+
+
 def test_a_body_counts_no_more_once_its_answer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads an answer slowly keeps no place from others; a stream holds what it was asked."""
     monkeypatch.setattr(http_edge, "BODIES_AT_ONCE", 1)
@@ -186,7 +191,7 @@ def test_a_body_counts_no_more_once_its_answer_is_made(monkeypatch: pytest.Monke
             sent.append(message)
             begun.set()
 
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "raw_path": b"", "query_string": b""}
+        scope = scope_of(path)
         waiting.append(asyncio.create_task(edge(scope, receive, send)))
         await begun.wait()
         begun.clear()
@@ -220,14 +225,7 @@ def test_few_bodies_are_begun_with_at_once_and_one_long_one(num_bytes: int, most
         scope["started"]()  # which is said once or twice
 
     async def ask() -> None:
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/health",
-            "headers": [],
-            "raw_path": b"",
-            "query_string": b"",
-        }
+        scope = scope_of("/health")
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b"x" * num_bytes, "more_body": False}
@@ -263,14 +261,7 @@ def test_bodies_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/health",
-            "headers": [],
-            "raw_path": b"",
-            "query_string": b"",
-        }
+        scope = scope_of("/health")
         await edge(scope, receive, send)
         return sent
 
