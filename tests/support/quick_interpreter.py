@@ -1,6 +1,8 @@
 """Triton's interpreter with less to do, two thirds of whose time go where no result depends on it, and under any numpy.
 
-Call `use` where TRITON_INTERPRET=1, before a kernel runs. What is computed stays the same.
+Call `use` where TRITON_INTERPRET=1, before a kernel runs. What is computed stays the same, but for the order in which a dot
+product is summed: as on a GPU, it does not depend on where in its tile a row is. That of numpy's BLAS does on some machines
+(OpenBLAS with AVX2), so that tests which compare bits would fail there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import math
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
+from numpy.typing import NDArray
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -92,6 +96,20 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _matmul(left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """numpy's matmul without BLAS, summed in float64, as sums one after the other are less exact than BLAS's in float32."""
+    both = (each.astype(np.float64) for each in (left, right))
+    sums: NDArray[Any] = np.einsum("...mk,...kn->...mn", *both, optimize=False)
+    return sums.astype(dtype)
+
+
+def _without_blas() -> ModuleType:
+    """numpy, for the interpreter alone, with `_matmul`."""
+    module = ModuleType(np.__name__)
+    vars(module).update(vars(np), matmul=_matmul)
+    return module
+
+
 @functools.cache
 def use() -> None:
     """From now on, in this process."""
@@ -102,4 +120,5 @@ def use() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_once, _patch_tensor
     TritonSemantic.broadcast_impl_value = _broadcast
+    interpreter.np = _without_blas()
     tl.core.tensor.__init__, tl.core.block_type.__init__ = _init_tensor, _quick_block
