@@ -17,6 +17,8 @@ from inferc.codegen.target import Target
 from inferc.manifest import StoredWeight
 from inferc.passes.choose_kernels import ChooseKernels
 from inferc.program import Program, dtype_name
+from inferc.runtime.abi import cpu_features
+from inferc.runtime.onnx_model import session_for
 from inferc.weights import TensorReader, materialize, physical_shape
 
 ONNX, STANDARD = Target("onnx"), Target("onnx", ("standard",))
@@ -44,7 +46,10 @@ def session_of(made: Example, folder: Path, target: Target = ONNX) -> onnxruntim
     path = folder / "model.onnx"
     path.write_bytes(serialized(graph, results, "test 1"))
     onnx.checker.check_model(str(path), full_check=True)
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    for name, value in session_for(cpu_features()).items():
+        options.add_session_config_entry(name, value)
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def run_onnx(made: Example, folder: Path, target: Target = ONNX) -> list[Tensor]:

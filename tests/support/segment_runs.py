@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import tensorrt_network
 import torch
 from tensorrt_network import Evaluated
 from torch import Tensor, fx
@@ -12,6 +15,7 @@ from torch import Tensor, fx
 from inferc.codegen.segments import VIEWS, Segment, segment_of, segments_of
 from inferc.codegen.tensorrt.adapter import Building, to_build
 from inferc.codegen.tensorrt.segments import PROFILES, build, first_of_each
+from inferc.ops import quantize
 from inferc.program import Program
 from inferc.reference import IN_PLACE
 
@@ -60,3 +64,51 @@ def run_segments(
                 values[node] = call(node)
         hidden, logits = map(value, program.output().args[0])  # type: ignore[arg-type]
     return hidden, logits
+
+
+class Roundings:
+    """What a run by the references rounds (rows in int8 or fp8), for a run by networks to be compared with, and to go on from.
+
+    Sums that differ in their last bits may fall to different sides of a tie, which then is a difference of a whole step, in all
+    that comes behind it. So the numbers are compared before they are rounded.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around the references' run."""
+        within = quantize._within
+
+        def kept(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+            rows, scale = within(x, largest)
+            self._rows.append(rows)
+            return rows, scale
+
+        with mock.patch.object(quantize, "_within", kept):
+            yield
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Around the networks' run, in which as much is rounded, in the same order."""
+        within, rounded, rows = quantize._within, tensorrt_network.rounded, iter(self._rows)
+
+        def by_references(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+            found, scale = within(x, largest)
+            return _as_before(found, next(rows)), scale
+
+        def by_networks(value: Tensor, dtype: torch.dtype) -> Tensor:
+            return rounded(_as_before(value, next(rows)), dtype)
+
+        with (
+            mock.patch.object(quantize, "_within", by_references),
+            mock.patch.object(tensorrt_network, "rounded", by_networks),
+        ):
+            yield
+        assert next(rows, None) is None, "less was rounded than by the references"
+
+
+def _as_before(found: Tensor, expected: Tensor) -> Tensor:
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=float(1e-5 * expected.abs().max()))
+    return expected

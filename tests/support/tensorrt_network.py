@@ -208,18 +208,22 @@ def _slice(layer: Any) -> Callable[..., Tensor]:
 
 
 def _quantize(layer: Any) -> Callable[..., Tensor]:
-    """By one scale: to the nearest number, of two the even one, and no further than the ends."""
+    """By one scale."""
     dtype = DTYPES[layer.get_output(0).dtype]
 
     def run(value: Tensor, scale: Tensor) -> Tensor:
         assert scale.dim() == 0
-        within = value.float() / scale
-        if dtype == torch.float8_e4m3fn:
-            return within.clamp(-448, 448).to(dtype)
-        assert dtype == torch.int8
-        return within.round().clamp(-128, 127).to(dtype)
+        return rounded(value.float() / scale, dtype)
 
     return run
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest number of the dtype, of two the even one, and no further than the ends."""
+    if dtype == torch.float8_e4m3fn:
+        return value.clamp(-448, 448).to(dtype)
+    assert dtype == torch.int8
+    return value.round().clamp(-128, 127).to(dtype)
 
 
 def _dequantize(layer: Any) -> Callable[..., Tensor]:
