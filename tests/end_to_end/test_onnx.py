@@ -98,9 +98,10 @@ def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
 def test_weights_made_unsigned_give_the_same(
     target: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As onnxruntime is told to do on processors without VNNI (where both are one), and does elsewhere when it is told.
+    """An ONNX model gives the same logits where onnxruntime makes its int8 weights unsigned, which is for x86-64 without VNNI.
 
-    What `DequantizeLinear` widens too.
+    The other session is the one that this processor gets, so that on one without VNNI both are the same. Of `onnx:standard` it
+    is the weights that `DequantizeLinear` widens.
     """
     assert onnx_model.session_for(frozenset({"avx2", "avx512_vnni"})) == onnx_model.session_for(frozenset()) == {}
     exact = onnx_model.session_for(frozenset({"avx2", "avx512f"}))

@@ -208,7 +208,7 @@ def _slice(layer: Any) -> Callable[..., Tensor]:
 
 
 def _quantize(layer: Any) -> Callable[..., Tensor]:
-    """By one scale."""
+    """What a QUANTIZE layer computes: its input over one scale, rounded to the output's dtype."""
     dtype = DTYPES[layer.get_output(0).dtype]
 
     def run(value: Tensor, scale: Tensor) -> Tensor:
