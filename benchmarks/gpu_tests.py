@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_tests.py [OPTION OF PYTEST …]
 
+They run in a process for each core but two, all that share compiled models in one of these ("-n 0" of pytest: in this one).
 The row "tests" of benchmarks/results/gpu.json says how many passed, which failed and why others were skipped, with GPU,
 versions, commit and date.
 """
@@ -18,6 +19,7 @@ from xml.etree import ElementTree
 
 from gpu import RESULTS, merge
 
+from inferc.config import available_cores
 from inferc.errors import InfercError
 from inferc.runtime.cuda.driver import Driver
 
@@ -49,7 +51,8 @@ def main() -> None:
     driver.close()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", f"--junitxml={report}", *sys.argv[1:]]
+        spread = ["-n", str(max(1, available_cores() - 2)), "--dist", "loadgroup"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", f"--junitxml={report}", *spread, *sys.argv[1:]]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if report.exists():
             merge({"tests": outcome(report)}, driver.name, RESULTS)

@@ -38,7 +38,11 @@ from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.runner import CudaRunner
 from inferc.runtime.reference_runner import ReferenceRunner
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]  # the first waits for a process that compiles
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),  # the first waits for a process that compiles
+    pytest.mark.xdist_group("compiled models"),
+]
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 KNOWN = [name for name, family in FAMILIES.items() if family.since <= transformers.__version__]
 MODELS = [*(name for name in KNOWN if name not in REFUSED), *(path.name for path in sorted(SHIPPED.glob("tiny-*")))]
