@@ -212,7 +212,9 @@ def test_blocks_on_disk_have_the_same_bits(made: Made, name: str, tmp_path: Path
 
     expected, _ = answers()
     disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_bytes": 64 * block_bytes}
-    stored, _ = answers(**disk)  # all fits the GPU's memory: what is not yet written by the end is written as it is closed
+    stored, _ = answers(
+        **disk
+    )  # all fits the GPU's memory: what is not yet written by the end is written as it is closed
     assert stored == expected
     found, raised = answers(kv_memory_bytes=13 * block_bytes, **disk)
     assert found == expected and raised >= 5 * 7
