@@ -344,7 +344,7 @@ def deterministic_steady(bench: Bench) -> Row:
 
 
 def kernels(bench: Bench) -> Row:
-    """Every kernel at a model's shapes, beside PyTorch's own (benchmarks/gpu_kernels.py)."""
+    """Every kernel at a model's shapes, beside PyTorch's own (benchmarks/gpu_kernels.py); one that is off has an "error"."""
     from gpu_kernels import rows
 
     return {"kernels": rows(bench.driver, tiny=bench.scale == "tiny")}
@@ -433,7 +433,7 @@ def main() -> None:
         sys.exit(f"gpu.py: {error}")
     bench = Bench(driver, "tiny" if arguments.tiny else "real")
     found = run(bench, arguments.rows or list(DEFAULT), arguments.out)
-    if any("error" in row for row in found.values()):
+    if any("error" in row for row in [*found.values(), *found.get("kernels", {}).get("kernels", [])]):
         sys.exit(1)
 
 

@@ -278,10 +278,20 @@ def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {"kernel": bench.kernel, "shape": bench.shape, "us": round(ours, 2)}
     if bench.tensors[bench.out].is_cuda:
         found["torch_us"] = round(torch_microseconds(bench.reference), 2)
-        expected, written = bench.reference(), bench.tensors[bench.out]
-        torch.testing.assert_close(written, expected, rtol=bench.tolerance, atol=bench.tolerance)
+        found |= difference(bench.tensors[bench.out], bench.reference(), bench.tolerance)
     found["gb_per_s"] = round(bench.num_bytes / ours / 1e3, 1)
     found["tflop_per_s"] = round(bench.flops / ours / 1e6, 2)
+    return found
+
+
+def difference(written: torch.Tensor, expected: torch.Tensor, tolerance: float) -> dict[str, Any]:
+    """How far two tensors are apart at most, and an "error" where an element is further than `tolerance` (1 + |expected|)."""
+    assert written.shape == expected.shape
+    apart = (written.double() - expected.double()).abs()
+    found: dict[str, Any] = {"off": float(f"{apart.max().item():.3g}")}
+    outside = ~(apart <= tolerance * (1 + expected.double().abs()))  # NaN is outside
+    if outside.any():
+        found["error"] = f"{outside.sum().item()} of {outside.numel()} elements are off by more than {tolerance:g}"
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -200,3 +201,15 @@ def test_an_unknown_row_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit):
         gpu.main()
     assert "unknown row decode; known: bandwidth, kernels, 8b-decode" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_off_says_how_far_and_the_next_is_measured() -> None:
+    expected = torch.tensor([1.0, -4.0, 0.0], dtype=torch.bfloat16)
+    written = torch.tensor([1.0, -4.25, 0.5])
+    assert gpu_kernels.difference(written, expected, 0.5) == {"off": 0.5}
+    assert gpu_kernels.difference(written, expected, 0.1) == {
+        "off": 0.5,
+        "error": "1 of 3 elements are off by more than 0.1",
+    }
+    written[0] = torch.nan
+    assert gpu_kernels.difference(written, expected, 0.5)["error"] == "1 of 3 elements are off by more than 0.5"
