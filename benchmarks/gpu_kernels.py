@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,10 @@ def tiny(device: str = "cpu") -> Shape:
 
 @dataclass
 class Bench:
-    """A launch, what PyTorch has for it, and the least that both move and compute. before: a launch that it needs done."""
+    """A launch, what PyTorch has for it, and the least that both move and compute.
+
+    before: a launch that it needs done; exact: what is right, where PyTorch's rounds on the way (weights, the halves of a gate).
+    """
 
     kernel: str
     shape: str
@@ -81,6 +85,7 @@ class Bench:
     flops: int = 0
     tolerance: float = TOLERANCE
     before: list[Bench] = field(default_factory=list)
+    exact: Callable[[], Tensor] | None = None
 
     def all_tensors(self) -> dict[str, Tensor]:
         """By argument: the step's counts, and anything for what this specialisation does not read."""
@@ -127,45 +132,53 @@ def bound_for(rows: int) -> int | None:
     return next(bound for bound in ROW_BOUNDS if bound is None or rows <= bound)
 
 
-def weights(of: Shape, n: int, k: int, int8: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """A weight in bfloat16 for PyTorch, and as arguments of a kernel."""
+def weights(of: Shape, n: int, k: int, int8: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A weight in bfloat16 for PyTorch, the same in float32 without rounding, and as arguments of a kernel."""
     weight = of.numbers(n, k) / k**0.5
     if not int8:
-        return weight, {"weight_ptr": weight}
+        return weight, weight.float(), {"weight_ptr": weight}
     scale = weight.abs().amax(1).float() / 127
     integers = (weight / scale[:, None]).round().to(torch.int8)
-    return (integers * scale[:, None]).to(torch.bfloat16), {"weight_ptr": integers, "scale_ptr": scale}
+    exact = integers * scale[:, None]
+    return exact.to(torch.bfloat16), exact, {"weight_ptr": integers, "scale_ptr": scale}
 
 
 def product(of: Shape, tokens: int, n: int, k: int, int8: bool = False) -> Bench:
     x, out = of.numbers(tokens, k), of.numbers(tokens, n)
-    weight, tensors = weights(of, n, k, int8)
+    weight, exact, tensors = weights(of, n, k, int8)
     tensors.update(x_ptr=x, out_ptr=out)
     how = (False, False, bound_for(tokens), int8)
     source = linear("bfloat16", "bfloat16", "tokens", n, k, (k, n, n), *how)
 
-    def reference() -> Tensor:
+    def reference(x: Tensor = x, weight: Tensor = weight) -> Tensor:
         return functional.linear(x, weight)
 
     counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 2 * tokens * n * k
-    kernel = "linear_int8" if int8 else "linear"
-    return Bench(kernel, f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
+    bench = ("linear_int8" if int8 else "linear", f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference)
+    return Bench(*bench, counts, moved, flops, exact=partial(reference, x.float(), exact))
 
 
 def gated(of: Shape, tokens: int, int8: bool = False) -> Bench:
     n, k = of.intermediate, of.hidden
     x, out = of.numbers(tokens, k), of.numbers(tokens, n)
-    weight, tensors = weights(of, 2 * n, k, int8)
+    weight, exact, tensors = weights(of, 2 * n, k, int8)
     tensors.update(x_ptr=x, out_ptr=out)
     source = linear_silu_mul("bfloat16", "tokens", n, k, (k, n), False, bound_for(tokens), int8)
 
-    def reference() -> Tensor:
+    def reference(x: Tensor = x, weight: Tensor = weight) -> Tensor:
         gate, up = functional.linear(x, weight).chunk(2, -1)
         return functional.silu(gate) * up
 
     counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 4 * tokens * n * k
-    kernel = "linear_silu_mul_int8" if int8 else "linear_silu_mul"
-    return Bench(kernel, f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
+    bench = (
+        "linear_silu_mul_int8" if int8 else "linear_silu_mul",
+        f"{tokens} x {n} x {k}",
+        source,
+        tensors,
+        "out_ptr",
+        reference,
+    )
+    return Bench(*bench, counts, moved, flops, exact=partial(reference, x.float(), exact))
 
 
 def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
@@ -213,9 +226,9 @@ def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
     plan = torch.zeros(plan_bytes(seqs) // 4, device=of.device, dtype=torch.int32)
     source = attention_plan(of.kv_heads, query_limit(group), "causal", 0, of.programs)
     planned = Bench("attention_plan", "", source, {**lengths, "plan_ptr": plan}, "plan_ptr", lambda: plan, counts, 0)
-    partial = torch.zeros(partial_bytes(decode_rows(group), of.dim, of.programs) // 4, device=of.device)
+    parts = torch.zeros(partial_bytes(decode_rows(group), of.dim, of.programs) // 4, device=of.device)
     arrived = torch.zeros(of.programs, device=of.device, dtype=torch.int32)
-    tensors.update(plan_ptr=plan, partial_ptr=partial, arrived_ptr=arrived)
+    tensors.update(plan_ptr=plan, partial_ptr=parts, arrived_ptr=arrived)
     bench = ("decode_attention", f"{seqs} of {context}", decode_attention(shape, of.programs), tensors)
     return Bench(*bench, "out_ptr", reference, counts, moved, of_keys, before=[planned])
 
@@ -278,7 +291,7 @@ def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {"kernel": bench.kernel, "shape": bench.shape, "us": round(ours, 2)}
     if bench.tensors[bench.out].is_cuda:
         found["torch_us"] = round(torch_microseconds(bench.reference), 2)
-        found |= difference(bench.tensors[bench.out], bench.reference(), bench.tolerance)
+        found |= difference(bench.tensors[bench.out], (bench.exact or bench.reference)(), bench.tolerance)
     found["gb_per_s"] = round(bench.num_bytes / ours / 1e3, 1)
     found["tflop_per_s"] = round(bench.flops / ours / 1e6, 2)
     return found

@@ -31,6 +31,7 @@ from inferc.manifest import StoredWeight
 from inferc.passes.pipeline import LowerConfig, lower
 from inferc.passes.plan_memory import memory_plan
 from inferc.program import Program, dtype_name
+from inferc.runtime.bench import used_by_token
 from inferc.runtime.cuda.driver import Driver
 from inferc.runtime.cuda.memory import kv_available
 from inferc.runtime.cuda.runner import CudaRunner
@@ -71,7 +72,7 @@ def fill_random(dtype: str, count: int, scale: float, shift: float) -> Source:
 
 @dataclass
 class RandomModel:
-    """What a `CudaRunner` needs of an artifact."""
+    """What a `CudaRunner` needs of an artifact. read_bytes: of weights, by a decode step of one sequence."""
 
     path: Path
     program: dict[str, Any]
@@ -84,13 +85,7 @@ class RandomModel:
     max_model_len: int
     kv_bytes_per_token: int
     arch: str
-
-    @property
-    def read_bytes(self) -> int:
-        """Of weights, by a decode step: all but the embedding, of which it reads a row."""
-        held = {weight.offset: weight for weight in self.weights}
-        tied = len(held) < len(self.weights)
-        return sum(weight.num_bytes for weight in held.values() if tied or "embed" not in weight.name)
+    read_bytes: float
 
     def place_weights(self, driver: Driver, base: int) -> dict[str, int]:
         """Draw all weights at `base` and on; norms lie around 1."""
@@ -193,7 +188,7 @@ def random_model(
     step = emit(program, plan.values)
     contents: dict[str, bytes] = {}
     folders, _ = write_code(step, [arch], contents.__setitem__, lambda done, total: None, with_ptx=False)
-    groups = program_lib.to_json(program)["kv_groups"]
+    graph = program_lib.to_json(program)
     sizes = [of.bytes_per_token for of in program.kv_groups]
     weights, stored = [], {each: index for index, each in enumerate(program.weights.values())}
     for name, weight in program.weights.items():
@@ -208,9 +203,10 @@ def random_model(
         contents=contents,
         weights=weights,
         model={"vocab_size": config.vocab_size},
-        kv_groups=[{**group, "bytes_per_token": size} for group, size in zip(groups, sizes, strict=True)],
+        kv_groups=[{**group, "bytes_per_token": size} for group, size in zip(graph["kv_groups"], sizes, strict=True)],
         block_size=program.block_size,
         max_model_len=max_model_len,
         kv_bytes_per_token=sum(sizes),
         arch=arch,
+        read_bytes=used_by_token(graph["nodes"], weights)[0],
     )

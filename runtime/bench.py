@@ -9,13 +9,16 @@ import math
 import queue
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from inferc.errors import RequestError
 from inferc.kv_pools import CacheGroup, cache_groups
 from inferc.machine import cpuinfo, measure_read, peak_flops
+from inferc.manifest import StoredWeight
 from inferc.runtime.artifact import Artifact
 from inferc.runtime.engine_loop import EngineClient, Event, Failed
 from inferc.runtime.sampling_params import SamplingParams
@@ -43,7 +46,8 @@ class ModelCost:
 
 def model_cost(artifact: Artifact) -> ModelCost:
     """By the lowered graphs of all ranks: a lookup costs nothing, and of experts a token uses only the routed ones."""
-    used = [_used(rank) for rank in artifact.ranks]
+    ep = int(artifact.config["ep"])
+    used = [used_by_token(rank.program["program"]["nodes"], rank.weights, ep) for rank in artifact.ranks]
     return ModelCost(
         dtype=str(artifact.config["dtype"]),
         vocab_size=int(artifact.model["vocab_size"]),
@@ -54,13 +58,16 @@ def model_cost(artifact: Artifact) -> ModelCost:
     )
 
 
-def _used(artifact: Artifact) -> tuple[float, float]:
-    """Bytes and elements of one rank's weights that a token uses; of experts its share of the chosen ones."""
-    nodes = artifact.program["program"]["nodes"]
+def used_by_token(
+    nodes: Sequence[Mapping[str, Any]], stored: Sequence[StoredWeight], ep: int = 1
+) -> tuple[float, float]:
+    """Bytes and elements of one rank's weights that a token uses; of experts its share of the chosen ones.
+
+    nodes: of the rank's lowered graph, as `program.to_json` has them; ep: ranks that share the experts.
+    """
     weight_of = {node["id"]: node["target"] for node in nodes if node["op"] == "get_attr"}
-    weights = {weight.name: weight for weight in artifact.weights}
-    top_k = next((node["args"][2] for node in nodes if node.get("target") == "inferc.moe_routing"), 0)
-    top_k /= int(artifact.config["ep"])
+    weights = {weight.name: weight for weight in stored}
+    top_k = next((node["args"][2] for node in nodes if node.get("target") == "inferc.moe_routing"), 0) / ep
     share = dict.fromkeys(weights, 0.0)
     for node in nodes:
         if node["op"] != "call_function" or node["target"] in ("aten.embedding", "inferc.embedding_int8"):

@@ -21,6 +21,7 @@ import gpu_tune
 from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda
 from random_models import make_random_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from inferc.codegen.triton import build as build_module
 from inferc.codegen.triton import builders, product_calls, tuning
@@ -213,3 +214,32 @@ def test_a_kernel_that_is_off_says_how_far_and_the_next_is_measured() -> None:
     }
     written[0] = torch.nan
     assert gpu_kernels.difference(written, expected, 0.5)["error"] == "1 of 3 elements are off by more than 0.5"
+
+
+def test_kernels_are_held_to_numbers_without_the_roundings_of_pytorchs() -> None:
+    products = [bench for bench in gpu_kernels.benches(gpu_kernels.tiny()) if bench.exact is not None]
+    names = {f"{name}{suffix}" for name in ("linear", "linear_silu_mul") for suffix in ("", "_int8")}
+    assert {bench.kernel for bench in products} == names
+    for bench in products:
+        assert bench.exact is not None
+        exact = bench.exact()
+        assert exact.dtype == torch.float32
+        x, weight = bench.tensors["x_ptr"].double(), bench.tensors["weight_ptr"].double()
+        scale = bench.tensors.get("scale_ptr", torch.ones(1)).double()
+        out = x @ weight.T * scale
+        if "silu" in bench.kernel:
+            gate, up = out.chunk(2, -1)
+            out = gate * torch.sigmoid(gate) * up
+        torch.testing.assert_close(exact.double(), out, rtol=1e-5, atol=1e-5)
+        assert "error" not in gpu_kernels.difference(bench.reference(), exact, bench.tolerance)
+
+
+def test_a_tied_head_is_read_and_an_embedding_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_model, "write_code", lambda *arguments, **options: ({}, None))
+    tied, apart = (
+        gpu_model.random_model({**gpu.TINY, "tie_word_embeddings": value}, "sm_90", max_model_len=256).read_bytes
+        for value in (True, False)
+    )
+    config = AutoConfig.for_model(**gpu.TINY, tie_word_embeddings=True)
+    frequencies = 4 * (gpu.TINY["head_dim"] // 2)  # in float32
+    assert tied == apart == 2 * AutoModelForCausalLM.from_config(config).num_parameters() + frequencies
