@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import transformers
 from fake_tensorrt import on_fake_gpu, plans_are_kept
 from families import DENSE, FAMILIES
 from greedy import greedy_of_hugging_face
 from random_models import make_random_model
 from real_gpu import chip, need_gpu
+from segment_runs import Roundings
+from torch import Tensor
 
 import inferc
+from inferc import reference
 from inferc.certify import run_kernels
 from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import to_build
@@ -26,8 +31,13 @@ from inferc.compiler import compile
 from inferc.config import CompileConfig, DType, Quantize
 from inferc.drift import measure
 from inferc.errors import UnsupportedError
+from inferc.frontend.export import capture
+from inferc.frontend.load import load
 from inferc.manifest import TENSORRT_LAYERS
+from inferc.passes.pipeline import LowerConfig, lower
 from inferc.passes.quantize.schemes import SCHEMES
+from inferc.program import Program
+from inferc.reference import run_lowered, weight_reader
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "models"
@@ -78,7 +88,7 @@ def test_in_16_bits_the_numbers_are_close(model: str, dtype: str, tmp_path: Path
 )
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("w8a8", marks=SLOW)])
 def test_in_integers(model: str, scheme: Quantize, tmp_path: Path) -> None:
-    """The tokens of the cpu target with the same integers and scales; the plan holds integers."""
+    """What the cpu target computes with the same integers and scales, in int8 its tokens too; the plan holds integers."""
     config = replace(FLOAT32, quantize=scheme, max_model_len=256)
     with plans_are_kept() as known:
         quantized = compile(SHIPPED / model, tmp_path / "out", config)
@@ -90,8 +100,51 @@ def test_in_integers(model: str, scheme: Quantize, tmp_path: Path) -> None:
     with on_fake_gpu(known):
         _, ours, greedy = run_kernels(tmp_path / "out", prompts, 16)
     _, theirs, expected = run_kernels(tmp_path / "cpu", prompts, 16)
-    assert greedy == expected
-    assert float(measure(ours, theirs).kl.mean()) < (1e-8 if scheme == "int8" else 1e-3)  # integers of rows tip
+    if scheme == "int8":
+        assert greedy == expected and float(measure(ours, theirs).kl.mean()) < 1e-8
+    else:  # rows that fall to the other side of a tie change all that comes behind them
+        assert float(measure(ours, theirs).kl.mean()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [
+        ("tiny-draft", "w8a8"),
+        *(
+            pytest.param(*each, marks=SLOW)
+            for each in (("tiny-moe", "w8a8"), ("tiny-llama", "w8a8"), ("tiny-draft", "fp8"))
+        ),
+    ],
+)
+def test_rows_are_the_references_before_each_rounding_to_8_bits(model: str, scheme: Quantize, tmp_path: Path) -> None:
+    """And logits behind them, step by step: prompts in chunks, with what the plan has written to the caches."""
+    target = "tensorrt:sm_89" if scheme == "fp8" else FLOAT32.target
+    how = replace(FLOAT32, target=target, quantize=scheme, max_model_len=128)
+    with plans_are_kept() as known:
+        compile(SHIPPED / model, tmp_path / "out", how)
+    (plan,) = known.values()
+    checkpoint = load(SHIPPED / model)
+    program = capture(checkpoint, how.dtype, 128, check=False)
+    lower(program, LowerConfig(Target.parse(how.target), quantize=how.quantize))
+    read_weight = weight_reader(program, checkpoint.reader)
+    for weight in program.weights:
+        read_weight(weight)  # and keep it, so that what is rounded below are rows alone
+    prompts = [[(11 * i * i + 7 * length) % 290 + 5 for i in range(length)] for length in (1, 128, 17)]
+    roundings = Roundings()
+    with roundings.recorded():
+        want = run_lowered(program, read_weight, prompts, 16)
+
+    def step(_: Program, inputs: dict[str, Tensor], __: object) -> tuple[Tensor, Tensor]:
+        found = plan.network({name: inputs[name] for name in plan.network.shapes})
+        for name, value in found.items():
+            if name.endswith(".out"):
+                inputs[name.removesuffix(".out")].copy_(value)
+        return found["hidden"], found["logits"]
+
+    with roundings.followed(), mock.patch.object(reference, "run_step", step):
+        found = run_lowered(program, read_weight, prompts, 16)
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=float(1e-5 * theirs.abs().max()))
 
 
 @pytest.mark.parametrize("model", ["tiny-draft", pytest.param("tiny-llama", marks=SLOW)])
