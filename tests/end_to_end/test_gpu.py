@@ -212,9 +212,8 @@ def test_blocks_on_disk_have_the_same_bits(made: Made, name: str, tmp_path: Path
 
     expected, _ = answers()
     disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_bytes": 64 * block_bytes}
-    stored, _ = answers(
-        **disk
-    )  # all fits the GPU's memory: what is not yet written by the end is written as it is closed
+    # All of it fits the GPU's memory here, and what is not written by the end is written as it is closed.
+    stored, _ = answers(**disk)
     assert stored == expected
     found, raised = answers(kv_memory_bytes=13 * block_bytes, **disk)
     assert found == expected and raised >= 5 * 7
