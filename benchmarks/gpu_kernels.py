@@ -154,8 +154,18 @@ def product(of: Shape, tokens: int, n: int, k: int, int8: bool = False) -> Bench
         return functional.linear(x, weight)
 
     counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 2 * tokens * n * k
-    bench = ("linear_int8" if int8 else "linear", f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference)
-    return Bench(*bench, counts, moved, flops, exact=partial(reference, x.float(), exact))
+    return Bench(
+        kernel="linear_int8" if int8 else "linear",
+        shape=f"{tokens} x {n} x {k}",
+        source=source,
+        tensors=tensors,
+        out="out_ptr",
+        reference=reference,
+        counts=counts,
+        num_bytes=moved,
+        flops=flops,
+        exact=partial(reference, x.float(), exact),
+    )
 
 
 def gated(of: Shape, tokens: int, int8: bool = False) -> Bench:
@@ -170,15 +180,18 @@ def gated(of: Shape, tokens: int, int8: bool = False) -> Bench:
         return functional.silu(gate) * up
 
     counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 4 * tokens * n * k
-    bench = (
-        "linear_silu_mul_int8" if int8 else "linear_silu_mul",
-        f"{tokens} x {n} x {k}",
-        source,
-        tensors,
-        "out_ptr",
-        reference,
+    return Bench(
+        kernel="linear_silu_mul_int8" if int8 else "linear_silu_mul",
+        shape=f"{tokens} x {n} x {k}",
+        source=source,
+        tensors=tensors,
+        out="out_ptr",
+        reference=reference,
+        counts=counts,
+        num_bytes=moved,
+        flops=flops,
+        exact=partial(reference, x.float(), exact),
     )
-    return Bench(*bench, counts, moved, flops, exact=partial(reference, x.float(), exact))
 
 
 def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
