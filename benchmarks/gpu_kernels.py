@@ -154,18 +154,10 @@ def product(of: Shape, tokens: int, n: int, k: int, int8: bool = False) -> Bench
         return functional.linear(x, weight)
 
     counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 2 * tokens * n * k
-    return Bench(
-        kernel="linear_int8" if int8 else "linear",
-        shape=f"{tokens} x {n} x {k}",
-        source=source,
-        tensors=tensors,
-        out="out_ptr",
-        reference=reference,
-        counts=counts,
-        num_bytes=moved,
-        flops=flops,
-        exact=partial(reference, x.float(), exact),
-    )
+    kernel = "linear_int8" if int8 else "linear"
+    made = Bench(kernel, f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
+    made.exact = partial(reference, x.float(), exact)
+    return made
 
 
 def gated(of: Shape, tokens: int, int8: bool = False) -> Bench:
@@ -180,18 +172,10 @@ def gated(of: Shape, tokens: int, int8: bool = False) -> Bench:
         return functional.silu(gate) * up
 
     counts, moved, flops = {"num_tokens": tokens}, size(x, tensors["weight_ptr"], out), 4 * tokens * n * k
-    return Bench(
-        kernel="linear_silu_mul_int8" if int8 else "linear_silu_mul",
-        shape=f"{tokens} x {n} x {k}",
-        source=source,
-        tensors=tensors,
-        out="out_ptr",
-        reference=reference,
-        counts=counts,
-        num_bytes=moved,
-        flops=flops,
-        exact=partial(reference, x.float(), exact),
-    )
+    kernel = "linear_silu_mul_int8" if int8 else "linear_silu_mul"
+    made = Bench(kernel, f"{tokens} x {n} x {k}", source, tensors, "out_ptr", reference, counts, moved, flops)
+    made.exact = partial(reference, x.float(), exact)
+    return made
 
 
 def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:

@@ -51,7 +51,7 @@ def reference_outputs(folder: Path) -> tuple[list[list[int]], list[torch.Tensor]
 
 
 def logits_in_float64(folder: Path) -> list[torch.Tensor]:
-    """Of transformers' own eager code, for all positions of each prompt."""
+    """The logits that transformers' eager code gives in float64, for all positions of each prompt."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )

@@ -44,6 +44,8 @@ SHIPPED = ROOT / "examples" / "models"
 FLOAT32 = CompileConfig(target="tensorrt:sm_86", dtype="float32", certify="none")
 SLOW = pytest.mark.slow
 GREEDY = inferc.SamplingParams(temperature=0.0, ignore_eos=True)
+# Of a model and scheme, the prompt whose two likeliest tokens are 0.07 apart: rows rounded to the other side of a tie move more.
+NEAR_TIES = {("tiny-moe", "w8a8"): 1}
 
 
 def test_tokens_are_hugging_faces(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_in_16_bits_the_numbers_are_close(model: str, dtype: str, tmp_path: Path
 )
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("w8a8", marks=SLOW)])
 def test_in_integers(model: str, scheme: Quantize, tmp_path: Path) -> None:
-    """What the cpu target computes with the same integers and scales, in int8 its tokens too; the plan holds integers."""
+    """The tokens of the cpu target with the same integers and scales; the plan holds integers."""
     config = replace(FLOAT32, quantize=scheme, max_model_len=256)
     with plans_are_kept() as known:
         quantized = compile(SHIPPED / model, tmp_path / "out", config)
@@ -100,10 +102,9 @@ def test_in_integers(model: str, scheme: Quantize, tmp_path: Path) -> None:
     with on_fake_gpu(known):
         _, ours, greedy = run_kernels(tmp_path / "out", prompts, 16)
     _, theirs, expected = run_kernels(tmp_path / "cpu", prompts, 16)
-    if scheme == "int8":
-        assert greedy == expected and float(measure(ours, theirs).kl.mean()) < 1e-8
-    else:  # rows that fall to the other side of a tie change all that comes behind them
-        assert float(measure(ours, theirs).kl.mean()) < 1e-3
+    decided = [index for index in range(len(prompts)) if index != NEAR_TIES.get((model, scheme))]
+    assert [greedy[index] for index in decided] == [expected[index] for index in decided]
+    assert float(measure(ours, theirs).kl.mean()) < (1e-8 if scheme == "int8" else 1e-3)  # integers of rows tip
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_in_integers(model: str, scheme: Quantize, tmp_path: Path) -> None:
     ],
 )
 def test_rows_are_the_references_before_each_rounding_to_8_bits(model: str, scheme: Quantize, tmp_path: Path) -> None:
-    """And logits behind them, step by step: prompts in chunks, with what the plan has written to the caches."""
+    """A whole plan's rows before each rounding, and its logits, are the references', by prompts in chunks over its own caches."""
     target = "tensorrt:sm_89" if scheme == "fp8" else FLOAT32.target
     how = replace(FLOAT32, target=target, quantize=scheme, max_model_len=128)
     with plans_are_kept() as known:

@@ -345,9 +345,8 @@ def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
 
 
 PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-NORMALIZED = {
-    "normalization_rule_name": "nmt_nfkc"
-}  # with a table, as real models of XGLM, whose class cannot do without
+# By a table, as real models of XGLM are, whose class cannot do without one.
+NORMALIZED = {"normalization_rule_name": "nmt_nfkc"}
 
 
 @pytest.mark.parametrize(
