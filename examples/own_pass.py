@@ -9,12 +9,19 @@ from torch import Tensor, fx, ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import inferc
-from inferc.codegen.cpp.calls import Builder, cpp_float
-from inferc.codegen.cpp.values import Call, cpp_type, row_count
-from inferc.codegen.kernels import OTHER_TARGET, Kernel
-from inferc.codegen.values import Values
-from inferc.ops.registry import define, like_first
-from inferc.passes.rewrite import Rewrite
+from inferc.extend import (
+    OTHER_TARGET,
+    Builder,
+    Call,
+    Kernel,
+    Rewrite,
+    Values,
+    cpp_float,
+    cpp_type,
+    define,
+    like_first,
+    row_count,
+)
 
 
 @define("example::add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool early) -> Tensor", like_first)

@@ -159,9 +159,7 @@ def _checked(found: Any, spec: str) -> UserPass:
 
 def _kernels(found: Any, spec: str) -> tuple[Kernel, ...]:
     if not isinstance(found, tuple) or not all(isinstance(each, Kernel) for each in found):
-        raise ConfigError(
-            f"--pass {spec}: its `kernels` are {found!r}, expected a tuple of inferc.codegen.kernels.Kernel"
-        )
+        raise ConfigError(f"--pass {spec}: its `kernels` are {found!r}, expected a tuple of inferc.extend.Kernel")
     for each in found:
         if each.backend != "cpp" or not each.emit:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """The folders at the root, the links to them, and which way imports go."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ SEES_EVERY_STAGE = {
     "compiler.py",
     "certify.py",
     "diff.py",
+    "extend.py",
     "verify.py",
     "explain_model.py",
     "__main__.py",
@@ -62,6 +64,13 @@ def imports(path: Path, *, when_imported: bool = False) -> list[str]:
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write inferc.{path.parent.name}"
             found += [f"{node.module}.{name.name}" for name in node.names]
     return found
+
+
+def imported_modules(path: Path) -> list[str]:
+    """The modules that a file names in its import statements, without the names taken from them."""
+    tree = ast.parse(path.read_text())
+    plain = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    return plain + [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
 
 
 def stage_of(module: str) -> str | None:
@@ -140,6 +149,19 @@ def test_only_the_command_line_prints() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not wrong
+
+
+def test_examples_and_the_page_on_extending_import_no_deep_module() -> None:
+    """What users are shown is what stays: `inferc`, its clients, and `inferc.extend`."""
+    public = {"inferc", "inferc.client", "inferc.extend"}
+    shown = [(path, module) for path in modules(ROOT / "examples") for module in imported_modules(path)]
+    page = ROOT / "docs" / "extending.md"
+    shown += [(page, module) for module in re.findall(r"\b(?:from|import) (inferc[\w.]*)", page.read_text())]
+    assert {module for _, module in shown} >= {"inferc", "inferc.extend"}
+    assert not [
+        f"{path.name}: {module}" for path, module in shown if module.split(".")[0] == "inferc" and module not in public
+    ]
+    assert not re.findall(r"inferc\.(?:" + "|".join(STAGES) + r")\.[\w.]+", page.read_text())
 
 
 def test_nothing_needs_inferc_to_be_installed() -> None:

@@ -374,7 +374,7 @@ REFUSED = {
     "no_name": ((leave_alone,), "has the name None, expected letters, digits and _: give it an attribute `name`"),
     "path_name": ((a_pass(leave_alone, "../x"),), "has the name '../x', expected letters"),
     "after": ((a_pass(leave_alone, after=3),), "its `after` is 3, expected the name of a pass"),
-    "kernels": ((a_pass(leave_alone, kernels=[HALVE]),), "expected a tuple of inferc.codegen.kernels.Kernel"),
+    "kernels": ((a_pass(leave_alone, kernels=[HALVE]),), "expected a tuple of inferc.extend.Kernel"),
     "triton": ((a_pass(leave_alone, kernels=(cpp("k", "triton"),)),), "has the backend 'triton'"),
     "no_emit": ((a_pass(leave_alone, kernels=(cpp("k", emit=""),)),), "kernel k has the backend 'cpp' and emit ''"),
     "headers": ((a_pass(leave_alone, headers="/no/such"),), "its `headers` are '/no/such', expected a folder"),

@@ -1,0 +1,38 @@
+"""The names that a pass, an op or a kernel from outside of inferc is made of: `from inferc.extend import Rewrite`.
+
+docs/extending.md teaches them, examples/own_pass.py uses them. They stay where they are; the modules that they come from
+are inferc's own and may move. Imports torch, and nothing that reads a checkpoint.
+"""
+
+from inferc.codegen.cpp.calls import Builder, cpp_float
+from inferc.codegen.cpp.values import Call, cpp_type, row_count
+from inferc.codegen.kernels import OTHER_CASE, OTHER_TARGET, Kernel
+from inferc.codegen.target import Target
+from inferc.codegen.values import Operand, Values
+from inferc.ops.registry import define, like_first
+from inferc.passes.rewrite import Rewrite, infer_types, no_rewrite
+from inferc.program import Program, name_of, named_arguments
+from inferc.weights import Weight
+
+__all__ = [
+    "OTHER_CASE",
+    "OTHER_TARGET",
+    "Builder",
+    "Call",
+    "Kernel",
+    "Operand",
+    "Program",
+    "Rewrite",
+    "Target",
+    "Values",
+    "Weight",
+    "cpp_float",
+    "cpp_type",
+    "define",
+    "infer_types",
+    "like_first",
+    "name_of",
+    "named_arguments",
+    "no_rewrite",
+    "row_count",
+]
