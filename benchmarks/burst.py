@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from inferc.kv_pools import CacheGroup
-from inferc.runtime.engine import Engine, ModelLimits
-from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler import Scheduler
-from inferc.runtime.scheduler_config import SchedulerConfig
-from inferc.runtime.simulate import CostRunner, VirtualClock
-from inferc.runtime.step_cost import StepCost
-from inferc.runtime.trace import Trace
+from inferc.kv_groups import CacheGroup
+from inferc.runtime.engine.engine import Engine, ModelLimits
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.scheduler.scheduler import Scheduler
+from inferc.runtime.simulate.simulate import CostRunner, VirtualClock
+from inferc.runtime.simulate.trace import Trace
+from inferc.runtime.step.cost import StepCost
+from inferc.runtime.step.sampling_params import SamplingParams
 
 SYSTEM_LEN, OWN_LEN = 512, (32, 256)
 MIN_OUTPUT, TYPICAL_OUTPUT, MAX_OUTPUT = 16, 80, 224

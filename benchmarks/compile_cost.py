@@ -29,7 +29,7 @@ from typing import Any
 from measured import ROOT, report
 
 from inferc.config import available_cores
-from inferc.machine import measure_read
+from inferc.cost.machine import measure_read
 
 INFERC = (sys.executable, "-m", "inferc")
 LAYERS_SHAPE, WHOLE_SHAPE = "llama-3.1-70b", "llama-3.1-8b"
@@ -118,10 +118,10 @@ def capture_and_lower(folder: str) -> dict[str, float]:
     from inferc.codegen.cpp.emit import emit
     from inferc.codegen.target import Target
     from inferc.frontend.check import check_capture
+    from inferc.frontend.checkpoint.load import load
     from inferc.frontend.export import export_model
-    from inferc.frontend.load import load
+    from inferc.passes.lower.plan_memory import memory_plan
     from inferc.passes.pipeline import LowerConfig, lower
-    from inferc.passes.plan_memory import memory_plan
 
     part("import")
     checkpoint = load(folder)

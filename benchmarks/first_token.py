@@ -20,7 +20,7 @@ from pathlib import Path
 from measured import ROOT, report
 
 from inferc.config import available_cores
-from inferc.machine import measure_read
+from inferc.cost.machine import measure_read
 
 INFERC = (sys.executable, "-m", "inferc")
 

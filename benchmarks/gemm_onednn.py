@@ -35,10 +35,10 @@ from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.kernels import PANELS
 from inferc.config import available_cores
-from inferc.machine import measure_read
-from inferc.passes.plan_memory import padded
-from inferc.runtime.abi import choose_isa
-from inferc.weights import LAYOUTS
+from inferc.cost.machine import measure_read
+from inferc.ir.weights import LAYOUTS
+from inferc.passes.lower.plan_memory import padded
+from inferc.runtime.runners.cpu.abi import choose_isa
 
 SOURCE = r"""
 #include "exchange.h"

@@ -37,14 +37,14 @@ from measured import ROOT, report
 from peers.environments import HERE as PEERS
 from peers.environments import peers
 
+from inferc.bench.candidates import highest_good, next_rung
+from inferc.bench.endpoints import Target
+from inferc.bench.figures import Goals, ServeResult
+from inferc.bench.own_server import serving
+from inferc.bench.session import Settings, measure
+from inferc.bench.workload import PATTERNS, Arrivals, Lengths
 from inferc.config import available_cores
-from inferc.machine import measure_read
-from inferc.serve.bench.candidates import highest_good, next_rung
-from inferc.serve.bench.endpoints import Target
-from inferc.serve.bench.figures import Goals, ServeResult
-from inferc.serve.bench.own_server import serving
-from inferc.serve.bench.session import Settings, measure
-from inferc.serve.bench.workload import PATTERNS, Arrivals, Lengths
+from inferc.cost.machine import measure_read
 
 ENGINES = ("inferc-bfloat16", "vllm-bfloat16", "openvino-bfloat16", "inferc-w8a8", "openvino-int8")
 STEP, LOWEST_RUNG = 1.1, -30  # between two rates; the lowest is 0.06 requests a second
@@ -245,7 +245,7 @@ def ratio(first: dict[str, Any], row: dict[str, Any]) -> float | None:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """The good share over the rate, a line for each engine; of several turns the mean."""
-    from inferc.serve.bench.plot import saved_figure
+    from inferc.bench.plot import saved_figure
 
     goals = result["objectives"]
     title = f"{result['model']}, {result['arrivals']} arrivals: {result['lengths'][0]} tokens in, {result['lengths'][1]} out"

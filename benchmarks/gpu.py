@@ -25,14 +25,14 @@ import triton.language as tl
 from gpu_model import RandomModel, random_model
 from measured import circumstances
 
-from inferc.codegen.triton.build import build
-from inferc.codegen.triton.source import POINTERS, Source
+from inferc.codegen.triton.aot.build import build
+from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.errors import InfercError
-from inferc.runtime.cuda import shared_prefixes
-from inferc.runtime.cuda.driver import Driver
-from inferc.runtime.engine import Engine
-from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.step import SampleRows, StepPlan
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.runners.cuda import shared_prefixes
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.step.plan import SampleRows, StepPlan
+from inferc.runtime.step.sampling_params import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 READ_BLOCK = 4096

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
-from inferc.codegen.triton.attention_decode import decode_attention, partial_bytes
-from inferc.codegen.triton.attention_plan import attention_plan, plan_bytes
-from inferc.codegen.triton.attention_prefill import prefill_attention
-from inferc.codegen.triton.attention_tiles import AttentionShape, decode_rows, query_limit
-from inferc.codegen.triton.build import build
-from inferc.codegen.triton.gemm import ROW_BOUNDS
-from inferc.codegen.triton.linear import linear
-from inferc.codegen.triton.linear_silu_mul import linear_silu_mul
-from inferc.codegen.triton.occupancy import PROGRAMS
-from inferc.codegen.triton.rms_norm import how_scaled, rms_norm
-from inferc.codegen.triton.source import Source
-from inferc.runtime.cuda.driver import Driver
+from inferc.codegen.triton.aot.build import build
+from inferc.codegen.triton.aot.occupancy import PROGRAMS
+from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.kernels.attention_decode import decode_attention, partial_bytes
+from inferc.codegen.triton.kernels.attention_plan import attention_plan, plan_bytes
+from inferc.codegen.triton.kernels.attention_prefill import prefill_attention
+from inferc.codegen.triton.kernels.attention_tiles import AttentionShape, decode_rows, query_limit
+from inferc.codegen.triton.kernels.gemm import ROW_BOUNDS
+from inferc.codegen.triton.kernels.linear import linear
+from inferc.codegen.triton.kernels.linear_silu_mul import linear_silu_mul
+from inferc.codegen.triton.kernels.rms_norm import how_scaled, rms_norm
+from inferc.ir import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
+from inferc.runtime.runners.cuda.driver import Driver
 
 REPEATS = 50
 FLUSH_BYTES = 256 << 20  # more than any L2: every launch finds its inputs in memory

@@ -16,27 +16,27 @@ import triton.language as tl
 from make_model import SHAPES
 from transformers import AutoConfig
 
-from inferc import program as program_lib
-from inferc import weights as weight_lib
 from inferc.codegen.target import Target
-from inferc.codegen.triton.build import build
+from inferc.codegen.triton.aot.build import build
+from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.code import write_code
 from inferc.codegen.triton.emit import CudaStep, emit
-from inferc.codegen.triton.source import POINTERS, Source
 from inferc.config import EngineConfig, ResolvedEngineConfig
+from inferc.frontend.checkpoint.load import from_config
 from inferc.frontend.export import capture
-from inferc.frontend.load import from_config
-from inferc.kv_pools import cache_groups
+from inferc.ir import program as program_lib
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, dtype_name
+from inferc.kv_groups import cache_groups
 from inferc.manifest import StoredWeight
+from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, lower
-from inferc.passes.plan_memory import memory_plan
-from inferc.program import Program, dtype_name
-from inferc.runtime.bench import used_by_token
-from inferc.runtime.cuda.driver import Driver
-from inferc.runtime.cuda.memory import kv_available
-from inferc.runtime.cuda.runner import CudaRunner
-from inferc.runtime.engine import Engine, ModelLimits
-from inferc.runtime.scheduler_config import SchedulerConfig
+from inferc.runtime.engine.engine import Engine, ModelLimits
+from inferc.runtime.measure.bench import used_by_token
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda.memory import kv_available
+from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.scheduler.config import SchedulerConfig
 
 STD = 0.02
 FILL_BLOCK = 1024

@@ -13,9 +13,9 @@ from typing import Any
 from make_model import make_model
 from rich.console import Console
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.runners.cuda.driver import Driver
 
 TARGET_S = 2.0
 REPEATS = 3

@@ -21,7 +21,7 @@ from gpu import RESULTS, merge
 
 from inferc.config import available_cores
 from inferc.errors import InfercError
-from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.runners.cuda.driver import Driver
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_PASSED = ("failure", "error", "skipped")

@@ -26,16 +26,16 @@ import numpy as np
 from gpu import TINY, elapsed_ms
 from gpu_model import random_step
 
-from inferc.codegen.triton.build import Cubin
-from inferc.codegen.triton.builders import Builders, Job
-from inferc.codegen.triton.launch import CUBLASLT, LibraryChoice
-from inferc.codegen.triton.source import COUNTS, Source
-from inferc.codegen.triton.tuning import FOLDER, TILES, shape_of
+from inferc.codegen.triton.aot.build import Cubin
+from inferc.codegen.triton.aot.builders import Builders, Job
+from inferc.codegen.triton.aot.launch import CUBLASLT, LibraryChoice
+from inferc.codegen.triton.aot.source import COUNTS, Source
+from inferc.codegen.triton.aot.tuning import FOLDER, TILES, shape_of
 from inferc.errors import InfercError, UnsupportedError
-from inferc.runtime.cuda import cublaslt
-from inferc.runtime.cuda.cublaslt import CublasLt
-from inferc.runtime.cuda.driver import Driver
-from inferc.runtime.cuda.memory import MAX_SAMPLE_ROWS
+from inferc.runtime.runners.cuda import cublaslt
+from inferc.runtime.runners.cuda.cublaslt import CublasLt
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda.memory import MAX_SAMPLE_ROWS
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
 KERNELS = ("linear", "linear_silu_mul", "qkv_rope_kv_write")

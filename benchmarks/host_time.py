@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from inferc.config import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
-from inferc.kv_pools import CacheGroup
-from inferc.runtime.engine import Engine, ModelLimits
-from inferc.runtime.engine_messages import EventWriter
-from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler_config import SchedulerConfig
-from inferc.runtime.step import F32, I32, StepPlan, StepResult
-from inferc.runtime.text import Text, TextStream
+from inferc.kv_groups import CacheGroup
+from inferc.runtime.engine.engine import Engine, ModelLimits
+from inferc.runtime.engine.messages import EventWriter
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
+from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.text.tokenizer import Text, TextStream
 
 VOCAB_SIZE = 4096
 PROMPT_LEN = 128

@@ -27,9 +27,9 @@ from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS, sample_row_bytes
 from inferc.config import available_cores
 from inferc.manifest import align
-from inferc.runtime import abi
-from inferc.runtime.abi import choose_isa
-from inferc.runtime.step import SampleRows
+from inferc.runtime.runners.cpu import abi
+from inferc.runtime.runners.cpu.abi import choose_isa
+from inferc.runtime.step.plan import SampleRows
 
 SOURCE = r"""
 #include "attention.h"

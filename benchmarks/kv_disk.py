@@ -31,13 +31,13 @@ from make_model import make_model
 from measured import report
 from rich.console import Console
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, available_cores
-from inferc.machine import measure_read
-from inferc.runtime.artifact import inspect_artifact
-from inferc.runtime.engine import Engine, Outputs
-from inferc.runtime.load import load_engine
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.cost.machine import measure_read
+from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.engine.engine import Engine, Outputs
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.step.sampling_params import SamplingParams
 
 VOCAB_SIZE, NEW, ANSWER = 4000, 32, 24
 COLD_STEPS = 5  # of each kind, with pages taken out of memory

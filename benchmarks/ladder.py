@@ -15,7 +15,7 @@ to rung:
 Every rung runs once a turn, the order alternates, ratios are of one turn and their medians count; a turn before warms
 up. The first rung takes longer than all others together and runs in one turn only. Beside a ratio stands what it should
 be: of the KV cache at most the tokens that are computed, before over after; of weights, their bytes; of the others, the
-work in their steps at the prices that the rung before had (runtime/step_cost.py). All rungs must give the same tokens
+work in their steps at the prices that the rung before had (runtime/step/cost.py). All rungs must give the same tokens
 where weights are the same. Also how much of the KV cache's memory is held and not used, in this burst and at the
 lengths of a conversation trace (the same scheduler and cache, without a model). Writes ladder.json and ladder.png into
 the folder, prints the tables.
@@ -42,14 +42,14 @@ from rich.progress import Progress
 from tables import markdown
 
 from inferc.config import available_cores
+from inferc.cost.machine import measure_read
 from inferc.errors import ConfigError
-from inferc.machine import measure_read
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.engine import Engine
-from inferc.runtime.load import load_engine
-from inferc.runtime.step import F64
-from inferc.runtime.step_cost import WORK, StepCost, StepWork
-from inferc.runtime.trace import read_trace
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.simulate.trace import read_trace
+from inferc.runtime.step.cost import WORK, StepCost, StepWork
+from inferc.runtime.step.plan import F64
 
 MODEL, QUICK_MODEL = Llama(640, 1728, 4, 10, 2), Llama(128, 256, 2, 2, 1)
 MAX_MODEL_LEN = 2048

@@ -30,12 +30,12 @@ from rich.console import Console
 from tables import COLORS, Grid, markdown, picture
 
 from inferc.config import available_cores
-from inferc.machine import cpuinfo, measure_read, peak_flops
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.bench import model_cost
-from inferc.runtime.engine import Engine
-from inferc.runtime.load import load_engine
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.cost.machine import cpuinfo, measure_read, peak_flops
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.measure.bench import model_cost
+from inferc.runtime.step.sampling_params import SamplingParams
 
 SIZES = (256, 768, 4, 4, 2)  # hidden, intermediate, layers, heads, KV heads
 ANSWER, NEW_TOKENS = 16, 32  # of the first turn, and of the second's prompt

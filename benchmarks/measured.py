@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inferc.config import available_cores
-from inferc.machine import cpu_model
+from inferc.cost.machine import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "numpy", "triton")

@@ -30,15 +30,15 @@ from measured import ROOT, report
 from own_model import compiled
 
 from inferc.config import available_cores
-from inferc.cost import CostLog, Step
-from inferc.machine import measure_read
+from inferc.cost.formulas import CostLog, Step
+from inferc.cost.machine import measure_read
 from inferc.manifest import COSTS
-from inferc.runtime.artifact import Artifact, load_artifact
-from inferc.runtime.engine import Engine
-from inferc.runtime.load import load_engine
-from inferc.runtime.model_runner import ModelRunner
-from inferc.runtime.record_loads import routed_values
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.measure.expert_loads import routed_values
+from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.step.sampling_params import SamplingParams
 
 VOCABULARY = 4096  # of the tokenizer: the head must not hide the experts
 HEAD_DIM = 64

@@ -24,7 +24,7 @@ from peers.environments import peers
 from rich.progress import track
 
 from inferc.config import available_cores
-from inferc.machine import measure_read
+from inferc.cost.machine import measure_read
 
 CASES = {"decode": (1, 128, 32), "prefill": (1, 512, 2), "output": (8, 64, 32)}  # by the worker's number that counts
 GENAI = "onnxruntime-genai"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from inferc.config import available_cores
-from inferc.machine import measure_read
+from inferc.cost.machine import measure_read
 
 SIZE, HEADS, KV_HEADS, HEAD_DIM = 2048, 16, 4, 64
 MICROSOFT = "com.microsoft"

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from inferc.kv_pools import CacheGroup
-from inferc.runtime.calibrate import SHIPPED, CostFile, read_cost
-from inferc.runtime.scheduler_config import SchedulerConfig
-from inferc.runtime.simulate import Playback, Replica, play
-from inferc.runtime.simulation_report import plot, summarize
-from inferc.runtime.step_cost import StepWork
-from inferc.runtime.trace import Trace, TraceRequest, read_trace
+from inferc.kv_groups import CacheGroup
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.simulate.calibrate import SHIPPED, CostFile, read_cost
+from inferc.runtime.simulate.report import plot, summarize
+from inferc.runtime.simulate.simulate import Playback, Replica, play
+from inferc.runtime.simulate.trace import Trace, TraceRequest, read_trace
+from inferc.runtime.step.cost import StepWork
 
 POLICIES = ("fcfs", "sjf", "mlq", "lpm", "slo", "static", "window:500ms")
 BLOCK_TOKENS, NUM_SEQS = 16, 16

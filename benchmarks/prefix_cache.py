@@ -21,12 +21,12 @@ from make_model import make_model
 from measured import report
 from rich.console import Console
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, available_cores
-from inferc.machine import measure_read
-from inferc.runtime.engine import Engine
-from inferc.runtime.load import load_engine
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.cost.machine import measure_read
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.step.sampling_params import SamplingParams
 
 SHARES = (0.25, 0.5, 0.75, 0.9)
 VOCAB_SIZE = 4000

@@ -27,10 +27,10 @@ from rich.progress import Progress
 from tables import COLORS, picture
 
 from inferc.config import available_cores
-from inferc.machine import measure_read
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.bench import model_cost
-from inferc.runtime.load import load_engine
+from inferc.cost.machine import measure_read
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.measure.bench import model_cost
 
 NEW_TOKENS = 24
 ARENA_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)

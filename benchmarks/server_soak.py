@@ -30,9 +30,9 @@ from health_probe import HealthProbe
 from measured import save
 from server_attacks import ATTACKS, Attacked, Target, make_artifact
 
-from inferc.serve.bench import endpoints
-from inferc.serve.bench.session import Settings, measure
-from inferc.serve.bench.workload import Lengths
+from inferc.bench import endpoints
+from inferc.bench.session import Settings, measure
+from inferc.bench.workload import Lengths
 
 PROMPT_LEN, OUTPUT_LEN = 8, 100
 WATCH_SECONDS = 2.0

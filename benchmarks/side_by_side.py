@@ -20,7 +20,7 @@ from peers.engines.inferc_engine import load
 from peers.worker import run_once
 
 from inferc.config import available_cores
-from inferc.machine import measure_read
+from inferc.cost.machine import measure_read
 
 UNITS = ("decode", "prefill", "output")  # tokens a second, as run_once names them
 

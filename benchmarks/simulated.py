@@ -19,13 +19,13 @@ from typing import Any
 
 from policies import mixed, short_latency_p99
 
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.calibrate import CostFile, measure_cost
-from inferc.runtime.load import load_engine
-from inferc.runtime.simulate import Replica, play
-from inferc.runtime.simulation_report import Summary, summarize
-from inferc.runtime.step_cost import StepCost
-from inferc.runtime.trace import Trace, read_trace
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.simulate.calibrate import CostFile, measure_cost
+from inferc.runtime.simulate.report import Summary, summarize
+from inferc.runtime.simulate.simulate import Replica, play
+from inferc.runtime.simulate.trace import Trace, read_trace
+from inferc.runtime.step.cost import StepCost
 
 COMPARED = (
     "ttft_mean",

@@ -20,10 +20,10 @@ import numpy as np
 from measured import report
 
 from inferc.config import available_cores
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.engine import Engine
-from inferc.runtime.load import load_engine
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.step.sampling_params import SamplingParams
 
 
 def main() -> None:

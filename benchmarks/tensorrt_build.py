@@ -19,11 +19,11 @@ from typing import Any
 
 from measured import ROOT, save
 
-from inferc.check_target import SCHEMES_OF_TENSORRT
-from inferc.compiler import compile
+from inferc.compiler.build import compile
+from inferc.compiler.check_target import SCHEMES_OF_TENSORRT
 from inferc.config import CompileConfig, available_cores
-from inferc.machine import measure_read
-from inferc.runtime.artifact import inspect_artifact
+from inferc.cost.machine import measure_read
+from inferc.runtime.artifact.load import inspect_artifact
 
 TARGETS = ("tensorrt", "tensorrt-paged")
 MODELS = ("tiny-llama", "tiny-moe", "tiny-draft")

@@ -39,14 +39,14 @@ from trace_limits import Lengths, distinct_tokens, hit_rates, longest_asked, ove
 from trace_report import draw, tables
 
 from inferc.config import available_cores
+from inferc.cost.machine import measure_read
 from inferc.errors import ConfigError
-from inferc.machine import measure_read
-from inferc.runtime.artifact import Artifact, load_artifact
-from inferc.runtime.engine import Engine
-from inferc.runtime.load import load_engine
-from inferc.runtime.simulate import Playback, Replica, play
-from inferc.runtime.simulation_report import summarize
-from inferc.runtime.trace import Trace, read_trace
+from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.simulate.report import summarize
+from inferc.runtime.simulate.simulate import Playback, Replica, play
+from inferc.runtime.simulate.trace import Trace, read_trace
 
 MODEL, QUICK_MODEL = Llama(384, 1024, 4, 6, 2), Llama(128, 256, 2, 2, 1)
 TOKEN_BUDGET = 512

@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inferc.runtime.scheduler_config import SchedulerConfig
-from inferc.runtime.simulate import Replica, play
-from inferc.runtime.step_cost import StepCost, StepWork
-from inferc.runtime.trace import Trace
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.simulate.simulate import Replica, play
+from inferc.runtime.simulate.trace import Trace
+from inferc.runtime.step.cost import StepCost, StepWork
 
 CAPACITIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 1.25)  # of the trace's distinct blocks
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from inferc.codegen.target import Target
-from inferc.ops import cached_head_dim
-from inferc.ops.quantize import int4_group
-from inferc.program import named_arguments, target_name
+from inferc.ir.ops import cached_head_dim
+from inferc.ir.ops.quantize import int4_group
+from inferc.ir.program import named_arguments, target_name
 
 OTHER_TARGET = "another target's kernel"
 OTHER_CASE = "another kernel's dtype or case"

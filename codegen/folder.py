@@ -14,8 +14,8 @@ from types import TracebackType
 from typing_extensions import Self
 
 from inferc.errors import ConfigError
-from inferc.json_text import parse_json
 from inferc.manifest import MANIFEST, SIGNATURE
+from inferc.system.json_text import parse_json
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from inferc.codegen import conditions
 from inferc.codegen.conditions import OTHER_CASE, OTHER_TARGET
 from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
-from inferc.program import dtype_name, name_of, target_name
+from inferc.ir.program import dtype_name, name_of, target_name
 
 __all__ = ["ALIAS_OPS", "KERNELS", "OTHER_CASE", "OTHER_TARGET", "PANELS", "Kernel"]
 __all__ += ["cannot_run", "chosen_kernel", "kernel_named", "needs_kernel", "select"]
@@ -33,7 +33,7 @@ class Kernel:
 
     why_not: a reason for people why it cannot run a node on a target ("head_dim 24: expected a multiple of 16"), ""
     where it can, OTHER_TARGET or OTHER_CASE where it was never meant to.
-    weight_layouts: for each argument that reads a weight, the physical layout (inferc.weights.LAYOUTS) in which the
+    weight_layouts: for each argument that reads a weight, the physical layout (inferc.ir.weights.LAYOUTS) in which the
     kernel wants it, or None for row-major.
     """
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inferc.program import Program, dtype_name, target_name
+from inferc.ir.program import Program, dtype_name, target_name
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor)
 ROWS = {"token_ids": "tokens", "logits_rows": "rows"}  # inputs of the step, and what their rows are

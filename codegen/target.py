@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from inferc.codegen.triton.launch import ARCHS
+from inferc.codegen.triton.aot.launch import ARCHS
 from inferc.config import has_dense_cache
 from inferc.errors import ConfigError, UnsupportedError
 

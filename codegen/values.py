@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from inferc.errors import UnsupportedError
-from inferc.program import Program, name_of, target_name
+from inferc.ir.program import Program, name_of, target_name
 
 
 class Place(Protocol):

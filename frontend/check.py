@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from inferc import weights as weight_lib
 from inferc.errors import ExportError, InfercError, UnsupportedError
-from inferc.frontend import trace
-from inferc.frontend.checkpoint import TensorDictReader
+from inferc.frontend.checkpoint.load import Checkpoint, load_module
+from inferc.frontend.checkpoint.safetensors import TensorDictReader
 from inferc.frontend.export import DTYPES, context_length, export_model, sequence_length
-from inferc.frontend.load import Checkpoint, load_module
 from inferc.frontend.names import Names
-from inferc.frontend.positions import first_position, takes_positions
-from inferc.frontend.rope import fix_rope
-from inferc.program import Program, target_name
+from inferc.frontend.trace import torch_export as trace
+from inferc.frontend.trace.positions import first_position, takes_positions
+from inferc.frontend.trace.rope import fix_rope
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, target_name
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 
-from inferc import weights as weight_lib
 from inferc.errors import ExportError
-from inferc.frontend import trace
-from inferc.frontend.bind import Binding
+from inferc.frontend.checkpoint.bind import Binding
 from inferc.frontend.names import Names
 from inferc.frontend.repeat import Section
-from inferc.program import Program, arguments, new_program
-from inferc.weights import Weight
+from inferc.frontend.trace import torch_export as trace
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, arguments, new_program
+from inferc.ir.weights import Weight
 
 aten = torch.ops.aten
 VIEWS = ("view", "_unsafe_view", "reshape")

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inferc import program as program_lib
 from inferc.config import ContextLength
 from inferc.errors import ConfigError, ExportError, UnsupportedError
-from inferc.frontend import trace
-from inferc.frontend.bind import bind
-from inferc.frontend.buffers import initial_buffers, unsaved_buffers
+from inferc.frontend.checkpoint.bind import bind
+from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
 from inferc.frontend.convert import Converter
-from inferc.frontend.eager_attention import capture_eager_attention
-from inferc.frontend.load import Checkpoint, load, load_module
-from inferc.frontend.position_tables import simplify_position_tables
-from inferc.frontend.positions import first_position
 from inferc.frontend.repeat import trace_once
-from inferc.frontend.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
-from inferc.program import Program, name_of, named_arguments
+from inferc.frontend.trace import torch_export as trace
+from inferc.frontend.trace.buffers import initial_buffers, unsaved_buffers
+from inferc.frontend.trace.eager_attention import capture_eager_attention
+from inferc.frontend.trace.position_tables import simplify_position_tables
+from inferc.frontend.trace.positions import first_position
+from inferc.frontend.trace.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
+from inferc.ir import program as program_lib
+from inferc.ir.program import Program, name_of, named_arguments
 
 aten = torch.ops.aten
 CHOICES = (aten.index.Tensor, aten.index_put.default)

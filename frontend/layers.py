@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from inferc.frontend import trace
 from inferc.frontend.check import shrink
-from inferc.frontend.load import Checkpoint, from_config
+from inferc.frontend.checkpoint.load import Checkpoint, from_config
 from inferc.frontend.names import Names
 from inferc.frontend.repeat import kinds, tail
+from inferc.frontend.trace import torch_export as trace
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from inferc import weights as weight_lib
-from inferc.program import Program, name_of, target_name
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, name_of, target_name
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inferc.frontend import trace
+from inferc.frontend.checkpoint.load import Checkpoint
 from inferc.frontend.export import DTYPES, sequence_length
-from inferc.frontend.load import Checkpoint
 from inferc.frontend.names import Names
-from inferc.frontend.rope import fix_rope
+from inferc.frontend.trace import torch_export as trace
+from inferc.frontend.trace.rope import fix_rope
 
 
 def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None) -> Any:

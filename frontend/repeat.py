@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from inferc.frontend import trace
 from inferc.frontend.names import Names
-from inferc.program import ancestors
+from inferc.frontend.trace import torch_export as trace
+from inferc.ir.program import ancestors
 
 log = logging.getLogger(__name__)
 

@@ -9,53 +9,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from inferc import debug
 from inferc.codegen.kernels import KERNELS, Kernel
 from inferc.codegen.target import Target
 from inferc.errors import ConfigError, VerifyError
-from inferc.passes.absorb_latent import AbsorbLatent
-from inferc.passes.canonicalise import Canonicalise
-from inferc.passes.choose_kernels import ChooseKernels
-from inferc.passes.dense_kv_cache import DenseKVCache
-from inferc.passes.flatten_batch import FlattenBatch
-from inferc.passes.fold_constants import FoldConstants
-from inferc.passes.fold_uniform import FoldUniform
-from inferc.passes.fold_weights import FoldWeights
-from inferc.passes.fuse_dense_attention import fuse_dense_attention
-from inferc.passes.fuse_gelu import fuse_gelu, fuse_gelu_mul
-from inferc.passes.fuse_layer_norm import fuse_layer_norm
-from inferc.passes.fuse_linear_add import fuse_linear_add, fuse_parallel_residual
-from inferc.passes.fuse_linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
-from inferc.passes.fuse_linear_wide import fuse_linear_wide
-from inferc.passes.fuse_moe_routing import FuseMoERouting
-from inferc.passes.fuse_norm_quantize import (
+from inferc.ir.program import Program
+from inferc.passes.attention.absorb_latent import AbsorbLatent
+from inferc.passes.attention.dense_kv_cache import DenseKVCache
+from inferc.passes.attention.pad_heads import PadHeads
+from inferc.passes.attention.page_kv_cache import PageKVCache
+from inferc.passes.attention.ungroup_heads import UngroupHeads
+from inferc.passes.fuse.dense_attention import fuse_dense_attention
+from inferc.passes.fuse.gelu import fuse_gelu, fuse_gelu_mul
+from inferc.passes.fuse.layer_norm import fuse_layer_norm
+from inferc.passes.fuse.linear_add import fuse_linear_add, fuse_parallel_residual
+from inferc.passes.fuse.linear_fp32_out import fuse_linear_wide
+from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
+from inferc.passes.fuse.moe_routing import FuseMoERouting
+from inferc.passes.fuse.pack_projections import PackProjections
+from inferc.passes.fuse.pointwise import FusePointwise
+from inferc.passes.fuse.qkv_rope_kv_write import FuseQKV
+from inferc.passes.fuse.rms_norm import fuse_rms_norm, fuse_rms_norm_unscaled, fuse_rms_norm_wide
+from inferc.passes.fuse.rms_norm_add import fuse_rms_norm_add
+from inferc.passes.fuse.rope import FuseRope
+from inferc.passes.fuse.rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
+from inferc.passes.fuse.silu_mul import fuse_silu_mul
+from inferc.passes.lower.choose_kernels import ChooseKernels
+from inferc.passes.lower.partition_segments import PartitionSegments
+from inferc.passes.lower.plan_memory import PlanMemory
+from inferc.passes.lower.select_rows import SelectRows
+from inferc.passes.lower.split_head import SplitHead
+from inferc.passes.normalize.canonicalise import Canonicalise
+from inferc.passes.normalize.flatten_batch import FlattenBatch
+from inferc.passes.normalize.fold_constants import FoldConstants
+from inferc.passes.normalize.fold_uniform import FoldUniform
+from inferc.passes.normalize.fold_weights import FoldWeights
+from inferc.passes.normalize.join_head_norms import JoinHeadNorms
+from inferc.passes.quantize.fuse_norm_quantize import (
     fuse_layer_norm_quantize,
     fuse_rms_norm_add_quantize,
     fuse_rms_norm_quantize,
 )
-from inferc.passes.fuse_pointwise import FusePointwise
-from inferc.passes.fuse_qkv_rope_kv_write import FuseQKV
-from inferc.passes.fuse_rms_norm import fuse_rms_norm, fuse_rms_norm_unscaled, fuse_rms_norm_wide
-from inferc.passes.fuse_rms_norm_add import fuse_rms_norm_add
-from inferc.passes.fuse_rope import FuseRope
-from inferc.passes.fuse_rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
-from inferc.passes.fuse_silu_mul import fuse_silu_mul
-from inferc.passes.fuse_silu_mul_quantize import fuse_silu_mul_quantize
-from inferc.passes.join_head_norms import JoinHeadNorms
-from inferc.passes.kv_cache import PageKVCache
-from inferc.passes.pack_projections import PackProjections
-from inferc.passes.pad_heads import PadHeads
-from inferc.passes.partition_segments import PartitionSegments
-from inferc.passes.plan_memory import PlanMemory
+from inferc.passes.quantize.fuse_silu_mul_quantize import fuse_silu_mul_quantize
 from inferc.passes.quantize.kv_cache import QuantizeKVCache
 from inferc.passes.quantize.round_to_nearest import Quantize, Reader
 from inferc.passes.quantize.schemes import SCHEMES
-from inferc.passes.select_rows import SelectRows
-from inferc.passes.split_head import SplitHead
-from inferc.passes.ungroup_heads import UngroupHeads
 from inferc.passes.user_passes import UserPass
 from inferc.passes.verify import CAPTURED, LOWERED, SERVABLE, check_ops, verify
-from inferc.program import Program
+from inferc.system import env as debug
 
 log = logging.getLogger(__name__)
 

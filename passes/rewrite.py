@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from inferc import debug
-from inferc.program import Program, arguments, name_of, target_name
+from inferc.ir.program import Program, arguments, name_of, target_name
+from inferc.system import env as debug
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

@@ -21,8 +21,8 @@ from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.kernels import KERNELS, Kernel
 from inferc.config import pass_spec
 from inferc.errors import ConfigError, InfercError, VerifyError
+from inferc.ir.program import Program
 from inferc.passes.verify import interface, verify, verify_interface
-from inferc.program import Program
 
 NAME = re.compile(r"[A-Za-z]\w*")
 DEFAULT_AFTER = "split_head"  # all is fused; next come quantization, if any, and the choice of kernels

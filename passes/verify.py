@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from inferc.errors import VerifyError
+from inferc.ir.program import Program, name_of, target_name
 from inferc.passes.rewrite import infer_type
-from inferc.program import Program, name_of, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 

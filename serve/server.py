@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from inferc.errors import ConfigError
-from inferc.serve import http_address
-from inferc.serve.access import Access, Limits
-from inferc.serve.grpc_server import GrpcServer
-from inferc.serve.kv_events import KvPublisherConfig
+from inferc.serve.grpc.server import GrpcServer
+from inferc.serve.http import address as http_address
+from inferc.serve.kv_events.log import KvPublisherConfig
 from inferc.serve.memory import spare_the_collector, tidy
-from inferc.serve.metrics_page import MetricsPage
-from inferc.serve.models import ModelOptions, Models, ModelSource
+from inferc.serve.models.models import ModelOptions, Models, ModelSource
+from inferc.serve.observe.metrics_page import MetricsPage
 from inferc.serve.open_files import Places, allow_open_files
+from inferc.serve.security.access import Access, Limits
 from inferc.serve.signals import Signals, handlers_kept
 from inferc.serve.under_way import UnderWay
 
 if TYPE_CHECKING:
-    from inferc.serve.http_server import HttpServer
-    from inferc.serve.kv_publisher import KvPublisher
-    from inferc.serve.tls import Certificates
-    from inferc.serve.tracing import Tracing
+    from inferc.serve.http.server import HttpServer
+    from inferc.serve.kv_events.publisher import KvPublisher
+    from inferc.serve.observe.tracing import Tracing
+    from inferc.serve.security.tls import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -182,21 +182,21 @@ class _Server:
     def _open_tracing(self) -> Tracing | None:
         if self.config.otlp_endpoint is None:
             return None
-        from inferc.serve.tracing import Tracing
+        from inferc.serve.observe.tracing import Tracing
 
         return Tracing(self.config.otlp_endpoint, self.config.trace_ratio)
 
     def _open_certificates(self) -> Certificates | None:
         if self.config.tls_cert is None or self.config.tls_key is None:
             return None
-        from inferc.serve.tls import Certificates, TlsFiles
+        from inferc.serve.security.tls import Certificates, TlsFiles
 
         return Certificates(TlsFiles(self.config.tls_cert, self.config.tls_key, self.config.tls_client_ca))
 
     def _open_publisher(self) -> KvPublisher | None:
         if self.config.kv_publisher is None:
             return None
-        from inferc.serve.kv_publisher import KvPublisher
+        from inferc.serve.kv_events.publisher import KvPublisher
 
         return KvPublisher(self.config.kv_publisher, self.models.event_log(self.config.models[0].name))
 
@@ -232,7 +232,7 @@ class _Server:
         return 1 if was_broken else _exit_code(first)
 
     def _start_http(self, listener: socket.socket) -> None:
-        from inferc.serve.http_server import HttpServer, make_app
+        from inferc.serve.http.server import HttpServer, make_app
 
         context = None if self._certificates is None else self._certificates.ssl_context
         config = self.config
@@ -268,7 +268,7 @@ class _Server:
         if self._publisher is not None:
             self._publisher.start()
         if self._listener is not None:  # a third of a second of imports, while the engine's process starts
-            importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "inferc.serve.http_server"))
+            importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "inferc.serve.http.server"))
             await asyncio.gather(self.models.load_all(), importing)
         else:
             await self.models.load_all()

@@ -9,12 +9,12 @@ import logging
 from dataclasses import dataclass
 
 from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
-from inferc.runtime.template_process import NoProcess
-from inferc.serve.access import Forbidden, RateLimited, Unauthenticated
-from inferc.serve.kv_events import BatchesGone, EventsOff
-from inferc.serve.models import ModelsFixed, NotServed
-from inferc.serve.streams import EngineUnavailable, QueueFull, RequestAborted, RequestIdInUse
-from inferc.serve.waiting import RequestTimeout
+from inferc.runtime.text.template_process import NoProcess
+from inferc.serve.kv_events.log import BatchesGone, EventsOff
+from inferc.serve.models.models import ModelsFixed, NotServed
+from inferc.serve.models.streams import EngineUnavailable, QueueFull, RequestAborted, RequestIdInUse
+from inferc.serve.models.tasks import RequestTimeout
+from inferc.serve.security.access import Forbidden, RateLimited, Unauthenticated
 
 log = logging.getLogger(__name__)
 

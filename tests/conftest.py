@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from random_models import make_random_model
 
-from inferc.runtime.abi import detect_isa
+from inferc.runtime.runners.cpu.abi import detect_isa
 
 if TYPE_CHECKING:
     from serving import Server
@@ -58,7 +58,7 @@ def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cpu artifact of `tiny_llama_folder`, with all libraries and no certificate. Read it, never write to it."""
-    from inferc.compiler import compile
+    from inferc.compiler.build import compile
     from inferc.config import CompileConfig
 
     out = tmp_path_factory.mktemp("artifacts") / "tiny-llama"

@@ -18,7 +18,7 @@ from inferc.config import (
     parse_bytes,
 )
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.kv_pools import CacheGroup
+from inferc.kv_groups import CacheGroup
 
 CONTEXT = ContextLength(4096, 4096)
 GROUPS = (CacheGroup("full", 0, 1000),)

@@ -26,7 +26,7 @@ SEES_EVERY_STAGE = {
 # The public API names LLM and the client speaks the wire format: both are there to be imported by users.
 SEES_ONE_STAGE = {("__init__.py", "runtime"), ("client.py", "serve"), ("client_messages.py", "serve")}
 # What of codegen an artifact needs in order to run; the rest of it only builds artifacts.
-RUNS_ARTIFACTS = {"inferc.codegen.triton.launch", "inferc.codegen.tensorrt.adapter"}
+RUNS_ARTIFACTS = {"inferc.codegen.triton.aot.launch", "inferc.codegen.tensorrt.adapter"}
 
 FORBIDDEN = {
     "frontend": ("passes", "codegen", "runtime", "serve"),

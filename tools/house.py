@@ -160,7 +160,9 @@ def code_lines(module: Module) -> dict[int, str]:
     """The lines of a module that are neither comment, docstring, import nor message."""
     lines = dict(enumerate(module.text.splitlines(), 1))
     for node in ast.walk(module.tree):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
         if is_text or isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr)):
             assert isinstance(node, (ast.stmt, ast.expr))
             for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
@@ -197,7 +199,10 @@ def long_modules(modules: Mapping[str, Module], limit: int = 400) -> list[tuple[
 
 def large_classes(modules: Mapping[str, Module], limit: int = 25) -> list[tuple[int, str]]:
     found = [
-        (sum(isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) for each in node.body), f"{module.path}:{node.name}")
+        (
+            sum(isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) for each in node.body),
+            f"{module.path}:{node.name}",
+        )
         for module in modules.values()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ClassDef)
@@ -227,7 +232,9 @@ def measure(root: Path) -> dict[str, object]:
         "longest way through imports": floors(graph),
         "largest folder, boxes": max((int(size["boxes"]), name) for name, size in sizes.items()),
         "circles of modules": circles(graph),
-        "circles of boxes": [f"{folder or 'inferc'}: {' '.join(group)}" for folder in of_boxes for group in of_boxes[folder]],
+        "circles of boxes": [
+            f"{folder or 'inferc'}: {' '.join(group)}" for folder in of_boxes for group in of_boxes[folder]
+        ],
         "target lines": target_lines(modules),
         "functions over 60 lines": long_functions(modules),
         "modules over 400 lines": long_modules(modules),
@@ -247,13 +254,20 @@ def show(measured: list[dict[str, object]]) -> str:
     assert all(isinstance(size, dict) for size in sizes)
     for folder in sorted({name for size in sizes if isinstance(size, dict) for name in size}):
         cells = [size.get(folder) for size in sizes if isinstance(size, dict)]
-        texts = ["-" if cell is None else "{files} files, {lines} lines, {boxes} boxes, {floors} floors".format(**cell) for cell in cells]
+        texts = [
+            "-" if cell is None else "{files} files, {lines} lines, {boxes} boxes, {floors} floors".format(**cell)
+            for cell in cells
+        ]
         rows.append([folder, *texts])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for name, value in measured[-1].items():
         if isinstance(value, list) and value:
-            lines += ["", f"{name}:", *(f"  {item if isinstance(item, str) else ' '.join(map(str, item))}" for item in value)]
+            lines += [
+                "",
+                f"{name}:",
+                *(f"  {item if isinstance(item, str) else ' '.join(map(str, item))}" for item in value),
+            ]
     return "\n".join(lines)
 
 

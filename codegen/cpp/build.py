@@ -23,9 +23,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from inferc import debug
 from inferc.codegen.cpp.emit import COMMON_HEADER, CppUnit
 from inferc.errors import ConfigError, InfercError
+from inferc.system import env as debug
 
 log = logging.getLogger(__name__)
 

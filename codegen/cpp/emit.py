@@ -21,8 +21,8 @@ from inferc.codegen.cpp.blocking import CORES, Product, choices
 from inferc.codegen.cpp.values import POOLS, Call, Slot, cpp_type, row_count
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.values import Place, Values, outputs
+from inferc.ir.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
 from inferc.manifest import align
-from inferc.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
 
 ABI = 1
 MAX_UNSYNCED = 6  # calls between two barriers; each hands out at most two of team.h's MAX_TICKETS

@@ -12,7 +12,7 @@ from torch import fx
 from inferc.codegen.cpp.calls import Builder, cpp_float
 from inferc.codegen.cpp.values import CPP_TYPES, Call, cpp_type, row_count
 from inferc.codegen.values import Values
-from inferc.ops.pointwise import parse, walk
+from inferc.ir.ops.pointwise import parse, walk
 
 _OPERATORS: dict[type[ast.AST], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 # Functions that simd.h calls otherwise.

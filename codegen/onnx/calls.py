@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
-from inferc.ops.pointwise import parse, walk
-from inferc.program import arguments, named_arguments
+from inferc.ir.ops.pointwise import parse, walk
+from inferc.ir.program import arguments, named_arguments
 
 INT64_MAX = (1 << 63) - 1
 

@@ -15,8 +15,8 @@ from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.onnx import calls
 from inferc.codegen.onnx.graph import MICROSOFT, OPSET, OnnxGraph
 from inferc.codegen.values import outputs
+from inferc.ir.program import Program, named_arguments, target_name
 from inferc.manifest import StoredWeight
-from inferc.program import Program, named_arguments, target_name
 
 IR_VERSION = 11
 DOMAINS = {"": OPSET, MICROSOFT: 1}

@@ -13,8 +13,8 @@ from torch import fx
 from inferc.codegen.onnx.calls import activate
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
 from inferc.codegen.onnx.integer_calls import scales_of_groups, widened
-from inferc.ops.quantize import int4_group
-from inferc.program import named_arguments
+from inferc.ir.ops.quantize import int4_group
+from inferc.ir.program import named_arguments
 
 NOT_CHOSEN = -6e4  # a logit: float16 holds it, and its exponential is 0
 

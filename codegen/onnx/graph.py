@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from onnx_ir.tape import Tape
 from torch import Tensor, fx
 
+from inferc.ir.program import Program, name_of
 from inferc.manifest import StoredWeight
-from inferc.program import Program, name_of
 
 OPSET = 24  # the first with TensorScatter, and Attention that is told how much of its cache is filled
 DTYPES = {

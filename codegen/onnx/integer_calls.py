@@ -12,8 +12,8 @@ from torch import fx
 from inferc.codegen.conditions import nbits_block
 from inferc.codegen.onnx.calls import part_of
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
-from inferc.ops.quantize import LARGEST, int4_group
-from inferc.program import named_arguments
+from inferc.ir.ops.quantize import LARGEST, int4_group
+from inferc.ir.program import named_arguments
 
 INT8_ACCURACY = 4  # of MatMulNBits: rows may be rounded to int8, block by block; kernels of 8 bits are slow otherwise
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from inferc.codegen.tensorrt.calls import dtype_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
-from inferc.program import arguments
+from inferc.ir.program import arguments
 
 
 def _by_sequence(net: TensorRTNetwork, value: Tensor, heads: int, head_dim: int) -> Tensor:

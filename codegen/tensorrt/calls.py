@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
-from inferc.ops.pointwise import parse, walk
-from inferc.program import arguments
+from inferc.ir.ops.pointwise import parse, walk
+from inferc.ir.program import arguments
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:

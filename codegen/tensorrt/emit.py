@@ -21,8 +21,8 @@ from inferc.codegen.tensorrt import calls
 from inferc.codegen.tensorrt.adapter import Building, Library, Shapes
 from inferc.codegen.tensorrt.network import Bytes, TensorRTNetwork
 from inferc.codegen.values import outputs
+from inferc.ir.program import Program, target_name
 from inferc.manifest import StoredWeight
-from inferc.program import Program, target_name
 
 ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
 CACHE_RANK = 4

@@ -10,7 +10,7 @@ from torch import fx
 
 from inferc.codegen.tensorrt.calls import activate, dtype_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
-from inferc.program import named_arguments
+from inferc.ir.program import named_arguments
 
 
 def _top(net: TensorRTNetwork, value: Tensor, count: int, axis: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from inferc.codegen.tensorrt.adapter import Building
-from inferc.program import Program, dtype_name, name_of
+from inferc.ir.program import Program, dtype_name, name_of
 
 NAMES = {
     torch.float32: "float32",

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
-from inferc.ops.quantize import LARGEST, LARGEST_FP8
-from inferc.program import arguments, named_arguments
+from inferc.ir.ops.quantize import LARGEST, LARGEST_FP8
+from inferc.ir.program import arguments, named_arguments
 
 # Of a dtype the largest number, and what a 1 counts for between the layers, so that no number is beyond 1.
 LARGEST_AND_UNIT = {torch.int8: (float(LARGEST), 2.0**-7), torch.float8_e4m3fn: (LARGEST_FP8, 2.0**-9)}

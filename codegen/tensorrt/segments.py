@@ -19,7 +19,7 @@ from inferc.codegen.tensorrt.adapter import Building, Library, Shapes
 from inferc.codegen.tensorrt.emit import ALIASES
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.codegen.values import outputs
-from inferc.program import Program, target_name
+from inferc.ir.program import Program, target_name
 
 MAX_TOKENS = 8192  # of a call
 USUAL_DECODE, MAX_DECODE, USUAL_PREFILL = 16, 256, 512

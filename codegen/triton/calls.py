@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from inferc.codegen.conditions import argument
-from inferc.codegen.triton import (
+from inferc.codegen.triton.aot.launch import FAST, INVARIANT, PREFILL, SHARED
+from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.kernels import (
     attention_decode,
     attention_plan,
     attention_prefill,
@@ -20,11 +22,9 @@ from inferc.codegen.triton import (
     rope,
     silu_mul,
 )
-from inferc.codegen.triton.launch import FAST, INVARIANT, PREFILL, SHARED
-from inferc.codegen.triton.source import Source
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError
-from inferc.program import dtype_name, name_of
+from inferc.ir.program import dtype_name, name_of
 
 ROWS = {"T": "tokens", "S": "rows", "sample": "rows"}
 ALIGNMENT = 16  # bytes

@@ -8,15 +8,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from inferc.codegen.triton.build import Cubin
-from inferc.codegen.triton.builders import Builders, worth
+from inferc.codegen.triton.aot.build import Cubin
+from inferc.codegen.triton.aot.builders import Builders, worth
+from inferc.codegen.triton.aot.launch import PTX, RECORDS
+from inferc.codegen.triton.aot.occupancy import occupancy
 from inferc.codegen.triton.emit import CudaStep
-from inferc.codegen.triton.launch import PTX, RECORDS
-from inferc.codegen.triton.occupancy import occupancy
 from inferc.manifest import json_bytes
 
 PTX_ARCH = "sm_80"  # from sm_90 on Triton's PTX is for one chip alone
 FOLDER = "kernels"
+KERNELS_FOLDER = Path(__file__).parent / "kernels"
 
 
 def write_code(
@@ -53,7 +54,8 @@ def write_sources(step: CudaStep, add: Callable[[str, bytes], None]) -> None:
     """The Triton text of the kernels, and of what they call."""
     paths = {Path(module.__file__ or "") for module in _modules(step)}
     for path in sorted(paths):
-        add(f"{FOLDER}/triton/{path.relative_to(Path(__file__).parent)}", path.read_bytes())
+        name = path.relative_to(KERNELS_FOLDER) if KERNELS_FOLDER in path.parents else path.name
+        add(f"{FOLDER}/triton/{name}", path.read_bytes())
 
 
 def _modules(step: CudaStep) -> list[ModuleType]:

@@ -17,18 +17,18 @@ from torch import fx
 
 from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
 from inferc.codegen.segments import Segment, row_kinds, segment_of, segments_of
-from inferc.codegen.triton.build import Cubin
-from inferc.codegen.triton.builders import Builders, Job
+from inferc.codegen.triton.aot.build import Cubin
+from inferc.codegen.triton.aot.builders import Builders, Job
+from inferc.codegen.triton.aot.launch import FAST, INVARIANT, SHARED
+from inferc.codegen.triton.aot.occupancy import PROGRAMS
+from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.aot.tuning import library_choice, tuned
 from inferc.codegen.triton.calls import Call, Choice
-from inferc.codegen.triton.launch import FAST, INVARIANT, SHARED
-from inferc.codegen.triton.occupancy import PROGRAMS
 from inferc.codegen.triton.sampling_calls import sampling_launches
 from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
-from inferc.codegen.triton.source import Source
-from inferc.codegen.triton.tuning import library_choice, tuned
 from inferc.codegen.values import Operand, Place, Values, outputs
 from inferc.errors import UnsupportedError
-from inferc.program import Program, ancestors, dtype_name, name_of
+from inferc.ir.program import Program, ancestors, dtype_name, name_of
 
 DIGEST_LENGTH = 10
 KV_ORDER = "block, layer, kv head, k v, token, head_dim"

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.triton import (
+from inferc.codegen.triton.aot.source import POINTERS
+from inferc.codegen.triton.calls import ROWS, Builder, Call
+from inferc.codegen.triton.kernels import (
     embedding_int8,
     gather_rows,
     kv_write,
@@ -18,13 +20,9 @@ from inferc.codegen.triton import (
     rms_norm,
     rope_apply,
 )
-from inferc.codegen.triton import (
-    resize_heads as resizing,
-)
-from inferc.codegen.triton.calls import ROWS, Builder, Call
-from inferc.codegen.triton.source import POINTERS
+from inferc.codegen.triton.kernels import resize_heads as resizing
 from inferc.codegen.values import Operand, Values
-from inferc.program import dtype_name
+from inferc.ir.program import dtype_name
 
 
 def add(node: fx.Node, values: Values) -> Call:

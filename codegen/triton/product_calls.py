@@ -12,16 +12,16 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from inferc.codegen.triton import rms_norm
+from inferc.codegen.triton.aot.launch import FAST, INVARIANT
+from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.calls import ROWS, Builder, Call, Choice
-from inferc.codegen.triton.gemm import ROW_BOUNDS
-from inferc.codegen.triton.launch import FAST, INVARIANT
-from inferc.codegen.triton.linear import linear
-from inferc.codegen.triton.linear_silu_mul import linear_silu_mul
-from inferc.codegen.triton.qkv_rope_kv_write import qkv_rope_kv_write
-from inferc.codegen.triton.source import Source
+from inferc.codegen.triton.kernels import rms_norm
+from inferc.codegen.triton.kernels.gemm import ROW_BOUNDS
+from inferc.codegen.triton.kernels.linear import linear
+from inferc.codegen.triton.kernels.linear_silu_mul import linear_silu_mul
+from inferc.codegen.triton.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from inferc.codegen.values import Operand, Values
-from inferc.program import dtype_name
+from inferc.ir.program import dtype_name
 
 INVARIANT_ROWS = 64  # of a tile
 Make = Callable[[int | None], Source]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from inferc.codegen.triton.sampling.choose import choose, list_stride
-from inferc.codegen.triton.sampling.fill_late_ids import fill_late_ids
-from inferc.codegen.triton.sampling.process_logits import apply_lists, penalize
-from inferc.codegen.triton.sampling.report_logprobs import report_logprobs
-from inferc.codegen.triton.sampling.row_parts import part_of, row_parts
-from inferc.codegen.triton.sampling.score_rows import score_rows
-from inferc.codegen.triton.sampling.search import PLACES
-from inferc.codegen.triton.source import Source
+from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.kernels.sampling.choose import choose, list_stride
+from inferc.codegen.triton.kernels.sampling.fill_late_ids import fill_late_ids
+from inferc.codegen.triton.kernels.sampling.process_logits import apply_lists, penalize
+from inferc.codegen.triton.kernels.sampling.report_logprobs import report_logprobs
+from inferc.codegen.triton.kernels.sampling.row_parts import part_of, row_parts
+from inferc.codegen.triton.kernels.sampling.score_rows import score_rows
+from inferc.codegen.triton.kernels.sampling.search import PLACES
 
 INPUTS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "counters", "num_logprobs", "lists")},

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from inferc.ir.program import Program
 from inferc.passes.rewrite import infer_types
 from inferc.passes.verify import type_text
-from inferc.program import Program
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from inferc import weights as weight_lib
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, arguments, named_arguments
+from inferc.ir.weights import Weight
 from inferc.passes.quantize.schemes import Scheme
 from inferc.passes.rewrite import infer_types, no_rewrite
-from inferc.program import Program, arguments, named_arguments
-from inferc.weights import Weight
 
 log = logging.getLogger(__name__)
 aten, inferc = torch.ops.aten, torch.ops.inferc

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from inferc.program import Program
+from inferc.ir.program import Program
 
 
 @dataclass(frozen=True)

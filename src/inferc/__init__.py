@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inferc.compiler import compile
+    from inferc.compiler.build import compile
     from inferc.config import CompileConfig, EngineConfig
     from inferc.errors import (
         ArtifactError,
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         UnsupportedError,
         VerifyError,
     )
-    from inferc.runtime.artifact import load_artifact as load
-    from inferc.runtime.llm import LLM
-    from inferc.runtime.sampling_params import SamplingParams
+    from inferc.runtime.artifact.load import load_artifact as load
+    from inferc.runtime.engine.llm import LLM
+    from inferc.runtime.step.sampling_params import SamplingParams
 
 __version__ = "0.1.0"  # the one place that says it: pyproject.toml reads it here, installed or not
 
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 HOMES = {
-    "compile": "compiler",
+    "compile": "compiler.build",
     "CompileConfig": "config",
     "EngineConfig": "config",
-    "load": "runtime.artifact:load_artifact",
-    "LLM": "runtime.llm",
-    "SamplingParams": "runtime.sampling_params",
+    "load": "runtime.artifact.load:load_artifact",
+    "LLM": "runtime.engine.llm",
+    "SamplingParams": "runtime.step.sampling_params",
 }
 
 

@@ -1,5 +1,5 @@
 """`python -m inferc`: the command line, also where the package is not installed."""
 
-from inferc.cli import main
+from inferc.cli.main import main
 
 main()

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.kv_pools import CacheGroup, CacheLimits, Eviction, pools_bytes, pools_for_all, share_out
-from inferc.topology import cores_to_pin, read_cores
+from inferc.kv_groups import CacheGroup, CacheLimits, Eviction, pools_bytes, pools_for_all, share_out
+from inferc.system.topology import cores_to_pin, read_cores
 
 log = logging.getLogger(__name__)
 
@@ -209,11 +209,11 @@ class EngineConfig:
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
     prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
     kv_disk: str | None = None  # a folder for what the arena has no room for, and for the next run
-    kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of kv_disk.py, at most half of what is free there
+    kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of offload/disk.py, at most half of what is free there
     kv_evict: str | None = (
         None  # "sinks:N+window:M", "heavy-hitters:N": what a sequence does not forget, see kv_pools.Eviction
     )
-    policy: str = "fcfs"  # who goes first, see inferc.runtime.policies
+    policy: str = "fcfs"  # who goes first, see inferc.runtime.scheduler.policies
     overcommit: bool = False  # let in what fits now, also where blocks are expected to be missing later on
     tbt_ms: float | None = None  # no step shall take longer while somebody decodes
     deterministic: bool = False  # a cpu step always is, one of onnxruntime or TensorRT never

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inferc.errors import ConfigError
-from inferc.json_text import parse_json
-from inferc.whole_file import whole_file
+from inferc.system.atomic_file import whole_file
+from inferc.system.json_text import parse_json
 
 
 @dataclass

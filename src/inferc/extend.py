@@ -9,10 +9,10 @@ from inferc.codegen.cpp.values import Call, cpp_type, row_count
 from inferc.codegen.kernels import OTHER_CASE, OTHER_TARGET, Kernel
 from inferc.codegen.target import Target
 from inferc.codegen.values import Operand, Values
-from inferc.ops.registry import define, like_first
+from inferc.ir.ops.registry import define, like_first
+from inferc.ir.program import Program, name_of, named_arguments
+from inferc.ir.weights import Weight
 from inferc.passes.rewrite import Rewrite, infer_types, no_rewrite
-from inferc.program import Program, name_of, named_arguments
-from inferc.weights import Weight
 
 __all__ = [
     "OTHER_CASE",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from inferc.json_text import parse_json
+from inferc.system.json_text import parse_json
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 53)]
@@ -359,7 +359,7 @@ class RecordLibrary(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a kernel of a GPU is launched (codegen/triton/launch.py, LaunchRecord)."""
+    """How a kernel of a GPU is launched (codegen/triton/aot/launch.py, LaunchRecord)."""
 
     name: str
     op: str

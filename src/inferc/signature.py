@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from inferc.errors import ArtifactError, ConfigError
 from inferc.manifest import MANIFEST, SIGNATURE, json_bytes
 from inferc.manifest_types import Sha256, read_typed
-from inferc.whole_file import whole_file
+from inferc.system.atomic_file import whole_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

@@ -5,7 +5,7 @@ import gemm_onednn
 import pytest
 
 from inferc.codegen.cpp.build import ISAS
-from inferc.runtime.abi import choose_isa
+from inferc.runtime.runners.cpu.abi import choose_isa
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,13 @@ from fake_cuda import FakeCuda
 from random_models import make_random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inferc.codegen.triton import build as build_module
-from inferc.codegen.triton import builders, product_calls, tuning
-from inferc.codegen.triton.builders import Builders
-from inferc.codegen.triton.launch import ARCHS
+from inferc.codegen.triton import product_calls
+from inferc.codegen.triton.aot import build as build_module
+from inferc.codegen.triton.aot import builders, tuning
+from inferc.codegen.triton.aot.builders import Builders
+from inferc.codegen.triton.aot.launch import ARCHS
 from inferc.errors import UnsupportedError
-from inferc.runtime.cuda import cublaslt, driver, shared_prefixes
+from inferc.runtime.runners.cuda import cublaslt, driver, shared_prefixes
 
 pytestmark = pytest.mark.long
 

@@ -9,8 +9,8 @@ import pytest
 import tables
 from burst import KVUse, Request
 
-from inferc.runtime.load import load_engine
-from inferc.runtime.trace import Trace, TraceRequest
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.simulate.trace import Trace, TraceRequest
 
 REQUESTS = burst.workload(5, 300, scale=0.1)
 

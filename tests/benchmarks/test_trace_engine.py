@@ -12,9 +12,9 @@ import trace_report
 from trace_limits import Lengths
 
 from inferc.errors import ConfigError
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.step_cost import StepCost
-from inferc.runtime.trace import Trace, TraceRequest
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.simulate.trace import Trace, TraceRequest
+from inferc.runtime.step.cost import StepCost
 
 
 def small_trace(count: int) -> Trace:

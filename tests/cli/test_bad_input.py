@@ -13,8 +13,8 @@ import typer
 from serving import ENV, INFERC, run_inferc, wait_until
 from typer.testing import CliRunner
 
-from inferc.cli import app
-from inferc.cli_serve import FOREIGN
+from inferc.cli.main import app
+from inferc.cli.serve import FOREIGN
 
 # A kernel that promises all memory it is asked for refuses only what no address could reach.
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")

@@ -15,9 +15,9 @@ from serving import ENV, INFERC, Server, wait_until
 from typer.testing import CliRunner
 
 from inferc import LLM, SamplingParams
-from inferc.cli import app
+from inferc.cli.main import app
 from inferc.errors import ConfigError
-from inferc.runtime.batch_file import BatchInput
+from inferc.runtime.openai.batch_file import BatchInput
 
 GREEDY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 SLOW = {"max_tokens": 200, "n": 4, "ignore_eos": True}  # a fifth of a second for an engine that runs one sequence
@@ -205,7 +205,7 @@ def test_only_the_runtime_is_loaded(tiny_artifact: Path, tmp_path: Path) -> None
     env = {**ENV, "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(arguments, env=env, capture_output=True, text=True, check=True)
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert "inferc.runtime.batch_run" in loaded and not loaded & {"torch", "transformers", "grpc", "asyncio"}
+    assert "inferc.runtime.openai.batch_run" in loaded and not loaded & {"torch", "transformers", "grpc", "asyncio"}
 
 
 # ------------------------------------------------------------------------------------------- what is in the way

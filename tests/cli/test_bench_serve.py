@@ -12,9 +12,9 @@ from fake_openai import Behaviour, FakeOpenAI
 from serving import ENV, INFERC, Server, run_inferc
 from typer.testing import CliRunner
 
-from inferc.cli import app
-from inferc.cli_bench import _shown
-from inferc.serve.bench.own_server import server_options
+from inferc.bench.own_server import server_options
+from inferc.cli.bench import _shown
+from inferc.cli.main import app
 
 SMALL = ("--input-len", "12", "--output-len", "24", "--warmup", "1")
 KEPT = {  # that were there before others came
@@ -60,7 +60,7 @@ def test_the_server_counts_the_same(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--goodput-ttft-ms", "60000", "--goodput-tbt-ms", "60000") as server:
         options = ("--rate", "100", "--requests", "12", "--ttft", "60000", "--tbt", "60000", "--warmup", "0")
         found = bench_json(server.address, "--input-len", "12", "--output-len", "24", *options)
-        from inferc.serve.scrape import Endpoint, Page
+        from inferc.client.scrape import Endpoint, Page
 
         page = Page.fetch(Endpoint.parse(server.url))
     assert found["goodput"] == 1.0 and found["completed"] == 12
@@ -216,13 +216,13 @@ def test_neither_an_artifact_nor_a_server(tmp_path: Path) -> None:
 
 def test_without_aiohttp_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "inferc.serve.bench.http_endpoint", raising=False)
+    monkeypatch.delitem(sys.modules, "inferc.bench.http_endpoint", raising=False)
     _, error = bench(url, code=1)
     assert "needs the package aiohttp" in error and "pip install 'inferc[bench]'" in error and error.count("\n") == 1
 
 
 def test_over_grpc_aiohttp_is_not_imported(served: str) -> None:
-    code = "import sys; sys.modules['aiohttp'] = None; from inferc.cli import main; main()"
+    code = "import sys; sys.modules['aiohttp'] = None; from inferc.cli.main import main; main()"
     command = [sys.executable, "-c", code, "bench", "serve", served, *SMALL, "--requests", "1", "--json"]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from inferc.cli import app
-from inferc.serve.bench.candidates import Candidate
-from inferc.serve.bench.figures import Goals
-from inferc.serve.bench.tune import Tuned, _Clock
-from inferc.serve.bench.tune_report import write_config
-from inferc.serve.bench.verify import Row
+from inferc.bench.candidates import Candidate
+from inferc.bench.figures import Goals
+from inferc.bench.tune import Tuned, _Clock
+from inferc.bench.tune_report import write_config
+from inferc.bench.verify import Row
+from inferc.cli.main import app
 
 DEFAULT = Candidate(64, 512)
 

@@ -14,8 +14,9 @@ import pytest
 from serving import ENV, INFERC
 from typer.testing import CliRunner
 
-from inferc import cli_common, cli_generate
-from inferc.cli import app
+from inferc.cli import common as cli_common
+from inferc.cli import generate as cli_generate
+from inferc.cli.main import app
 
 TOO_LONG = "word " * 400
 GREEDY = ("--max-tokens", "4", "--temperature", "0")
@@ -52,7 +53,7 @@ def test_the_conversation_is_printed_whatever_ends_it(tiny_artifact: Path, stdin
 
 
 def test_a_model_without_a_template_does_not_chat(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inferc.runtime.text import Text
+    from inferc.runtime.text.tokenizer import Text
 
     monkeypatch.setattr(Text, "has_chat_template", False)
     done = chat(tiny_artifact, stdin=b"hello\n")
@@ -61,7 +62,7 @@ def test_a_model_without_a_template_does_not_chat(tiny_artifact: Path, monkeypat
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inferc.runtime.text import Text
+    from inferc.runtime.text.tokenizer import Text
 
     pieces: list[str] = []
     conversations: list[list[dict[str, str]]] = []

@@ -15,9 +15,9 @@ from serving import ENV, INFERC, Server, run_inferc, wait_until
 from typer.testing import CliRunner
 
 from inferc import __version__
-from inferc.cli import app
+from inferc.cli.main import app
 from inferc.client import Client
-from inferc.runtime.abi import detect_isa
+from inferc.runtime.runners.cpu.abi import detect_isa
 
 COMMANDS = (
     *("compile", "explain", "sign", "inspect", "generate", "chat", "batch", "serve", "simulate"),
@@ -63,7 +63,7 @@ def test_the_version_is_the_packages() -> None:
 
 def test_help_of_every_command_is_light() -> None:
     loaded = loaded_by("--help")
-    assert "inferc.cli_serve" in loaded
+    assert "inferc.cli.serve" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "grpc", "rich", "google.protobuf", "inferc.client"}
     assert not loaded & {f"inferc.{stage}" for stage in ("frontend", "passes", "codegen", "runtime", "serve")}
     for name in COMMANDS:
@@ -154,13 +154,13 @@ def test_generate_with_a_seed_repeats(tiny_artifact: Path) -> None:
 
 def test_generating_loads_what_it_needs(tiny_artifact: Path) -> None:
     loaded = loaded_by("generate", tiny_artifact, "--prompt", "a", "--max-tokens", "2")
-    assert {"numpy", "tokenizers", "inferc.runtime.model_runner"} <= loaded
+    assert {"numpy", "tokenizers", "inferc.runtime.runners.cpu.runner"} <= loaded
     assert not loaded & {*ONLY_TO_COMPILE, "google.protobuf", "grpc", "jinja2"}
 
 
 def test_the_engine_process_of_serve_loads_what_it_needs(tiny_artifact: Path, tmp_path: Path) -> None:
     # Python reads the variable as it starts, so the server itself logs nothing and its engine process all it imports.
-    code = "import os; os.environ['PYTHONPROFILEIMPORTTIME'] = '1'; from inferc.cli import main; main()"
+    code = "import os; os.environ['PYTHONPROFILEIMPORTTIME'] = '1'; from inferc.cli.main import main; main()"
     command = [
         sys.executable,
         "-c",
@@ -185,7 +185,7 @@ def test_the_engine_process_of_serve_loads_what_it_needs(tiny_artifact: Path, tm
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     loaded = imported(log.read_text())
-    assert {"numpy", "inferc.runtime.model_runner"} <= loaded
+    assert {"numpy", "inferc.runtime.runners.cpu.runner"} <= loaded
     assert not loaded & {*ONLY_TO_COMPILE, "google.protobuf", "grpc", "jinja2", "tokenizers", "inferc.serve"}
 
 

@@ -9,8 +9,8 @@ import pytest
 from serving import ENV, INFERC, run_inferc
 from typer.testing import CliRunner
 
-from inferc.cli import app
-from inferc.cli_explain import rendered
+from inferc.cli.explain import rendered
+from inferc.cli.main import app
 
 PASS_KEYS = {"name", "rewrites", "nodes_before", "nodes_after", "bytes", "flops", "predicted_ms"}
 LLAMA_70B = {
@@ -174,7 +174,7 @@ def test_the_cache_of_a_model_that_is_refused_before_it_is_paged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from inferc.errors import UnsupportedError
-    from inferc.passes.flatten_batch import FlattenBatch
+    from inferc.passes.normalize.flatten_batch import FlattenBatch
 
     def refuse(self: FlattenBatch, program: Any) -> int:
         raise UnsupportedError("no way to flatten this; use another model")
@@ -273,7 +273,7 @@ def test_an_artifact_is_explained_without_torch(tiny_artifact: Path) -> None:
     env = {**ENV, "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "plan_memory" in done.stdout
-    assert " inferc.cost\n" in done.stderr
+    assert " inferc.cost.formulas\n" in done.stderr
     assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr
 
 

@@ -8,7 +8,7 @@ import pytest
 from serving import run_inferc
 from typer.testing import CliRunner
 
-from inferc.cli import app
+from inferc.cli.main import app
 
 PASSES = """
 import torch

@@ -22,9 +22,9 @@ from loads import load, stuttering
 from serving import ENV, INFERC, Server, run_inferc
 
 from inferc.client import Client
+from inferc.client.diagnosis import Objectives, diagnose
+from inferc.client.scrape import Change, Endpoint, Page
 from inferc.errors import ConfigError, InfercError
-from inferc.serve.diagnosis import Objectives, diagnose
-from inferc.serve.scrape import Change, Endpoint, Page
 
 
 def doctor(url: str, *options: str) -> Any:

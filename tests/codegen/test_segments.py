@@ -8,7 +8,7 @@ import torch
 from graphs import example, random, rows
 
 from inferc.codegen.segments import Segment, segments_of, source_of
-from inferc.program import Program
+from inferc.ir.program import Program
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 INPUTS = {"token_ids": torch.tensor([3, 1, 4, 1, 5]), "x": rows(8)}

@@ -9,7 +9,7 @@ import yaml
 from http_calls import request
 from serving import ENV, run_inferc
 
-from inferc.runtime.engine_process import KILL_AFTER_SECONDS
+from inferc.runtime.engine.process import KILL_AFTER_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "inferc.yaml").read_text()))

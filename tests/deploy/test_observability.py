@@ -19,7 +19,7 @@ from observability import ALERT_RULES, ALERTS, DASHBOARD, alerts, dashboard
 from serving import Server, wait_until
 
 from inferc.client import Client, ServerError
-from inferc.serve.metrics_page import METRICS, SERVER_METRICS
+from inferc.serve.observe.metrics_page import METRICS, SERVER_METRICS
 
 ROOT = Path(__file__).parents[2]
 KINDS = {each.name: each.kind for each in METRICS} | {name: kind for name, kind, *_ in SERVER_METRICS}

@@ -13,7 +13,7 @@ from random_models import make_random_model
 
 import inferc
 from inferc.codegen.cpp import build as cpp_build
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, Quantize
 
 slow = pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 
 SHIPPED = Path(__file__).parents[2] / "examples/models"
@@ -21,7 +21,7 @@ def test_kl_and_top1_are_no_worse_than_hugging_faces_own(name: str, tmp_path: Pa
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
-    from inferc.certify import run_kernels
+    from inferc.compiler.certify import run_kernels
 
     folder = SHIPPED / name
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from random_models import make_random_model
 
 import inferc
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.runtime.artifact import inspect_artifact
-from inferc.runtime.engine import EngineStats
-from inferc.runtime.load import load_engine
-from inferc.runtime.step_cost import WORK
+from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.engine.engine import EngineStats
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.step.cost import WORK
 
 Bits = list[tuple[int, float]]  # token id and log probability of every new token
 NEW_TOKENS = 12

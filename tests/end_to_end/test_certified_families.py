@@ -7,9 +7,9 @@ import pytest
 from families import FAMILIES
 from random_models import make_random_model
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.runtime.artifact import inspect_artifact
+from inferc.runtime.artifact.load import inspect_artifact
 
 SLOW = ("deepseek_v3", "gemma3_text")
 

@@ -11,13 +11,13 @@ import torch
 import transformers
 from random_models import make_random_model
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, RequestError
-from inferc.frontend.load import load
-from inferc.frontend.pooling import pooling
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.llm import LLM
+from inferc.frontend.checkpoint.load import load
+from inferc.frontend.text.pooling import pooling
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.llm import LLM
 
 TYPES = "sentence_transformers.models."
 RNG = np.random.default_rng(0)

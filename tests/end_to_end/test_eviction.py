@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.bloom import modeling_bloom
 
 import inferc
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.kv_pools import CacheGroup, Eviction
+from inferc.kv_groups import CacheGroup, Eviction
 
 SPEC = "sinks:4+window:40"
 BLOCK = 16

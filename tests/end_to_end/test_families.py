@@ -17,10 +17,10 @@ from odd_models import make_odd_model
 from random_models import make_random_model
 
 import inferc
-from inferc.certify import run_kernels
-from inferc.compiler import compile
+from inferc.compiler.build import compile
+from inferc.compiler.certify import run_kernels
 from inferc.config import CompileConfig
-from inferc.frontend.load import load
+from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_logits, reference_model
 
 NEW_TOKENS = 12

@@ -18,12 +18,12 @@ from serving import Server
 from typer.testing import CliRunner
 
 from inferc import LLM
-from inferc.cli import app
+from inferc.cli.main import app
 from inferc.client import Client
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
-from inferc.runtime.text import Text
+from inferc.runtime.text.tokenizer import Text
 
 PROMPT = "def add(first"
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -28,15 +28,15 @@ from random_models import make_random_model
 from real_gpu import chip, need_gpu
 
 import inferc
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig
-from inferc.frontend.load import load
+from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_model
-from inferc.kv_pools import cache_groups
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.cuda.driver import Driver
-from inferc.runtime.cuda.runner import CudaRunner
-from inferc.runtime.reference_runner import ReferenceRunner
+from inferc.kv_groups import cache_groups
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.reference import ReferenceRunner
 
 pytestmark = [
     pytest.mark.gpu,

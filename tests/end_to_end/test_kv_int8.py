@@ -12,15 +12,15 @@ from random_models import make_random_model
 from torch import Tensor
 
 import inferc
-from inferc.certify import run_kernels
 from inferc.codegen.target import Target
-from inferc.compiler import compile
+from inferc.compiler.build import compile
+from inferc.compiler.certify import run_kernels
 from inferc.config import CompileConfig
+from inferc.frontend.checkpoint.load import load
 from inferc.frontend.export import capture
-from inferc.frontend.load import load
+from inferc.ir.reference import run_lowered, weight_reader
 from inferc.passes.pipeline import LowerConfig, lower
-from inferc.reference import run_lowered, weight_reader
-from inferc.runtime.artifact import inspect_artifact
+from inferc.runtime.artifact.load import inspect_artifact
 
 SHIPPED = Path(__file__).parents[2] / "examples/models"
 PROMPTS = [[(7 + 13 * i * i + length) % 300 for i in range(length)] for length in (5, 23, 70)]

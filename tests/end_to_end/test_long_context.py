@@ -8,12 +8,12 @@ import torch
 from random_models import make_random_model
 
 import inferc
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError
-from inferc.frontend.load import load
+from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_greedy
-from inferc.runtime.artifact import inspect_artifact
+from inferc.runtime.artifact.load import inspect_artifact
 
 ORIGINAL = 64
 MAX_MODEL_LEN = 128

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import inferc
-from inferc import weights as weight_lib
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ArtifactError
-from inferc.frontend.checkpoint import TensorDictReader
-from inferc.frontend.load import load
+from inferc.frontend.checkpoint.load import load
+from inferc.frontend.checkpoint.safetensors import TensorDictReader
 from inferc.frontend.reference import reference_model
+from inferc.ir import weights as weight_lib
 
 NEW_TOKENS = 8
 PROMPTS = [[5, 9, 200, 31], list(range(20, 60))]

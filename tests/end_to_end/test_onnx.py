@@ -20,15 +20,15 @@ from random_models import make_random_model
 from serving import Server, run_inferc
 
 import inferc
-from inferc.certify import run_kernels
 from inferc.client import Client
-from inferc.compiler import compile
+from inferc.compiler.build import compile
+from inferc.compiler.certify import run_kernels
 from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError
-from inferc.runtime import onnx_model
-from inferc.runtime.abi import cpu_features
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.load import load_engine
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.runners.cpu.abi import cpu_features
+from inferc.runtime.runners.dense import onnxruntime as onnx_model
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "models"

@@ -14,12 +14,13 @@ from fake_cuda import FakeCuda
 from real_gpu import need_gpu
 
 import inferc
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, Quantize
 from inferc.errors import ConfigError, InfercError, UnsupportedError
-from inferc.runtime import load, onnx_model
-from inferc.runtime.artifact import inspect_artifact, load_artifact
-from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.engine import load
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.dense import onnxruntime as onnx_model
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 ON_GPU = CompileConfig(target="onnx:cuda", certify="none", max_model_len=250)

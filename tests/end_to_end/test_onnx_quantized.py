@@ -12,10 +12,10 @@ from random_models import make_random_model
 from serving import run_inferc
 
 import inferc
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.passes.quantize.schemes import SCHEMES
-from inferc.runtime.artifact import inspect_artifact
+from inferc.runtime.artifact.load import inspect_artifact
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 PERPLEXITY = {  # of the cpu target in float32 by `inferc eval`: docs/quantization.md has the figures

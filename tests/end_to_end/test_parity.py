@@ -10,7 +10,7 @@ import pytest
 from random_models import FAMILIES, make_random_model
 
 import inferc
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 
 NEW_TOKENS = 40
@@ -81,7 +81,7 @@ def check_every_engine(artifact: Path, prompts: list[list[int]], expected: list[
 
 
 def kv_block_bytes(artifact: Path) -> int:
-    from inferc.runtime.artifact import inspect_artifact
+    from inferc.runtime.artifact.load import inspect_artifact
 
     return 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
 

@@ -20,15 +20,15 @@ from rank_process import NUM_TOKENS, PROMPT
 from typer.testing import CliRunner
 
 import inferc
-from inferc.cli import app
+from inferc.cli.main import app
 from inferc.codegen.cpp import build as cpp_build
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig
-from inferc.runtime.abi import choose_isa
-from inferc.runtime.artifact import inspect_artifact, load_artifact
-from inferc.runtime.bench import model_cost
-from inferc.runtime.collectives import Bytes, Collectives
-from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.measure.bench import model_cost
+from inferc.runtime.runners.cpu.abi import choose_isa
+from inferc.runtime.runners.cpu.collectives import Bytes, Collectives
+from inferc.runtime.runners.cpu.runner import ModelRunner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = Path(__file__).parents[1] / "support"

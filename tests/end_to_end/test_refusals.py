@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from random_models import make_random_model
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import UnsupportedError
 

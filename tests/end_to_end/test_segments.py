@@ -15,15 +15,15 @@ from real_gpu import chip, need_gpu
 import inferc
 from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import none_is_installed, to_build
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig, Quantize
 from inferc.errors import UnsupportedError
-from inferc.kv_pools import cache_groups
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.cuda.driver import Driver
-from inferc.runtime.cuda.engines import open_engines
-from inferc.runtime.cuda.runner import CudaRunner
-from inferc.runtime.reference_runner import ReferenceRunner
+from inferc.kv_groups import cache_groups
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda.engines import open_engines
+from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.reference import ReferenceRunner
 
 pytestmark = pytest.mark.gpu
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"

@@ -23,21 +23,21 @@ from segment_runs import Roundings
 from torch import Tensor
 
 import inferc
-from inferc import reference
-from inferc.certify import run_kernels
 from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import to_build
-from inferc.compiler import compile
+from inferc.compiler.build import compile
+from inferc.compiler.certify import run_kernels
+from inferc.compiler.drift import measure
 from inferc.config import CompileConfig, DType, Quantize
-from inferc.drift import measure
 from inferc.errors import UnsupportedError
+from inferc.frontend.checkpoint.load import load
 from inferc.frontend.export import capture
-from inferc.frontend.load import load
+from inferc.ir import reference
+from inferc.ir.program import Program
+from inferc.ir.reference import run_lowered, weight_reader
 from inferc.manifest import TENSORRT_LAYERS
 from inferc.passes.pipeline import LowerConfig, lower
 from inferc.passes.quantize.schemes import SCHEMES
-from inferc.program import Program
-from inferc.reference import run_lowered, weight_reader
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "models"

@@ -13,7 +13,7 @@ from logits import TOLERANCE, by_kernels, by_program, by_transformers, logits_of
 from random_models import make_random_model
 from variants import COMPILED, REFUSED, Variant
 
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import UnsupportedError
 

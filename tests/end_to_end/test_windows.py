@@ -15,15 +15,15 @@ from random_models import make_random_model
 from typer.testing import CliRunner
 
 import inferc
-from inferc.cli import app
-from inferc.compiler import compile
+from inferc.cli.main import app
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, RequestError
-from inferc.kv_pools import CacheGroup, CacheLimits, cache_groups, pools_bytes, share_out
-from inferc.runtime.artifact import load_artifact
-from inferc.runtime.load import load_engine
-from inferc.runtime.model_runner import ModelRunner
-from inferc.runtime.profile import profile_step
+from inferc.kv_groups import CacheGroup, CacheLimits, cache_groups, pools_bytes, share_out
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.measure.profile import profile_step
+from inferc.runtime.runners.cpu.runner import ModelRunner
 
 WINDOW = 24
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

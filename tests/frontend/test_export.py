@@ -13,16 +13,16 @@ from random_models import make_random_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 
-from inferc import program as program_lib
-from inferc import weights as weight_lib
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, ExportError
 from inferc.frontend import export, repeat
+from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
 from inferc.frontend.export import capture, context_length, export_model, export_module
-from inferc.frontend.load import Checkpoint, load, load_module
 from inferc.frontend.reference import reference_logits, reference_model
-from inferc.program import Program, target_name
+from inferc.ir import program as program_lib
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, target_name
 
 ALL = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 

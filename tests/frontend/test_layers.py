@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferc import explain_model as explaining
+from inferc.compiler import explain as explaining
+from inferc.compiler.explain import ExplainedModel, explain_model
 from inferc.config import CompileConfig
-from inferc.explain_model import ExplainedModel, explain_model
+from inferc.frontend.checkpoint.load import load_config
 from inferc.frontend.layers import Repetition, layer_kinds, repetition, shortened
-from inferc.frontend.load import load_config
 
 SIZES = {
     "hidden_size": 64,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from inferc.frontend.load import load, load_module
+from inferc.frontend.checkpoint.load import load, load_module
 from inferc.frontend.reference import reference_greedy, reference_logits, reference_model
 
 PROMPT = [5, 17, 200, 3]

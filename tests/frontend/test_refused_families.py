@@ -9,8 +9,8 @@ import pytest
 from random_models import SIZES
 
 from inferc.errors import ExportError, UnsupportedError
+from inferc.frontend.checkpoint.load import check_config, from_config
 from inferc.frontend.export import export_model
-from inferc.frontend.load import check_config, from_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba2": (

@@ -19,11 +19,12 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 
 from inferc.errors import ArtifactError
-from inferc.frontend import repeat, trace
+from inferc.frontend import repeat
+from inferc.frontend.checkpoint.load import Checkpoint
 from inferc.frontend.export import export_model
-from inferc.frontend.load import Checkpoint
 from inferc.frontend.repeat import Blocks, find_blocks, kinds
-from inferc.program import Program, to_json
+from inferc.frontend.trace import torch_export as trace
+from inferc.ir.program import Program, to_json
 
 WINDOWS_AND_FULL = ["sliding_attention", "full_attention"]
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from inferc.frontend.load import load as checkpoint_of_folder
+from inferc.frontend.checkpoint.load import load as checkpoint_of_folder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "make_model.py"
 PUBLISHED_PARAMETERS = {

@@ -17,7 +17,7 @@ from serving import CHECKOUT, Server, run_inferc
 
 from inferc import __version__
 from inferc.client import Client
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 
 pytestmark = pytest.mark.slow

@@ -9,14 +9,14 @@ import torch
 from graphs import Example, example, random, rows
 from torch import ops
 
-from inferc.passes.absorb_latent import AbsorbLatent
-from inferc.passes.fold_weights import FoldWeights
-from inferc.passes.fuse_linear_add import fuse_linear_add
-from inferc.passes.fuse_pointwise import FusePointwise
-from inferc.passes.pack_projections import PackProjections
-from inferc.passes.select_rows import SelectRows
-from inferc.passes.ungroup_heads import UngroupHeads
-from inferc.program import Program
+from inferc.ir.program import Program
+from inferc.passes.attention.absorb_latent import AbsorbLatent
+from inferc.passes.attention.ungroup_heads import UngroupHeads
+from inferc.passes.fuse.linear_add import fuse_linear_add
+from inferc.passes.fuse.pack_projections import PackProjections
+from inferc.passes.fuse.pointwise import FusePointwise
+from inferc.passes.lower.select_rows import SelectRows
+from inferc.passes.normalize.fold_weights import FoldWeights
 
 aten, inferc = ops.aten, ops.inferc
 QKV = {"qkv": random(12, 8)}

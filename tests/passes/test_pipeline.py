@@ -9,9 +9,9 @@ from graphs import Example, example, rows
 
 from inferc.codegen.target import Target
 from inferc.errors import VerifyError
-from inferc.passes.fuse_silu_mul import fuse_silu_mul
+from inferc.ir.program import Program
+from inferc.passes.fuse.silu_mul import fuse_silu_mul
 from inferc.passes.pipeline import LowerConfig, build_pipeline, pass_table, run_passes
-from inferc.program import Program
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ import torch
 from graphs import TOKENS, example, random, rows
 from torch import Tensor, ops
 
+from inferc.ir.program import new_program
 from inferc.passes.rewrite import Rewrite, infer_type, merge_equal, shared
 from inferc.passes.verify import type_text
-from inferc.program import new_program
 
 aten = ops.aten
 

@@ -17,16 +17,16 @@ from inferc.codegen.cpp.values import Call, row_count
 from inferc.codegen.kernels import KERNELS, OTHER_TARGET, Kernel
 from inferc.codegen.target import Target
 from inferc.codegen.values import Values
-from inferc.compiler import CompileSummary, compile
+from inferc.compiler.build import CompileSummary, compile
 from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, InfercError, UnsupportedError, VerifyError
-from inferc.ops.registry import define, like_first
+from inferc.ir.ops.registry import define, like_first
+from inferc.ir.program import Program
+from inferc.ir.weights import source
 from inferc.passes.pipeline import LowerConfig, build_pipeline, run_passes
 from inferc.passes.user_passes import UserPass, load_passes
-from inferc.program import Program
-from inferc.runtime.llm import LLM
-from inferc.runtime.sampling_params import SamplingParams
-from inferc.weights import source
+from inferc.runtime.engine.llm import LLM
+from inferc.runtime.step.sampling_params import SamplingParams
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 Edit = Callable[[Program], Any]
@@ -385,7 +385,7 @@ REFUSED = {
     "empty_spec": (("own:",), "'own:': expected MODULE:NAME or FILE.py:NAME"),
     "module": (("no.such_module:x",), "there is no module 'no'; run from the folder it is in, or install it"),
     "file": (("no_such.py:x",), "there is no file no_such.py"),
-    "attribute": (("inferc.ops:no_such",), "inferc.ops has no 'no_such'"),
+    "attribute": (("inferc.ir.ops:no_such",), "inferc.ir.ops has no 'no_such'"),
 }  # fmt: skip
 
 

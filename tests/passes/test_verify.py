@@ -5,8 +5,8 @@ import torch
 from graphs import Example, example, random, rows
 from torch import ops
 
-from inferc import weights as weight_lib
 from inferc.errors import VerifyError
+from inferc.ir import weights as weight_lib
 from inferc.passes.verify import CAPTURED, LOWERED, SERVABLE, check_ops, verify
 
 aten, inferc = ops.aten, ops.inferc

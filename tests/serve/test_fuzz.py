@@ -23,7 +23,7 @@ from http_calls import request
 from serving import Server
 
 from inferc.client import Client
-from inferc.serve.grpc_server import INFERENCE, KSERVE
+from inferc.serve.grpc.server import INFERENCE, KSERVE
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
 

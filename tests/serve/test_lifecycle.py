@@ -19,9 +19,9 @@ from http_calls import request
 from serving import Server, run_inferc, wait_until
 
 from inferc.client import AsyncClient, Client, Completion, Piece, ServerError
+from inferc.client.scrape import Page
 from inferc.errors import RequestError
-from inferc.serve.grpc_server import KSERVE
-from inferc.serve.scrape import Page
+from inferc.serve.grpc.server import KSERVE
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 ENDLESS: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}

@@ -7,10 +7,10 @@ import psutil
 import pytest
 from serving import Server, wait_until
 
+from inferc.bench.endpoints import Target
+from inferc.bench.session import Settings, measure
+from inferc.bench.workload import Lengths
 from inferc.client import Client
-from inferc.serve.bench.endpoints import Target
-from inferc.serve.bench.session import Settings, measure
-from inferc.serve.bench.workload import Lengths
 
 STREAMS, SECONDS, OUTPUT_LEN = 1000, 120.0, 100
 MOST_GROWTH = 0.15  # of the resident memory, after a third of the time

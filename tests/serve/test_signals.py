@@ -15,7 +15,7 @@ SERVE = """
 import asyncio, ctypes, sys
 from pathlib import Path
 from inferc.serve import signals
-from inferc.serve.models import Models
+from inferc.serve.models.models import Models
 from inferc.serve.server import ServeConfig, serve
 
 def hang(*_):

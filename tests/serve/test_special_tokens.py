@@ -12,7 +12,7 @@ from serving import Server
 
 from inferc.client import Client
 from inferc.errors import RequestError
-from inferc.runtime.llm import LLM
+from inferc.runtime.engine.llm import LLM
 
 CHAT = "/v1/chat/completions"
 END = "</s>"

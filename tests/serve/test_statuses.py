@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
-from inferc.runtime.template_process import NoProcess
-from inferc.serve.http_edge import body_of, response_of
+from inferc.runtime.text.template_process import NoProcess
+from inferc.serve.http.edge import body_of, response_of
+from inferc.serve.models.streams import EngineUnavailable, QueueFull
 from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, told
-from inferc.serve.streams import EngineUnavailable, QueueFull
 
 
 @pytest.mark.parametrize(

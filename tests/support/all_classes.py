@@ -120,13 +120,13 @@ def relative_error(found: Any, expected: Any) -> float:
 
 def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
     """Make, compile and run a small model of a type; what is not refused is held against transformers' own code."""
-    from inferc.certify import run_kernels
     from inferc.codegen.target import Target
-    from inferc.compiler import compile
+    from inferc.compiler.build import compile
+    from inferc.compiler.certify import run_kernels
     from inferc.config import CompileConfig
     from inferc.errors import InfercError
+    from inferc.frontend.checkpoint.load import load
     from inferc.frontend.export import capture, context_length
-    from inferc.frontend.load import load
     from inferc.passes.pipeline import LowerConfig, lower
 
     has_weights = True

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from triton_cases import BF16, F16, F32, SUMS, UNTOUCHED, Case, behind, dtype_name, empty, numbers, to_pool
 
-from inferc.codegen.triton.attention_decode import decode_attention, partial_bytes
-from inferc.codegen.triton.attention_plan import TILES, Cells, attention_plan, invariant_cells, plan_bytes
-from inferc.codegen.triton.attention_prefill import prefill_attention
-from inferc.codegen.triton.attention_tiles import AttentionShape, decode_rows, query_limit
-from inferc.codegen.triton.rope import rope_kv_write
-from inferc.kv_pools import SCALE_BYTES
-from inferc.ops.attention import visible
+from inferc.codegen.triton.kernels.attention_decode import decode_attention, partial_bytes
+from inferc.codegen.triton.kernels.attention_plan import TILES, Cells, attention_plan, invariant_cells, plan_bytes
+from inferc.codegen.triton.kernels.attention_prefill import prefill_attention
+from inferc.codegen.triton.kernels.attention_tiles import AttentionShape, decode_rows, query_limit
+from inferc.codegen.triton.kernels.rope import rope_kv_write
+from inferc.ir.ops.attention import visible
+from inferc.kv_groups import SCALE_BYTES
 
 ops = torch.ops.inferc
 LAYERS, LAYER = 2, 1

@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inferc import debug
-from inferc import weights as weight_lib
 from inferc.codegen.cpp.build import Compiler, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.cpp.expert_calls import moe_work_bytes
-from inferc.ops.experts import ACTIVATIONS
-from inferc.ops.quantize import int4_group
-from inferc.runtime.abi import detect_isa
+from inferc.ir import weights as weight_lib
+from inferc.ir.ops.experts import ACTIVATIONS
+from inferc.ir.ops.quantize import int4_group
+from inferc.runtime.runners.cpu.abi import detect_isa
+from inferc.system import env as debug
 
 FOLDER = Path(__file__).parents[1] / "codegen" / "cpp" / "units"
 COMMON = FOLDER / "units.h"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from inferc.runtime.artifact import Artifact
-from inferc.runtime.cuda.runner import CudaRunner
-from inferc.runtime.step import F32, StepPlan, StepResult
+from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.step.plan import F32, StepPlan, StepResult
 
 
 def run(runner: CudaRunner, plan: StepPlan) -> StepResult:

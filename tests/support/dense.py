@@ -7,7 +7,7 @@ import torch
 from graphs import TOKENS, Example
 from paged import IDS
 
-from inferc.reference import IN_PLACE, dense_inputs, new_dense_caches
+from inferc.ir.reference import IN_PLACE, dense_inputs, new_dense_caches
 
 PROMPT = IDS["token_ids"].tolist()
 OTHER = [6, 2, 2, 0, 3]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from triton_cases import BF16, F16, F32, SUMS, TOLERANCE, Case, behind, dtype_name, empty, numbers, ops
 
-from inferc.codegen.triton.moe_experts import grouped_linear, sort_choices, sum_choices
-from inferc.codegen.triton.moe_routing import moe_routing
-from inferc.ops.experts import activated
+from inferc.codegen.triton.kernels.moe_experts import grouped_linear, sort_choices, sum_choices
+from inferc.codegen.triton.kernels.moe_routing import moe_routing
+from inferc.ir.ops.experts import activated
 
 I32, I64 = torch.int32, torch.int64
 TOLERANCE.setdefault(I32, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inferc.ops.quantize import quantize_int4
+from inferc.ir.ops.quantize import quantize_int4
 
 SCHEMES = {"int8": 0, "w8a8": 0, "int4": 32, "int4-g64": 64, "int4-g128": 128}  # the group
 

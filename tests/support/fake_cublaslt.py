@@ -16,7 +16,7 @@ import torch
 from fake_cuda import FakeCuda, Misuse
 from torch import Tensor
 
-from inferc.runtime.cuda.cublaslt import FUNCTIONS, Algorithm, Heuristic
+from inferc.runtime.runners.cuda.cublaslt import FUNCTIONS, Algorithm, Heuristic
 
 DTYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16}
 SIZES = {
@@ -66,7 +66,7 @@ class Preference:
 
 
 class FakeCublasLt:
-    """The functions of `inferc.runtime.cuda.cublaslt.FUNCTIONS`.
+    """The functions of `inferc.runtime.runners.cuda.cublaslt.FUNCTIONS`.
 
     knows: up to how many rows it knows a way; suggests: how many, of which all but the last are for one number of rows.
     """

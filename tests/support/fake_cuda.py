@@ -24,9 +24,9 @@ import quick_interpreter
 import torch
 
 import inferc.codegen.triton as kernels
-from inferc.codegen.triton.launch import LaunchRecord, read_entry, record_from_json
-from inferc.codegen.triton.source import absent
-from inferc.runtime.cuda.driver import FUNCTIONS, LaunchConfig
+from inferc.codegen.triton.aot.launch import LaunchRecord, read_entry, record_from_json
+from inferc.codegen.triton.aot.source import absent
+from inferc.runtime.runners.cuda.driver import FUNCTIONS, LaunchConfig
 
 DTYPES = {
     "*fp32": torch.float32,
@@ -107,7 +107,7 @@ def _modules() -> list[ModuleType]:
 
 
 class FakeCuda:
-    """The functions of `inferc.runtime.cuda.driver.FUNCTIONS`. folder: an artifact whose kernels it knows.
+    """The functions of `inferc.runtime.runners.cuda.driver.FUNCTIONS`. folder: an artifact whose kernels it knows.
 
     execute: whether kernels run; otherwise launches are checked, memory is zero and every id is 0. max_graphs: for how many
     there is memory. max_shared_bytes: of a block, in place of what the chip has.

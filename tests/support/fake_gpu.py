@@ -17,13 +17,13 @@ from lowered import make_plan
 
 from inferc.config import EngineConfig
 from inferc.errors import UnsupportedError
-from inferc.kv_pools import cache_groups
-from inferc.runtime.artifact import Artifact, load_artifact
-from inferc.runtime.cuda import cublaslt
-from inferc.runtime.cuda.driver import Driver
-from inferc.runtime.cuda.runner import CudaRunner
-from inferc.runtime.reference_runner import ReferenceRunner
-from inferc.runtime.step import F32, StepPlan, StepResult
+from inferc.kv_groups import cache_groups
+from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.runners.cuda import cublaslt
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.reference import ReferenceRunner
+from inferc.runtime.step.plan import F32, StepPlan, StepResult
 
 LIBRARY = "-library"  # of an artifact that leaves all its products of two rows and more to cuBLASLt
 ARTIFACTS = Path(os.environ.get("INFERC_FAKE_GPU_ARTIFACTS", "."))

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from inferc import compiler
 from inferc.codegen.triton import product_calls
-from inferc.codegen.triton.occupancy import PROGRAMS
+from inferc.codegen.triton.aot.occupancy import PROGRAMS
+from inferc.compiler import build as compiler
 from inferc.frontend import export
 
 

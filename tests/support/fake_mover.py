@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.runtime.scheduler_config import SchedulerConfig
-from inferc.runtime.step import I32
-from inferc.runtime.tiers import Done
+from inferc.runtime.offload.manager import Done
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.step.plan import I32
 
 
 class FakeMover:

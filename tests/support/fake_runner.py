@@ -16,11 +16,11 @@ import numpy as np
 from fake_mover import FakeMover
 from numpy.typing import NDArray
 
-from inferc.kv_pools import CacheGroup
-from inferc.runtime.engine import Engine, ModelLimits
-from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scheduler_config import SchedulerConfig
-from inferc.runtime.step import F32, I32, Logprobs, StepPlan, StepResult
+from inferc.kv_groups import CacheGroup
+from inferc.runtime.engine.engine import Engine, ModelLimits
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.step.plan import F32, I32, Logprobs, StepPlan, StepResult
+from inferc.runtime.step.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
 FULL = CacheGroup("full", 0, 8)

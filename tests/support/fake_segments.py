@@ -8,12 +8,12 @@ from pathlib import Path
 from fake_tensorrt import Known, digest
 from tensorrt_network import Evaluated
 
-from inferc import program as program_lib
 from inferc.codegen.segments import segments_of
 from inferc.codegen.tensorrt.adapter import Building, to_build
 from inferc.codegen.tensorrt.segments import PROFILES, build, first_of_each
+from inferc.ir import program as program_lib
 from inferc.manifest import TENSORRT_LAYERS, segment_plan
-from inferc.runtime.artifact import load_artifact
+from inferc.runtime.artifact.load import load_artifact
 
 
 def known_plans(folder: Path) -> dict[str, Known]:

@@ -26,8 +26,8 @@ from tensorrt_network import Evaluated
 from inferc.codegen.tensorrt import emit
 from inferc.codegen.tensorrt.adapter import Building, Shapes
 from inferc.codegen.tensorrt.network import TensorRTNetwork
-from inferc.runtime import load
-from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.engine import load
+from inferc.runtime.runners.cuda.driver import Driver
 
 ALIGNMENT = 256
 CONTEXT_BYTES = 1 << 16

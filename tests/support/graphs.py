@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from inferc import weights as weight_lib
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, new_program
+from inferc.ir.weights import read_whole
 from inferc.passes.rewrite import infer_types
 from inferc.passes.verify import verify
-from inferc.program import Program, new_program
-from inferc.weights import read_whole
 
 TOKENS = 5  # every input axis of this size is the number of tokens
 

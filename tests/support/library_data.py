@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from inferc.codegen.target import Target
-from inferc.codegen.triton import tuning
+from inferc.codegen.triton.aot import tuning
+from inferc.codegen.triton.aot.launch import CUBLASLT
 from inferc.codegen.triton.emit import emit
-from inferc.codegen.triton.launch import CUBLASLT
+from inferc.frontend.checkpoint.load import load
 from inferc.frontend.export import capture
-from inferc.frontend.load import load
+from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, lower
-from inferc.passes.plan_memory import memory_plan
 
 
 @contextmanager

@@ -13,12 +13,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from inferc.certify import run_kernels, run_reference
 from inferc.codegen.target import Target
+from inferc.compiler.certify import run_kernels, run_reference
+from inferc.frontend.checkpoint.load import load
 from inferc.frontend.export import capture
-from inferc.frontend.load import load
+from inferc.ir.reference import weight_reader
 from inferc.passes.pipeline import LowerConfig, lower
-from inferc.reference import weight_reader
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
 LENGTHS = (40, 13)  # the first beyond the windows of the table of families

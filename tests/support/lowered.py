@@ -13,17 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from inferc import weights as weight_lib
 from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.kernels import needs_kernel, select
 from inferc.codegen.target import Target
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import KVGroup, Program, new_program
 from inferc.passes.rewrite import infer_type
-from inferc.program import KVGroup, Program, new_program
-from inferc.runtime.artifact import MemoryFormula
-from inferc.runtime.libraries import Library
-from inferc.runtime.step import SampleRows, StepPlan
+from inferc.runtime.artifact.libraries import Library
+from inferc.runtime.artifact.load import MemoryFormula
+from inferc.runtime.step.plan import SampleRows, StepPlan
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 

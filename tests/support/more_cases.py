@@ -8,14 +8,14 @@ import expert_cases
 import torch
 from triton_cases import BF16, F16, F32, Case, behind, dtype_name, empty, misaligned, numbers, ops, to_pool
 
-from inferc.codegen.triton.embedding_int8 import embedding_int8
-from inferc.codegen.triton.kv_write import kv_write
-from inferc.codegen.triton.layer_norm import norm_parts
-from inferc.codegen.triton.pointwise import pointwise
-from inferc.codegen.triton.resize_heads import resize_heads
-from inferc.codegen.triton.rms_norm import how_scaled
-from inferc.codegen.triton.rope_apply import rope_apply
-from inferc.ops.pointwise import FUNCTIONS
+from inferc.codegen.triton.kernels.embedding_int8 import embedding_int8
+from inferc.codegen.triton.kernels.kv_write import kv_write
+from inferc.codegen.triton.kernels.layer_norm import norm_parts
+from inferc.codegen.triton.kernels.pointwise import pointwise
+from inferc.codegen.triton.kernels.resize_heads import resize_heads
+from inferc.codegen.triton.kernels.rms_norm import how_scaled
+from inferc.codegen.triton.kernels.rope_apply import rope_apply
+from inferc.ir.ops.pointwise import FUNCTIONS
 
 I32, I64 = torch.int32, torch.int64
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda, Misuse
 
-from inferc import cli
-from inferc.runtime.cuda import cublaslt, driver
+from inferc.cli.main import main as cli
+from inferc.runtime.runners.cuda import cublaslt, driver
 
 
 def main() -> None:

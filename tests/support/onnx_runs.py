@@ -14,12 +14,12 @@ from torch import Tensor
 
 from inferc.codegen.onnx.emit import build, serialized, written_caches
 from inferc.codegen.target import Target
+from inferc.ir.program import Program, dtype_name
+from inferc.ir.weights import TensorReader, materialize, physical_shape
 from inferc.manifest import StoredWeight
-from inferc.passes.choose_kernels import ChooseKernels
-from inferc.program import Program, dtype_name
-from inferc.runtime.abi import cpu_features
-from inferc.runtime.onnx_model import session_for
-from inferc.weights import TensorReader, materialize, physical_shape
+from inferc.passes.lower.choose_kernels import ChooseKernels
+from inferc.runtime.runners.cpu.abi import cpu_features
+from inferc.runtime.runners.dense.onnxruntime import session_for
 
 ONNX, STANDARD = Target("onnx"), Target("onnx", ("standard",))
 

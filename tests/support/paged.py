@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from graphs import TOKENS, Example, example, random, rows
 
-from inferc.reference import IN_PLACE, Chunk, new_kv_caches, step_inputs
+from inferc.ir.reference import IN_PLACE, Chunk, new_kv_caches, step_inputs
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 IDS = {"token_ids": torch.tensor([3, 1, 4, 1, 5]), "positions": torch.arange(TOKENS)}

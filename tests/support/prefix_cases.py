@@ -10,9 +10,14 @@ from attention_cases import LAYER, Groups, Step, inputs, of_plan
 from torch import Tensor
 from triton_cases import BF16, F16, F32, SUMS, TOLERANCE, UNTOUCHED, Case, behind
 
-from inferc.codegen.triton.attention_decode import decode_attention, prefix_attention, prefix_members, prefix_rows
-from inferc.codegen.triton.attention_tiles import decode_rows
-from inferc.ops.attention import loaded_rows
+from inferc.codegen.triton.kernels.attention_decode import (
+    decode_attention,
+    prefix_attention,
+    prefix_members,
+    prefix_rows,
+)
+from inferc.codegen.triton.kernels.attention_tiles import decode_rows
+from inferc.ir.ops.attention import loaded_rows
 
 SHARING: tuple[tuple[Step, Groups], ...] = (
     (Step(((1, 200), (1, 300), (1, 131), (1, 193)), heads=4, kv_heads=2), (((2, 0, 1), 128),)),

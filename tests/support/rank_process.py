@@ -15,10 +15,10 @@ import torch.distributed as dist
 from lowered import make_plan
 
 from inferc.config import EngineConfig
-from inferc.runtime.artifact import Artifact, load_artifact
-from inferc.runtime.collectives import Collectives
-from inferc.runtime.model_runner import ModelRunner
-from inferc.runtime.process_group import ProcessGroup, receive_rows, send_rows
+from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.runners.cpu.collectives import Collectives
+from inferc.runtime.runners.cpu.process_group import ProcessGroup, receive_rows, send_rows
+from inferc.runtime.runners.cpu.runner import ModelRunner
 
 PROMPT = [5, 17, 80, 3, 41]
 NUM_TOKENS = 8

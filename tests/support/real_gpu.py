@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from inferc.errors import InfercError
-from inferc.runtime.cuda.driver import Driver
+from inferc.runtime.runners.cuda.driver import Driver
 
 
 @cache

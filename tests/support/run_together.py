@@ -2,8 +2,8 @@
 
 from itertools import count
 
-from inferc.runtime.engine import Engine
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.step.sampling_params import SamplingParams
 
 NAMES = count()
 

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inferc.codegen.triton.sampling.choose import choose, list_stride
-from inferc.codegen.triton.sampling.process_logits import apply_lists, penalize
-from inferc.codegen.triton.sampling.report_logprobs import report_logprobs
-from inferc.codegen.triton.sampling.row_parts import row_parts
-from inferc.codegen.triton.source import Source
-from inferc.runtime.host_sampler import _logprobs, _processed, sample_row
-from inferc.runtime.step import F32, I32, SampleRows
+from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.kernels.sampling.choose import choose, list_stride
+from inferc.codegen.triton.kernels.sampling.process_logits import apply_lists, penalize
+from inferc.codegen.triton.kernels.sampling.report_logprobs import report_logprobs
+from inferc.codegen.triton.kernels.sampling.row_parts import row_parts
+from inferc.runtime.runners.dense.host_sampler import _logprobs, _processed, sample_row
+from inferc.runtime.step.plan import F32, I32, SampleRows
 
 Launch = Callable[[Source, dict[str, int], dict[str, Tensor]], None]  # of a kernel, over counts, by names of arguments
 SPARE = 2  # rows that a launch's grid has room for and the chunk has not

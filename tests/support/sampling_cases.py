@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from sampled_step import NEAR, SPARE, UNTOUCHED, Launch, SampledStep, Sizes
 
-from inferc.codegen.triton.sampling.fill_late_ids import fill_late_ids
-from inferc.codegen.triton.sampling.score_rows import score_rows
-from inferc.codegen.triton.source import Source
-from inferc.runtime.host_sampler import log_softmax as _log_softmax
-from inferc.runtime.step import F32, I32, SampleRows, TokenLists
+from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.kernels.sampling.fill_late_ids import fill_late_ids
+from inferc.codegen.triton.kernels.sampling.score_rows import score_rows
+from inferc.runtime.runners.dense.host_sampler import log_softmax as _log_softmax
+from inferc.runtime.step.plan import F32, I32, SampleRows, TokenLists
 
 SMALL = Sizes(64, 128, 64, 16)
 

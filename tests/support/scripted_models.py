@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from scripted_process import Process
 
 from inferc.errors import InfercError
-from inferc.runtime.scoring import Score
-from inferc.serve.async_engine import AsyncEngine
-from inferc.serve.awake import Places
-from inferc.serve.streams import ModelFacts
-from inferc.serve.supervisor import Supervisor
+from inferc.runtime.engine.scoring import Score
+from inferc.serve.models.async_engine import AsyncEngine
+from inferc.serve.models.residency import Places
+from inferc.serve.models.streams import ModelFacts
+from inferc.serve.models.supervisor import Supervisor
 
 Result = TypeVar("Result")
 

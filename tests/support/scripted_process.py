@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from inferc.errors import InfercError
-from inferc.runtime.engine import EngineStats
-from inferc.runtime.engine_loop import Failed, Scored, Sink, Stats
-from inferc.runtime.sampling_params import SamplingParams
-from inferc.runtime.scoring import Score
+from inferc.runtime.engine.engine import EngineStats
+from inferc.runtime.engine.loop import Failed, Scored, Sink, Stats
+from inferc.runtime.engine.scoring import Score
+from inferc.runtime.step.sampling_params import SamplingParams
 
 
 class Process:

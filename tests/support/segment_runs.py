@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from inferc.codegen.segments import VIEWS, Segment, segment_of, segments_of
 from inferc.codegen.tensorrt.adapter import Building, to_build
 from inferc.codegen.tensorrt.segments import PROFILES, build, first_of_each
-from inferc.ops import quantize
-from inferc.program import Program
-from inferc.reference import IN_PLACE
+from inferc.ir.ops import quantize
+from inferc.ir.program import Program
+from inferc.ir.reference import IN_PLACE
 
 
 def networks(program: Program, arch: str = "sm_86", *, with_plans: bool = True) -> dict[str, Evaluated]:

@@ -69,13 +69,13 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        (engine,) = (each for each in self.children if "inferc.runtime.engine_process" in each.cmdline())
+        (engine,) = (each for each in self.children if "inferc.runtime.engine.process" in each.cmdline())
         return engine
 
     @property
     def template(self) -> psutil.Process:
         """The process of the chat template, which the first chat starts."""
-        (template,) = (each for each in self.children if "inferc.runtime.template_worker" in each.cmdline())
+        (template,) = (each for each in self.children if "inferc.runtime.text.template_worker" in each.cmdline())
         return template
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import Building, to_build
 from inferc.codegen.tensorrt.emit import build, read_weights
-from inferc.passes.choose_kernels import ChooseKernels
+from inferc.passes.lower.choose_kernels import ChooseKernels
 
 TENSORRT = Target("tensorrt", ("sm_86",))
 MOST = 64  # of a dynamic axis, for which a plan is built

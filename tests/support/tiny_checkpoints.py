@@ -8,8 +8,8 @@ import transformers
 from families import FAMILIES
 from random_models import SIZES
 
+from inferc.frontend.checkpoint.load import Checkpoint, from_config
 from inferc.frontend.layers import layer_kinds, shortened
-from inferc.frontend.load import Checkpoint, from_config
 
 
 def tiny_checkpoint(name: str, **fields: Any) -> Checkpoint:

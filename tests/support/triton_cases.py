@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inferc import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
-from inferc.codegen.triton.gather_rows import gather_rows
-from inferc.codegen.triton.launch import evaluate_grid
-from inferc.codegen.triton.rms_norm import how_scaled, rms_norm
-from inferc.codegen.triton.rope import rope_kv_write, rope_table
-from inferc.codegen.triton.silu_mul import silu_mul
-from inferc.codegen.triton.source import Source
+from inferc.codegen.triton.aot.launch import evaluate_grid
+from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.kernels.gather_rows import gather_rows
+from inferc.codegen.triton.kernels.rms_norm import how_scaled, rms_norm
+from inferc.codegen.triton.kernels.rope import rope_kv_write, rope_table
+from inferc.codegen.triton.kernels.silu_mul import silu_mul
+from inferc.ir import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 
 ops = torch.ops.inferc
 UNTOUCHED = 77.0  # what outputs hold before: rows behind the step's last keep it

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from peers.recorder import Prompts, Recorder
 
-from inferc.runtime.engine import Engine
-from inferc.runtime.load import load_engine
-from inferc.runtime.sampling_params import SamplingParams
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.step.sampling_params import SamplingParams
 
 
 class Inferc:

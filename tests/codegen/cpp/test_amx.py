@@ -24,10 +24,10 @@ from inferc.codegen.cpp import build as cpp_build
 from inferc.codegen.cpp.build import Unit, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.config import EngineConfig
-from inferc.ops import quantize as reference
-from inferc.reference import new_kv_caches
-from inferc.runtime.model_runner import ModelRunner
-from inferc.runtime.step import StepPlan
+from inferc.ir.ops import quantize as reference
+from inferc.ir.reference import new_kv_caches
+from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.step.plan import StepPlan
 
 ops = torch.ops.inferc
 BF16, F32 = torch.bfloat16, torch.float32

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inferc.codegen.cpp.build import Unit
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig
-from inferc.ops import quantize as reference
-from inferc.runtime import abi
-from inferc.runtime.artifact import Artifact, load_artifact
-from inferc.runtime.model_runner import ModelRunner
-from inferc.runtime.step import StepPlan
+from inferc.ir.ops import quantize as reference
+from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.runners.cpu import abi
+from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.step.plan import StepPlan
 
 ops = torch.ops.inferc
 pytestmark = [*needs_arm, pytest.mark.skipif("avx2" not in ISAS, reason="what it is compared with needs AVX2")]

@@ -14,9 +14,9 @@ from cpp_kernels import DTYPES, Kernels, assert_near, group_panels, packed
 from masses import ONE, masses_of, stored_rows
 from torch import Tensor
 
-from inferc.kv_pools import CacheGroup, row_size
-from inferc.ops.quantize import quantize_int4
-from inferc.program import dtype_name
+from inferc.ir.ops.quantize import quantize_int4
+from inferc.ir.program import dtype_name
+from inferc.kv_groups import CacheGroup, row_size
 
 ops = torch.ops.inferc
 MASKS = ("causal", "sliding", "chunked")

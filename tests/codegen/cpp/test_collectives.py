@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 from ranks import Model, random_module, run
 from torch import Tensor
 
-from inferc import weights as weight_lib
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.target import Target
 from inferc.config import EngineConfig
 from inferc.errors import VerifyError
-from inferc.meeting import Meeting
-from inferc.passes import plan_memory
-from inferc.passes.expert_placement import balanced
-from inferc.passes.partition import RankProgram, Ranks, partition
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, dtype_name
+from inferc.ir.rendezvous import Meeting
+from inferc.passes.lower import plan_memory
+from inferc.passes.lower.plan_memory import memory_plan
+from inferc.passes.parallel.expert_placement import balanced
+from inferc.passes.parallel.partition import RankProgram, Ranks, partition
 from inferc.passes.pipeline import LowerConfig
-from inferc.passes.plan_memory import memory_plan
-from inferc.program import Program, dtype_name
-from inferc.runtime import abi
-from inferc.runtime.collectives import Bytes, Collectives, LocalGroup, rounded, widened
-from inferc.runtime.model_runner import ModelRunner
+from inferc.runtime.runners.cpu import abi
+from inferc.runtime.runners.cpu.collectives import Bytes, Collectives, LocalGroup, rounded, widened
+from inferc.runtime.runners.cpu.runner import ModelRunner
 
 PROMPT = [5, 17, 80, 3, 41]
 CPU = LowerConfig(Target("cpu"))

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from inferc.codegen.cpp.emit import emit
 from inferc.config import EngineConfig
 from inferc.errors import UnsupportedError
-from inferc.reference import new_kv_caches
-from inferc.runtime.model_runner import ModelRunner
-from inferc.runtime.step import StepPlan
+from inferc.ir.reference import new_kv_caches
+from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.step.plan import StepPlan
 
 SHAPES = {
     "float32": Shape(),

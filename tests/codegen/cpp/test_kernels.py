@@ -8,8 +8,8 @@ import pytest
 import torch
 from cpp_kernels import DTYPES, Kernels, assert_near, moe_experts, nan, packed, part_of
 
-from inferc.ops import rope_pairs
-from inferc.ops.experts import GROUP_SCORES, SCORES
+from inferc.ir.ops import rope_pairs
+from inferc.ir.ops.experts import GROUP_SCORES, SCORES
 
 ops = torch.ops.inferc
 

@@ -10,8 +10,8 @@ from cpp_kernels import DTYPES, Kernels, assert_near
 from masses import ONE, masses_of, stored_rows
 from torch import Tensor
 
-from inferc.kv_pools import row_size
-from inferc.program import dtype_name
+from inferc.ir.program import dtype_name
+from inferc.kv_groups import row_size
 
 ops = torch.ops.inferc
 MASKS = ("causal", "sliding", "chunked")

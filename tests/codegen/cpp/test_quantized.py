@@ -10,7 +10,7 @@ from cpp_kernels import Kernels, assert_near, group_panels, moe_experts, nan, pa
 from experts import SCHEMES, as_rows, experts_of, quantized
 from torch import Tensor
 
-from inferc.ops import quantize as reference
+from inferc.ir.ops import quantize as reference
 
 ops = torch.ops.inferc
 SHAPES = (

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from inferc.codegen.cpp.emit import sample_row_bytes
 from inferc.manifest import align
-from inferc.runtime import abi
-from inferc.runtime.host_sampler import sample_row, uniform
-from inferc.runtime.step import F32, SampleRows, TokenLists
+from inferc.runtime.runners.cpu import abi
+from inferc.runtime.runners.dense.host_sampler import sample_row, uniform
+from inferc.runtime.step.plan import F32, SampleRows, TokenLists
 
 VOCAB = 1003
 NUM_TOP = 8

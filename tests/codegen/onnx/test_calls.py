@@ -14,8 +14,8 @@ from onnx_runs import ONNX, run_onnx
 
 from inferc.codegen.onnx.calls import _FUNCTIONS
 from inferc.errors import UnsupportedError
-from inferc.ops.pointwise import FUNCTIONS
-from inferc.passes.choose_kernels import ChooseKernels
+from inferc.ir.ops.pointwise import FUNCTIONS
+from inferc.passes.lower.choose_kernels import ChooseKernels
 
 
 def check(made: Example, folder: Path, tolerance: float = 2e-6) -> None:

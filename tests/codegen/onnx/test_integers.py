@@ -14,7 +14,7 @@ from onnx_runs import ONNX, STANDARD, run_onnx
 from torch import Tensor
 
 from inferc.codegen.target import Target
-from inferc.ops.quantize import quantize_int4, quantize_rows
+from inferc.ir.ops.quantize import quantize_int4, quantize_rows
 
 inferc = torch.ops.inferc
 IDS = torch.tensor([[0, 2], [3, 1], [1, 2], [2, 0], [3, 2]], dtype=torch.int32)

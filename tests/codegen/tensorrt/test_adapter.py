@@ -22,7 +22,7 @@ from inferc.codegen.tensorrt.adapter import FULL, RTX, Building, Library, find, 
 from inferc.codegen.tensorrt.emit import build
 from inferc.codegen.tensorrt.network import TensorRTNetwork
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError
-from inferc.passes.choose_kernels import ChooseKernels
+from inferc.passes.lower.choose_kernels import ChooseKernels
 
 
 def with_version(name: str, version: str) -> ModuleType:

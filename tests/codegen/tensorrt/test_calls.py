@@ -15,8 +15,8 @@ from tensorrt_runs import TENSORRT, run_tensorrt
 from inferc.codegen.target import Target
 from inferc.codegen.tensorrt import calls
 from inferc.errors import UnsupportedError
-from inferc.ops.pointwise import FUNCTIONS
-from inferc.passes.choose_kernels import ChooseKernels
+from inferc.ir.ops.pointwise import FUNCTIONS
+from inferc.passes.lower.choose_kernels import ChooseKernels
 
 inferc = torch.ops.inferc
 

@@ -11,11 +11,11 @@ import pytest
 from serving import run_inferc
 
 from inferc.codegen.target import Target
-from inferc.compiler import compile
+from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.manifest import TENSORRT_LAYERS, TENSORRT_PLAN
-from inferc.runtime.artifact import inspect_artifact, load_artifact
+from inferc.runtime.artifact.load import inspect_artifact, load_artifact
 
 SCHEMES = ("int8", "w8a8", "fp8")
 SHIPPED = Path(__file__).parents[3] / "examples" / "models"
@@ -121,5 +121,5 @@ def test_bfloat16_on_a_chip_without_it_is_refused_in_one_line(tmp_path: Path) ->
 
 
 def test_the_other_targets_do_not_import_it() -> None:
-    code = "import sys, inferc.compiler, inferc.codegen.kernels; assert 'tensorrt_rtx' not in sys.modules"
+    code = "import sys, inferc.compiler.build, inferc.codegen.kernels; assert 'tensorrt_rtx' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,17 +12,17 @@ from gpu_families import REFUSED
 from random_models import make_random_model
 from segment_runs import Roundings, networks, run_segments
 
-from inferc import reference
 from inferc.codegen.segments import segments_of
 from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import to_build
 from inferc.codegen.tensorrt.segments import plans
 from inferc.errors import UnsupportedError
+from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.frontend.export import capture
-from inferc.frontend.load import Checkpoint, load
+from inferc.ir import reference
+from inferc.ir.program import Program
+from inferc.ir.reference import run_lowered, weight_reader
 from inferc.passes.pipeline import LowerConfig, lower
-from inferc.program import Program
-from inferc.reference import run_lowered, weight_reader
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models"
 PROMPTS = [[5, 7, 11, 13, 17, 19, 23], list(range(40, 70)), [9]]

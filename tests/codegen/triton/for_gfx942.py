@@ -19,7 +19,7 @@ from sampling_cases import kernels_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from inferc.codegen.triton.source import Source
+from inferc.codegen.triton.aot.source import Source
 
 TARGET = GPUTarget("hip", "gfx942", 64)
 STAGES = 2  # the chip's copies go through registers: more are not under way, and its shared memory holds no more

@@ -13,8 +13,8 @@ from sampled_step import faults, run_step
 from sampling_cases import STEPS, late_ids_faults, score_faults
 from torch import Tensor
 
-from inferc.codegen.triton.launch import evaluate_grid
-from inferc.codegen.triton.source import Source
+from inferc.codegen.triton.aot.launch import evaluate_grid
+from inferc.codegen.triton.aot.source import Source
 
 
 def launch(source: Source, counts: dict[str, int], tensors: dict[str, Tensor]) -> None:

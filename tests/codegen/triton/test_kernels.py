@@ -20,9 +20,9 @@ from gemm_cases import depend_on_their_step as products_that_do
 from real_gpu import chip, need_gpu
 from triton_cases import Case
 
-from inferc.codegen.triton.attention_decode import PREFIX_STACK_BYTES
-from inferc.codegen.triton.build import Cubin, build
-from inferc.runtime.cuda.driver import Driver
+from inferc.codegen.triton.aot.build import Cubin, build
+from inferc.codegen.triton.kernels.attention_decode import PREFIX_STACK_BYTES
+from inferc.runtime.runners.cuda.driver import Driver
 
 INTERPRETED = Path(__file__).parent / "interpreted.py"
 SUPPORT = Path(__file__).parents[2] / "support"

@@ -11,15 +11,15 @@ pytest.importorskip("triton")
 
 
 from inferc.codegen.target import Target
-from inferc.codegen.triton.build import build
+from inferc.codegen.triton.aot.build import build
 from inferc.codegen.triton.emit import CudaStep, emit
-from inferc.codegen.triton.moe_experts import grouped_linear, sort_choices, sum_choices
-from inferc.codegen.triton.moe_routing import moe_routing
-from inferc.codegen.triton.pointwise import program_of
+from inferc.codegen.triton.kernels.moe_experts import grouped_linear, sort_choices, sum_choices
+from inferc.codegen.triton.kernels.moe_routing import moe_routing
+from inferc.codegen.triton.kernels.pointwise import program_of
 from inferc.errors import UnsupportedError
 from inferc.frontend.export import capture
+from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, lower
-from inferc.passes.plan_memory import memory_plan
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 MAX_SHARED = 99 << 10  # bytes of a block: what the smallest of the chips that we compile for has

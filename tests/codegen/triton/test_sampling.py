@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from sampling_cases import STEPS, kernels_of
 
-from inferc.codegen.triton.build import build
+from inferc.codegen.triton.aot.build import build
 
 INTERPRETED = Path(__file__).parent / "interpreted_sampling.py"
 SUPPORT = Path(__file__).parents[2] / "support"

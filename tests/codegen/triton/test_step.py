@@ -15,18 +15,18 @@ pytest.importorskip("triton")
 
 from inferc.codegen.kernels import select
 from inferc.codegen.target import Target
-from inferc.codegen.triton.attention_decode import prefix_attention
-from inferc.codegen.triton.attention_tiles import AttentionShape
-from inferc.codegen.triton.build import build_fitting
-from inferc.codegen.triton.builders import Builders, worth
+from inferc.codegen.triton.aot.build import build_fitting
+from inferc.codegen.triton.aot.builders import Builders, worth
+from inferc.codegen.triton.aot.launch import ARCHS, evaluate_grid
 from inferc.codegen.triton.emit import CudaStep, emit
-from inferc.codegen.triton.gemm import ROW_BOUNDS
-from inferc.codegen.triton.launch import ARCHS, evaluate_grid
+from inferc.codegen.triton.kernels.attention_decode import prefix_attention
+from inferc.codegen.triton.kernels.attention_tiles import AttentionShape
+from inferc.codegen.triton.kernels.gemm import ROW_BOUNDS
 from inferc.errors import UnsupportedError
+from inferc.frontend.checkpoint.load import from_config, load
 from inferc.frontend.export import capture
-from inferc.frontend.load import from_config, load
+from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, lower
-from inferc.passes.plan_memory import memory_plan
 
 pytestmark = pytest.mark.long
 

@@ -5,8 +5,8 @@ import torch
 from graphs import TOKENS, Example, example, random
 from paged import IDS, model, run_paged
 
-from inferc.passes.fuse_rope_kv_write import fuse_rope_kv_write
-from inferc.passes.kv_cache import PageKVCache
+from inferc.passes.attention.page_kv_cache import PageKVCache
+from inferc.passes.fuse.rope_kv_write import fuse_rope_kv_write
 from inferc.passes.quantize.kv_cache import QuantizeKVCache
 from inferc.passes.quantize.schemes import KV_INT8, SCHEMES, budgets_of, together
 from inferc.passes.verify import verify

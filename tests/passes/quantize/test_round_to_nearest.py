@@ -8,8 +8,8 @@ from graphs import Example, example, random, rows
 from torch import Tensor, ops
 
 from inferc import config
-from inferc import program as program_lib
-from inferc import weights as weight_lib
+from inferc.ir import program as program_lib
+from inferc.ir import weights as weight_lib
 from inferc.passes.quantize.round_to_nearest import Quantize
 from inferc.passes.quantize.schemes import SCHEMES
 from inferc.passes.verify import verify

@@ -1,0 +1,416 @@
+"""Lowered Program → artifact folder: the weights in their final layout, the program, the manifest.
+
+Equal input gives equal bytes: no times, no absolute paths, every list in the program's own order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from inferc.codegen.folder import OutputFolder
+from inferc.codegen.values import outputs
+from inferc.config import ResolvedCompileConfig
+from inferc.errors import ArtifactError, ConfigError
+from inferc.ir import program as program_lib
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program, dtype_name
+from inferc.ir.weights import TensorReader, Weight
+from inferc.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    PROGRAM,
+    STORED_DTYPES,
+    ChunkDigests,
+    StoredWeight,
+    align,
+    json_bytes,
+    seal_manifest,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 4 << 30
+WRITE_BYTES = 16 << 20  # a multiple of a huge page
+COUNT_AT_A_TIME = 1 << 18  # elements: what is left of a piece stays in the processor's cache
+# The exponent's bits, which are all ones in an infinity and in what is not a number.
+EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+DETERMINISM = {
+    "contract": "a row's bits depend on its own sequence only: not on threads, batch, chunking or preemption",
+    "scope": "one instruction set; another may differ in rounding",
+}
+
+
+OF_ONNXRUNTIME = {
+    "contract": "none: a row's last bits may depend on how many rows are computed with it",
+    "scope": "onnxruntime's kernels, of whatever version and provider runs the model",
+}
+
+OF_TENSORRT = {
+    "contract": "none: a row's last bits may depend on how many rows are computed with it",
+    "scope": "one chip, and one version of TensorRT",
+}
+
+
+@dataclass
+class PlacedTensor:
+    """A stored tensor and its place: `offset` counts from the first data byte of its file."""
+
+    name: str
+    weight: Weight
+    offset: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return weight_lib.physical_shape(self.weight)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.weight.dtype.itemsize
+
+
+@dataclass
+class WeightFile:
+    """One safetensors file: tensors in the order of the step, filled up to 64 bytes in between."""
+
+    name: str = ""
+    tensors: list[PlacedTensor] = field(default_factory=list)
+    data_bytes: int = 0
+
+    def header(self) -> bytes:
+        """The file up to its first data byte. The format allows no holes, so each filler is a tensor of its own."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "inferc"}}
+        for tensor in self.tensors:
+            end = tensor.offset + tensor.num_bytes
+            dtype = STORED_DTYPES[dtype_name(tensor.weight.dtype)][0]
+            entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [tensor.offset, end]}
+            if end != align(end):
+                filler = {"dtype": "U8", "shape": [align(end) - end], "data_offsets": [end, align(end)]}
+                entries[f"filler.{tensor.name}"] = filler
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True)
+        text += " " * (align(8 + len(text)) - 8 - len(text))
+        return len(text).to_bytes(8, "little") + text.encode()
+
+
+def plan_weight_files(
+    weights: Mapping[str, Weight], max_bytes: int = MAX_FILE_BYTES
+) -> tuple[list[WeightFile], dict[str, str]]:
+    """Place every weight once; also returns, for each name, the name under which its tensor is stored."""
+    files = [WeightFile()]
+    stored: dict[Weight, str] = {}
+    names = {}
+    for name, weight in weights.items():
+        names[name] = stored.setdefault(weight, name)
+        if names[name] != name:
+            continue
+        tensor = PlacedTensor(name, weight, files[-1].data_bytes)
+        if files[-1].tensors and align(tensor.offset + tensor.num_bytes) > max_bytes:
+            files.append(WeightFile())
+            tensor.offset = 0
+        files[-1].tensors.append(tensor)
+        files[-1].data_bytes = align(tensor.offset + tensor.num_bytes)
+    for index, file in enumerate(files):
+        file.name = f"weights-{index + 1:05d}-of-{len(files):05d}.safetensors"
+    return files, names
+
+
+class AlignedWriter:
+    """Joins what it is given into writes of `WRITE_BYTES`, each at a multiple of them; the last one may be shorter.
+
+    Linux keeps what is written so in huge pages, and whoever maps the file soon has them: decode then reads the weights
+    a tenth faster.
+    """
+
+    def __init__(self, raw: io.RawIOBase | io.FileIO) -> None:
+        self._raw, self._held, self._room = raw, bytearray(WRITE_BYTES), WRITE_BYTES
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            piece = data[: self._room]
+            start = WRITE_BYTES - self._room
+            self._held[start : start + len(piece)] = piece
+            self._room -= len(piece)
+            data = data[len(piece) :]
+            if not self._room:
+                self._flush()
+
+    def _flush(self) -> None:
+        left = memoryview(self._held)[: WRITE_BYTES - self._room]
+        while len(left):
+            left = left[self._raw.write(left) or 0 :]
+        self._room = WRITE_BYTES
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._flush()
+
+
+@dataclass
+class ArtifactWriter:
+    """Writes the parts of one artifact into `folder` and keeps the books for its manifest.
+
+    allow_broken: write weights with a NaN or an infinity too.
+    """
+
+    folder: OutputFolder
+    allow_broken: bool = False
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weights: list[StoredWeight] = field(default_factory=list)
+
+    def add(self, name: str, data: bytes) -> None:
+        """A file that is checked whole before use."""
+        self._write(name, data)
+        self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def add_mapped(self, name: str, data: memoryview) -> None:
+        """A large file that is mapped, and checked a chunk at a time, as the weights are."""
+        digests = ChunkDigests()
+        digests.update(data)
+        self._write(name, data)
+        self.files[name] = {"bytes": len(data), "xxh3_128": digests.finish()}
+
+    def drop_weights(self) -> None:
+        """Delete the files of the weights, which another file of the artifact holds now."""
+        for name in {weight.file for weight in self.weights}:
+            (self.folder.path / name).unlink()
+            del self.files[name]
+        self.weights = []
+
+    def _write(self, name: str, data: bytes | memoryview) -> None:
+        try:
+            self.folder.write(name, data)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.folder.out / name}: {error.strerror}") from None
+
+    def add_weights(self, weights: Mapping[str, Weight], reader: TensorReader, progress: Progress) -> None:
+        """Materialise `weights` into files, a chunk of rows at a time.
+
+        Raises ArtifactError for a weight with a NaN or an infinity, unless `allow_broken`; ConfigError for a full disk.
+        """
+        files, names = plan_weight_files(weights)
+        total = sum(file.data_bytes for file in files)
+        free = shutil.disk_usage(self.folder.path).free
+        if free < total:
+            raise ConfigError(
+                f"cannot write {self.folder.out}: the weights take {total} bytes, the disk has {free} free"
+            )
+        places = {}
+        done = 0
+        for file in files:
+            header = file.header()
+            for tensor in file.tensors:
+                places[tensor.name] = (file.name, len(header) + tensor.offset, tensor.num_bytes)
+            try:
+                self._write_file(file, header, reader, lambda count, base=done: progress(base + count, total))  # type: ignore[misc]
+            except OSError as error:
+                raise ConfigError(f"cannot write {self.folder.out / file.name}: {error.strerror}") from None
+            done += file.data_bytes
+        self.weights = [_stored(name, weight, *places[names[name]]) for name, weight in weights.items()]
+        lines = [f"{name}: {dtype_name(w.dtype)}{list(w.shape)} = {w}\n" for name, w in weights.items()]
+        self.add("graph/weights.txt", "".join(lines).encode())
+
+    def _write_file(
+        self, file: WeightFile, header: bytes, reader: TensorReader, progress: Callable[[int], None]
+    ) -> None:
+        digests = ChunkDigests()
+        with (self.folder.path / file.name).open("wb", buffering=0) as raw, AlignedWriter(raw) as out:
+
+            def put(data: memoryview) -> None:
+                digests.update(data)
+                out.write(data)
+
+            put(memoryview(header))
+            for tensor in file.tensors:
+                end = len(header) + tensor.offset + tensor.num_bytes
+                broken = 0
+                for chunk in weight_lib.materialize(tensor.weight, reader):
+                    broken += count_broken(chunk)
+                    put(chunk.reshape(-1).view(torch.uint8).numpy().data)
+                    progress(digests.num_bytes - len(header))
+                assert digests.num_bytes == end, f"{tensor.name}: wrote up to byte {digests.num_bytes}, planned {end}"
+                put(memoryview(bytes(align(end) - end)))
+                if broken:
+                    self._report_broken(tensor, broken, reader)
+        self.files[file.name] = {"bytes": digests.num_bytes, "xxh3_128": digests.finish()}
+
+    def _report_broken(self, tensor: PlacedTensor, count: int, reader: TensorReader) -> None:
+        """Name the checkpoint's tensor, where one is broken: the stored one may be joined from several."""
+        name, become = tensor.name, f" as {dtype_name(tensor.weight.dtype)}"
+        for leaf in tensor.weight.sources():
+            found = sum(count_broken(chunk) for chunk in weight_lib.materialize(leaf, reader))
+            if found:
+                name, count, become = leaf.name or name, found, ""
+                break
+        message = f"tensor {name} has {count} numbers that are NaN or infinite{become}"
+        if not self.allow_broken:
+            raise ArtifactError(
+                f"{message}; expected finite weights: the checkpoint was saved so, or changed since; take another one (--allow-drift"
+                " compiles it all the same)"
+            )
+        log.warning("%s", message)
+
+    def add_program(
+        self,
+        program: Program,
+        memory_plan: Mapping[str, Any],
+        target_fields: Mapping[str, Any],
+        file: str = PROGRAM,
+        prefix: str = "",
+    ) -> None:
+        """`file`: the step struct, the weight table, the lowered graph, and where its values lie.
+
+        target_fields: what the target's runner must know besides, at the top level; prefix: in front of the program's
+        names of weights when `add_weights` got them.
+        """
+        step = {
+            "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
+            "outputs": _output_names(program),
+            "hidden": _hidden_json(program),
+        }
+        graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
+        stored = {weight.name: weight for weight in self.weights}
+        names = program.weights if stored else ()  # those of a plan are in it
+        weights = [{**dataclasses.asdict(stored[prefix + name]), "name": name} for name in names]
+        data = {**target_fields, "step": step, "weights": weights, "memory_plan": dict(memory_plan), "program": graph}
+        self.add(file, json_bytes(data))
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """engine.json, last of all: every file by name, and its own digest."""
+        self._write(MANIFEST, seal_manifest({**manifest, "files": dict(sorted(self.files.items()))}))
+
+
+def count_broken(chunk: torch.Tensor) -> int:
+    """How many elements are NaN or infinite; of what was quantized its scales tell."""
+    if not chunk.is_floating_point() or chunk.element_size() == 1:
+        return 0
+    exponent = EXPONENTS.get(chunk.dtype)
+    flat: NDArray[Any] = (chunk if exponent is None else chunk.view(torch.uint16)).reshape(-1).numpy()
+    count = 0
+    for start in range(0, flat.size, COUNT_AT_A_TIME):
+        piece = flat[start : start + COUNT_AT_A_TIME]
+        if exponent is None:
+            count += piece.size - int(np.count_nonzero(np.isfinite(piece)))
+        else:
+            count += int(np.count_nonzero((piece & exponent) == exponent))
+    return count
+
+
+def program_entry(
+    program: Program,
+    *,
+    file: str,
+    ranks: Mapping[str, int],
+    libraries: Mapping[str, str],
+    cubins: Mapping[str, str],
+    arena: Mapping[str, int],
+    kv_layout: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What engine.json says of one program.
+
+    ranks: tp_rank, pp_stage, ep_rank; libraries: ISA to file, best first; cubins: chip, or "ptx", to folder; arena: the
+    keys of `MemoryFormula`.
+    """
+    groups = program_lib.to_json(program)["kv_groups"]
+    layout = dict(kv_layout)
+    digest = hashlib.sha256(json.dumps([layout, groups, program.block_size], sort_keys=True).encode()).hexdigest()
+    return {
+        "name": program.name,
+        "file": file,
+        **ranks,
+        "inputs": [node.name for node in program.inputs()],
+        "outputs": _output_names(program),
+        "kv_groups": [
+            {**group, "bytes_per_token": of.bytes_per_token}
+            for group, of in zip(groups, program.kv_groups, strict=True)
+        ],
+        "num_weights": len(program.weights),
+        "libraries": dict(libraries),
+        "cubins": dict(cubins),
+        "memory": {
+            "arena": dict(arena),
+            "kv_bytes_per_token": sum(group.bytes_per_token for group in program.kv_groups),
+        },
+        "kv_layout": {**layout, "hash": digest},
+    }
+
+
+def make_manifest(
+    config: ResolvedCompileConfig,
+    *,
+    targets: Sequence[str],
+    producer: str,
+    host: str | None,
+    model: Mapping[str, Any],
+    programs: Sequence[Mapping[str, Any]],
+    passes: Sequence[Mapping[str, Any]],
+    kernels: Sequence[Mapping[str, Any]],
+    plan: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """engine.json but for the files: what the runtime must know before it opens anything else.
+
+    host: the kind of machine the libraries run on ("linux-x86_64"), None if there are none; programs: a
+    `program_entry` a rank; plan: what a TensorRT plan needs in order to run.
+    """
+    return {
+        "format_version": FORMAT_VERSION,
+        "producer": producer,
+        "targets": list(targets),
+        "host": host,
+        "model": dict(model),
+        "programs": [dict(entry) for entry in programs],
+        "config": dataclasses.asdict(config),
+        "passes": [dict(row) for row in passes],
+        "kernels": [dict(row) for row in kernels],
+        "determinism": {"onnx": OF_ONNXRUNTIME, "tensorrt": OF_TENSORRT, "tensorrt-paged": OF_TENSORRT}.get(
+            targets[0].partition(":")[0], DETERMINISM
+        ),
+        **({} if plan is None else {"tensorrt": dict(plan)}),
+    }
+
+
+def _output_names(program: Program) -> list[str]:
+    """Hidden rows, and the logits where the program has the LM head."""
+    return ["hidden", "logits"][: len(program.output().args[0])]  # type: ignore[arg-type]
+
+
+def _stored(name: str, weight: Weight, file: str, offset: int, num_bytes: int) -> StoredWeight:
+    layout = weight.layout if weight.op == "pack" else ""
+    physical = weight_lib.physical_shape(weight)
+    return StoredWeight(name, file, offset, num_bytes, dtype_name(weight.dtype), weight.shape, physical, layout)
+
+
+def _stored_weights(program: Program) -> dict[str, Weight]:
+    """The weights as the artifact's reader finds them: tensors of its own files, no longer expressions."""
+    stored = {}
+    for name, weight in program.weights.items():
+        leaf = weight_lib.source(name, weight.shape, weight.dtype)
+        stored[name] = weight_lib.pack(leaf, weight.layout) if weight.op == "pack" else leaf
+    return stored
+
+
+def _hidden_json(program: Program) -> dict[str, Any]:
+    """Type of the rows in front of the LM head, and which value of the memory plan they are."""
+    hidden, _ = outputs(program)
+    return {**_type_json(hidden.meta["val"]), "value": hidden.name}
+
+
+def _type_json(value: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": dtype_name(value.dtype), "shape": [str(size) for size in value.shape]}

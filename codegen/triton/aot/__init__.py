@@ -1,0 +1,1 @@
+"""Triton kernels compiled ahead of time: sources, cubins, launch records."""

@@ -1,0 +1,1 @@
+"""The Triton kernels, a module a kind."""

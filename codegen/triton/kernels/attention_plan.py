@@ -1,0 +1,181 @@
+"""How a step's decode attention is shared out between programs: once a step and kind of KV group, on the device.
+
+The keys that a sequence's new tokens see go in tiles; all tiles of all sequences and kv heads, in this order, are one line,
+of which each program does an equal stretch, whatever the lengths are. So decode needs scratch for two partial results of a
+program, and none that grows with tokens or sequences.
+
+    sequence 0                       sequence 1
+    head 0       head 1       ...    head 0               head 1
+    [0 ... n0)   [0 ... n0)          [0 ......... n1)     [0 ......... n1)
+    |  program 0   |  program 1   |  program 2   |  ...
+
+A sequence's sums then depend on where it is cut, and so on the batch. In the invariant order keys are summed cell by cell, and
+cells one by one in the order of the keys. A cell is [first, end) of positions, whatever the sequence's length, the step's new
+tokens and the programs are: so a prompt's chunks do not show either. A program does the cells that start in its stretch.
+
+Where sequences share a prefix, `shared` keys of each are done by its group, and the line has only those behind.
+
+plan: [tiles of a program, starts[0], ..., starts[num_seqs]] i32, of which starts are the sums of the tiles, of one kv head,
+of the sequences before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from inferc.codegen.triton.aot.source import POINTERS, Source
+from inferc.codegen.triton.kernels.attention_tiles import MASKS, SEQS, first_key
+
+UNIT = 64  # keys of a tile
+LEAST_TILES = 4  # of a program, or of a cell: what is worth a partial result
+DOUBLINGS = 12  # of cells: to positions no model has
+
+
+@dataclass(frozen=True)
+class Cells:
+    """How positions are divided into cells.
+
+    keys: of a cell. grow: cells that begin at 16 * keys and on have twice as many, from twice as far four times, and so on.
+    most: cells that a sequence's new tokens may see.
+    """
+
+    keys: int
+    grow: bool
+    most: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"CELL": self.keys, "GROW": int(self.grow), "MOST_CELLS": self.most}
+
+
+TILES = Cells(UNIT, False, 0)
+"""A cell is a tile: sums are made of a stretch at a time."""
+
+
+def invariant_cells(mask: str, window: int, max_model_len: int) -> Cells:
+    """Such that a sequence has a few dozen of them at most, and none is more than an eighth of the keys that are seen."""
+    keys = LEAST_TILES * UNIT
+    if mask == "causal":
+        doublings = sum(max_model_len - 1 >= 16 * keys << each for each in range(DOUBLINGS))
+        return Cells(keys, True, 8 * doublings + (max_model_len - 1 >> doublings) // keys + 1)
+    while 16 * keys < window:
+        keys *= 2
+    return Cells(keys, False, -(-window // keys) + 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def cell_at(key, CELL: tl.constexpr, GROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The cell that a position is in; -1 of -1."""
+    if GROW:
+        doublings = key * 0
+        for doubling in tl.static_range(12):
+            doublings += (key >= (16 * CELL << doubling)).to(tl.int32)
+        cell = 8 * doublings + ((key >> doublings) + CELL) // CELL - 1
+    else:
+        cell = (key + CELL) // CELL - 1
+    return cell
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def cell_start(cell, CELL: tl.constexpr, GROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first position of a cell."""
+    if GROW:
+        doublings = tl.maximum(cell // 8 - 1, 0)
+        start = (cell - 8 * doublings) * CELL << doublings
+    else:
+        start = cell * CELL
+    return start
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def line_start(  # type: ignore[no-untyped-def]
+    position, shared, MASK: tl.constexpr, WINDOW: tl.constexpr, CELL: tl.constexpr, GROW: tl.constexpr
+):
+    """Where the tiles begin of a sequence whose first new token is at `position`: at a cell's start.
+
+    shared: keys that its group does, whole tiles."""
+    first = tl.maximum(first_key(position, MASK, WINDOW), shared)
+    return cell_start(cell_at(first, CELL, GROW), CELL, GROW)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attention_plan_kernel(  # type: ignore[no-untyped-def]
+    query_start_ptr,
+    seq_lens_ptr,
+    shared_ptr,
+    plan_ptr,
+    counts_ptr,
+    KV_HEADS: tl.constexpr,
+    QUERY_LIMIT: tl.constexpr,
+    MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    UNIT: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    CELL: tl.constexpr,
+    GROW: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    num_seqs = tl.load(counts_ptr + 2)
+    total = 0
+    for first in range(0, num_seqs, SEQS):
+        seq = first + tl.arange(0, SEQS)
+        is_seq = seq < num_seqs
+        begin = tl.load(query_start_ptr + seq, mask=is_seq, other=0)
+        num_new = tl.load(query_start_ptr + seq + 1, mask=is_seq, other=0) - begin
+        seq_len = tl.load(seq_lens_ptr + seq, mask=is_seq, other=0)
+        shared = seq * 0
+        if HAS_SHARED:
+            shared = tl.load(shared_ptr + seq, mask=is_seq, other=0)
+        start = line_start(seq_len - num_new, shared, MASK, WINDOW, CELL, GROW)
+        is_done = (num_new > 0) & (num_new <= QUERY_LIMIT)
+        tiles = tl.where(is_done, (seq_len - start + UNIT - 1) // UNIT, 0)
+        tl.store(plan_ptr + 1 + seq, total + tl.cumsum(tiles, 0) - tiles, mask=is_seq)
+        total += tl.sum(tiles, 0)
+    tl.store(plan_ptr + 1 + num_seqs, total)
+    tl.store(plan_ptr, tl.maximum(LEAST_TILES, (total * KV_HEADS + NUM_PROGRAMS - 1) // NUM_PROGRAMS))
+
+
+def attention_plan(
+    kv_heads: int,
+    most_new: int,
+    mask: str,
+    window: int,
+    num_programs: int,
+    cells: Cells = TILES,
+    has_shared: bool = False,
+) -> Source:
+    """query_start [seqs + 1], seq_lens [seqs] i32 -> plan, see the module and `plan_bytes`.
+
+    Sequences with more than `most_new` new tokens have no tiles. shared [seqs] i32: keys of each that its group does.
+    num_programs and cells: those of the `decode_attention` that goes by the plan.
+    """
+    names = ("query_start_ptr", "seq_lens_ptr", "shared_ptr", "plan_ptr", "counts_ptr")
+    constants = {**cells.constants}
+    del constants["MOST_CELLS"]
+    return Source(
+        function=attention_plan_kernel,
+        signature=dict.fromkeys(names, POINTERS["int32"]),
+        constants={
+            "KV_HEADS": kv_heads,
+            "QUERY_LIMIT": most_new,
+            "MASK": MASKS.index(mask),
+            "WINDOW": window,
+            "HAS_SHARED": int(has_shared),
+            "NUM_PROGRAMS": num_programs,
+            "UNIT": UNIT,
+            "LEAST_TILES": LEAST_TILES,
+            **constants,
+            "SEQS": SEQS,
+        },
+        grid=("1", "1", "1"),
+        num_warps=4,
+    )
+
+
+def plan_bytes(max_seqs: int) -> int:
+    return 4 * (2 + max_seqs)

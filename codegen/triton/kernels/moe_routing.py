@@ -1,0 +1,140 @@
+"""The experts of each token and their weights: one program a token, whose scores lie in registers by group and expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from inferc.codegen.triton.aot.source import COUNTS, POINTERS, Source
+from inferc.codegen.triton.kernels.elementwise import sigmoid
+from inferc.ir.ops.experts import GROUP_SCORES, SCORES
+
+
+@triton.jit
+def first_best(choice, left, place):  # type: ignore[no-untyped-def]
+    """The lowest place with the largest choice of those that are left. A NaN is taken for the largest, as sorting does."""
+    ranked = tl.where(choice != choice, float("inf"), choice)  # noqa: PLR0124  a NaN is not
+    best = tl.max(tl.where(left, ranked, float("-inf")))
+    return tl.min(tl.where(left & (ranked == best), place, 1 << 30))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def moe_routing_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    counts_ptr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    LOGITS_STRIDE: tl.constexpr,
+    IDS_STRIDE: tl.constexpr,
+    WEIGHTS_STRIDE: tl.constexpr,
+    SCORE: tl.constexpr,
+    GROUP_SCORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+):
+    """Expert g * SIZE + i is at (g, i). SCORE: 0 softmax, 1 sigmoid, 2 and 3 of the chosen ones; GROUP_SCORE: 0 its best, 1 of two."""
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(counts_ptr + COUNT):
+        group, i = tl.arange(0, GROUP_BLOCK), tl.arange(0, SIZE_BLOCK)
+        left = (group < GROUPS)[:, None] & (i < SIZE)[None, :]
+        expert = tl.where(left, group[:, None] * SIZE + i[None, :], 1 << 30)
+        scores = tl.load(logits_ptr + row * LOGITS_STRIDE + expert, mask=left, other=float("-inf")).to(tl.float32)
+        if SCORE == 0:
+            scores = tl.exp(scores - tl.max(scores))
+            scores /= tl.sum(scores)
+        if SCORE == 1:
+            scores = sigmoid(scores)
+        choice = scores
+        if HAS_BIAS:
+            choice += tl.load(bias_ptr + expert, mask=left, other=0.0).to(tl.float32)
+        if GROUPS > 1:
+            inside = tl.where(left, choice, float("-inf"))
+            best = tl.max(inside, 1)
+            if GROUP_SCORE == 1:
+                first = tl.argmax(inside, 1, tie_break_left=True)
+                best += tl.max(tl.where(i[None, :] == first[:, None], float("-inf"), inside), 1)
+            others = group < GROUPS
+            for _ in range(TOP_GROUPS):
+                others &= group != first_best(best, others, group)
+            choice = tl.where(others[:, None], float("-inf"), choice)
+        k = tl.arange(0, TOP_K_BLOCK)
+        ids = tl.zeros((TOP_K_BLOCK,), tl.int32)
+        weights = tl.full((TOP_K_BLOCK,), float("-inf"), tl.float32)
+        for at in range(TOP_K):
+            chosen = first_best(choice, left, expert)
+            ids = tl.where(k == at, chosen, ids)
+            weights = tl.where(k == at, tl.sum(tl.where(expert == chosen, scores, 0.0)), weights)
+            left &= expert != chosen
+        is_k = k < TOP_K
+        if SCORE == 2:
+            weights = tl.exp(weights - tl.max(weights))
+            weights /= tl.sum(weights)
+        if SCORE == 3:
+            weights = sigmoid(weights)
+        if RENORMALIZE:
+            weights /= tl.sum(tl.where(is_k, weights, 0.0))
+        tl.store(ids_ptr + row * IDS_STRIDE + k, ids, mask=is_k)
+        tl.store(weights_ptr + row * WEIGHTS_STRIDE + k, weights * SCALE, mask=is_k)
+
+
+def moe_routing(
+    dtypes: tuple[str, str],
+    rows: str,
+    experts: int,
+    top_k: int,
+    strides: tuple[int, int, int],
+    score: str,
+    *,
+    has_bias: bool = False,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: tuple[int, int, str] = (1, 1, "max"),
+) -> Source:
+    """`inferc.moe_routing`: logits [rows, experts] and bias [experts] of `dtypes`; ids [rows, top_k] i32, weights float32.
+
+    strides: elements from row to row of logits, ids and weights. groups: how many there are, how many of them are kept, and by
+    what. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
+    """
+    num_groups, top_groups, group_score = groups
+    names = ("LOGITS_STRIDE", "IDS_STRIDE", "WEIGHTS_STRIDE")
+    constants: dict[str, Any] = {
+        "COUNT": COUNTS[rows],
+        "TOP_K": top_k,
+        "GROUPS": num_groups,
+        "SIZE": experts // num_groups,
+        "TOP_GROUPS": top_groups,
+        **dict(zip(names, strides, strict=True)),
+        "SCORE": SCORES.index(score),
+        "GROUP_SCORE": GROUP_SCORES.index(group_score),
+        "HAS_BIAS": int(has_bias),
+        "RENORMALIZE": int(renormalize),
+        "SCALE": scale,
+        "GROUP_BLOCK": triton.next_power_of_2(num_groups),
+        "SIZE_BLOCK": triton.next_power_of_2(experts // num_groups),
+        "TOP_K_BLOCK": triton.next_power_of_2(top_k),
+    }
+    return Source(
+        function=moe_routing_kernel,
+        signature={
+            "logits_ptr": POINTERS[dtypes[0]],
+            "bias_ptr": POINTERS[dtypes[1]],
+            "ids_ptr": POINTERS["int32"],
+            "weights_ptr": POINTERS["float32"],
+            "counts_ptr": POINTERS["int32"],
+        },
+        constants=constants,
+        grid=(f"num_{rows}", "1", "1"),
+        num_warps=1 if experts <= 256 else 4,
+    )

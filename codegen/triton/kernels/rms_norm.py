@@ -1,0 +1,109 @@
+"""RMSNorm, and of a sum that is kept: one program a row, which it reads once and holds in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inferc.codegen.triton.aot.source import COUNTS, POINTERS, Source
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def normed(  # type: ignore[no-untyped-def]
+    wide,
+    square_sum,
+    weight,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HOW: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """HOW: 0 no weight, 1 rounded to `dtype` before the weight multiplies it, 2 after."""
+    out = wide * tl.rsqrt(square_sum / WIDTH + EPS)
+    if HOW == 1:
+        out = out.to(dtype).to(tl.float32) * (weight + OFFSET).to(dtype).to(tl.float32)
+    if HOW == 2:
+        out = out * (weight + OFFSET)
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    counts_ptr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    SUM_STRIDE: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HOW: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(counts_ptr + COUNT):
+        columns = tl.arange(0, BLOCK)
+        mask = columns < WIDTH
+        dtype = out_ptr.dtype.element_ty
+        wide = tl.load(x_ptr + row * X_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+        if ADDS:
+            residual = tl.load(residual_ptr + row * RESIDUAL_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+            total = (wide + residual).to(dtype)
+            tl.store(sum_ptr + row * SUM_STRIDE + columns, total, mask=mask)
+            wide = total.to(tl.float32)
+        weight = wide
+        if HOW != 0:
+            weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        out = normed(wide, tl.sum(wide * wide), weight, WIDTH, EPS, OFFSET, HOW, dtype)
+        tl.store(out_ptr + row * OUT_STRIDE + columns, out.to(dtype), mask=mask)
+
+
+def how_scaled(has_weight: bool, round_before_scale: bool) -> int:
+    """HOW of `normed`."""
+    return 0 if not has_weight else 1 if round_before_scale else 2
+
+
+def rms_norm(
+    dtype: str,
+    rows: str,
+    width: int,
+    strides: tuple[int, int, int, int],
+    eps: float,
+    offset: float,
+    how: int,
+    adds: bool,
+) -> Source:
+    """`inferc.rms_norm` and, if it adds, `inferc.rms_norm_add` over the `rows` ("tokens", "rows") of a step.
+
+    strides: elements from row to row of x, the residual, out and the sum; what is not there may be anything.
+    """
+    block = triton.next_power_of_2(width)
+    names = ("X_STRIDE", "RESIDUAL_STRIDE", "OUT_STRIDE", "SUM_STRIDE")
+    return Source(
+        function=rms_norm_kernel,
+        signature={
+            **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr"), POINTERS[dtype]),
+            "counts_ptr": POINTERS["int32"],
+        },
+        constants={
+            "COUNT": COUNTS[rows],
+            "WIDTH": width,
+            **dict(zip(names, strides, strict=True)),
+            "EPS": eps,
+            "OFFSET": offset,
+            "HOW": how,
+            "ADDS": int(adds),
+            "BLOCK": block,
+        },
+        grid=(f"num_{rows}", "1", "1"),
+        num_warps=max(1, min(16, block // 512)),
+        stack_bytes=8,  # on Blackwell ptxas parks what is computed first and used last, though registers are left
+    )

@@ -1,0 +1,143 @@
+"""The token of each row: the most likely one, or a draw after top-k, top-p and min-p. One program a row.
+
+It goes by what `row_parts` found: a greedy row reads none of its numbers again, one at a temperature alone those of the
+part that the draw falls in, one with filters those of the parts that reach a lower bound of what they keep.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inferc.codegen.triton.aot.source import POINTERS, Source
+from inferc.codegen.triton.kernels.sampling.draw import draw_filtered, draw_of_part
+from inferc.codegen.triton.kernels.sampling.philox import uniform
+from inferc.codegen.triton.kernels.sampling.row_parts import PART, part_of
+from inferc.codegen.triton.kernels.sampling.rows import CHANGED_BY, FIRST, ROWS, STACK_BYTES, is_changed
+from inferc.codegen.triton.kernels.sampling.search import PLACES, odds, scale_of
+
+TILE = 1024  # numbers of a list that are searched at once
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def choose_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    x_ptr,
+    tops_ptr,
+    first_ptr,
+    mass_ptr,
+    list_values_ptr,
+    list_ids_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    counters_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    bias_starts_ptr,
+    banned_starts_ptr,
+    allowed_starts_ptr,
+    slots_ptr,
+    count_table_ptr,
+    token_ids_ptr,
+    last_ids_ptr,
+    counts_ptr,
+    VOCAB: tl.constexpr,
+    LOGITS_STRIDE: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    LIST_STRIDE: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.load(counts_ptr + ROWS)
+    if row < rows:
+        at = tl.load(counts_ptr + FIRST) + row
+        own_tops = tops_ptr + row * (PARTS * PLACES)
+        part = tl.arange(0, PARTS_BLOCK)
+        place = part[:, None] * PLACES + tl.arange(0, PLACES)[None, :]
+        maxima = tl.max(tl.load(own_tops + place, mask=place < PARTS * PLACES, other=float("-inf")), 1)
+        top = tl.max(maxima)
+        temperature, min_p = tl.load(temperature_ptr + at), tl.load(min_p_ptr + at)
+        chosen = tl.full((), -1, tl.int32)
+        if (top > float("-inf")) & (top < float("inf")):
+            if (temperature > 0.0) & (min_p <= 1.0):
+                values = logits_ptr + row * LOGITS_STRIDE
+                changed = is_changed(
+                    *(repetition_ptr, presence_ptr, frequency_ptr, bias_starts_ptr, banned_starts_ptr),
+                    *(allowed_starts_ptr, slots_ptr, count_table_ptr, at),
+                )
+                if changed:
+                    values = x_ptr + row * X_STRIDE
+                scale = scale_of(temperature)
+                u = uniform(tl.load(seeds_ptr + at), tl.load(counters_ptr + at))
+                mass = tl.load(mass_ptr + row * PARTS + part, mask=part < PARTS, other=0.0)
+                top_k, top_p = tl.load(top_k_ptr + at), tl.load(top_p_ptr + at)
+                if ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1.0) | (min_p > 0.0):
+                    own_list = row * LIST_STRIDE
+                    total = tl.sum(mass.to(tl.float64) * odds(maxima, top, scale).to(tl.float64))
+                    chosen = draw_filtered(
+                        *(values, own_tops, list_values_ptr + own_list, list_ids_ptr + own_list, maxima, total),
+                        *(top, scale, top_k, top_p, min_p, u, VOCAB, PART, PARTS, PARTS_BLOCK, TILE),
+                    )
+                else:
+                    chosen = draw_of_part(values, mass, maxima, top, scale, u, VOCAB, PART, PARTS_BLOCK)
+            else:
+                best = tl.min(tl.where(maxima == top, part, PARTS_BLOCK))
+                chosen = tl.load(first_ptr + row * PARTS + best)
+        tl.store(token_ids_ptr + at, chosen)
+        # A slot's rows are neighbours, in one chunk or in those behind it: it goes on with the id of the last one.
+        slot = tl.load(slots_ptr + at)
+        if tl.load(slots_ptr + at + 1, mask=row + 1 < rows, other=-1) != slot:
+            tl.store(last_ids_ptr + slot, tl.maximum(chosen, 0))
+        counts = tl.load(count_table_ptr + slot)
+        if (counts != 0) & (chosen >= 0):
+            tl.atomic_add(counts.to(tl.pointer_type(tl.int32)) + chosen, 1, sem="relaxed")
+
+
+def list_stride(vocab: int) -> int:
+    """Numbers of a row's list, the one in memory that the kernels of this package use as they go."""
+    return -(-vocab // 64) * 64
+
+
+def choose(vocab: int, logits_stride: int, x_stride: int, part: int = PART, tile: int = TILE) -> Source:
+    """token_ids [rows], -1 for a row without a finite largest number; last_ids by slot, and the slot's counts of tokens.
+
+    part: as `row_parts` has it; tile: numbers of a list at once, a power of two. list_values float32
+    and list_ids i32 [rows of the chunk, list_stride(vocab)] are scratch. A min_p above 1 leaves the most likely token.
+    """
+    part = part_of(vocab, part)
+    parts = triton.cdiv(vocab, part)
+    return Source(
+        function=choose_kernel,
+        signature={
+            **dict.fromkeys(("logits_ptr", "x_ptr", "tops_ptr"), POINTERS["float32"]),
+            "first_ptr": POINTERS["int32"],
+            **dict.fromkeys(("mass_ptr", "list_values_ptr"), POINTERS["float32"]),
+            "list_ids_ptr": POINTERS["int32"],
+            "temperature_ptr": POINTERS["float32"],
+            "top_k_ptr": POINTERS["int32"],
+            **dict.fromkeys(("top_p_ptr", "min_p_ptr"), POINTERS["float32"]),
+            **dict.fromkeys(("seeds_ptr", "counters_ptr"), POINTERS["int64"]),
+            **CHANGED_BY,
+            **dict.fromkeys(("token_ids_ptr", "last_ids_ptr", "counts_ptr"), POINTERS["int32"]),
+        },
+        constants={
+            "VOCAB": vocab,
+            "LOGITS_STRIDE": logits_stride,
+            "X_STRIDE": x_stride,
+            "LIST_STRIDE": list_stride(vocab),
+            "PART": part,
+            "PARTS": parts,
+            "PARTS_BLOCK": triton.next_power_of_2(parts),
+            "TILE": tile,
+        },
+        grid=("num_rows", "1", "1"),
+        num_warps=8,
+        stack_bytes=STACK_BYTES,
+    )

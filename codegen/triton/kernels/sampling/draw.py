@@ -1,0 +1,180 @@
+"""Draws by the inverse of the distribution, in the order of ids: from a whole row, and from what filters leave of it.
+
+Filters list the numbers that may matter, usually few, and search for exact thresholds among those.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inferc.codegen.triton.kernels.sampling.rows import load_row
+from inferc.codegen.triton.kernels.sampling.search import PLACES, append, odds, passing, threshold
+
+MIN_NORMAL = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def least_of(low, top, scale):  # type: ignore[no-untyped-def]
+    """All numbers whose odds are `low` or more are at least this, and some with a little less."""
+    x = top + (tl.log(tl.maximum(low, MIN_NORMAL)) - 0.001) / scale
+    return tl.where(low >= MIN_NORMAL, x, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw_of_part(  # type: ignore[no-untyped-def]
+    values_ptr, mass, maxima, top, scale, u, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS_BLOCK: tl.constexpr
+):
+    """A draw from the whole row. mass: of each part, relative to its largest, which `maxima` has."""
+    part = tl.arange(0, PARTS_BLOCK)
+    share = odds(maxima, top, scale)
+    weight = mass.to(tl.float64) * share.to(tl.float64)
+    goal = u * tl.sum(weight)
+    picked = passing(weight, goal, PARTS_BLOCK)
+    goal -= tl.sum(tl.where(part < picked, weight, 0.0))
+    goal /= tl.max(tl.where(part == picked, share, 0.0)).to(tl.float64)
+    i = picked * PART + tl.arange(0, PART)
+    x = load_row(values_ptr, i, VOCAB)
+    own = odds(x, tl.max(tl.where(part == picked, maxima, float("-inf"))), scale)
+    return picked * PART + passing(own, goal, PART)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def collect(  # type: ignore[no-untyped-def]
+    values_ptr,
+    list_values_ptr,
+    list_ids_ptr,
+    maxima,
+    least,
+    VOCAB: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+):
+    """Lists the numbers of a row that are at least `least`, by rising id; how many. maxima: of the parts, which are read
+    only if they have such a number, each while the one before it is listed."""
+    parts, within = tl.arange(0, PARTS_BLOCK), tl.arange(0, PART)
+    reached = maxima >= least
+    count = tl.full((), 0, tl.int32)
+    part = tl.min(tl.where(reached, parts, PARTS_BLOCK))
+    x = load_row(values_ptr, part * PART + within, VOCAB)
+    while part < PARTS_BLOCK:
+        following = tl.min(tl.where(reached & (parts > part), parts, PARTS_BLOCK))
+        ahead = load_row(values_ptr, following * PART + within, VOCAB)
+        i = part * PART + within
+        count = append(list_values_ptr, list_ids_ptr, count, x, i, (x >= least) & (i < VOCAB))
+        part, x = following, ahead
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def listed_odds(list_values_ptr, start, count, least, top, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The odds of a list's numbers from `start` on, 0 of those below `least`."""
+    i = start + tl.arange(0, TILE)
+    x = tl.load(list_values_ptr + i, mask=i < count, other=float("-inf"))
+    return tl.where(x >= least, odds(x, top, scale), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mass_of(list_values_ptr, count, least, top, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    mass = tl.full((), 0.0, tl.float64)
+    for start in range(0, count, TILE):
+        mass += tl.sum(listed_odds(list_values_ptr, start, count, least, top, scale, TILE)).to(tl.float64)
+    return mass
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def end_of_ties(list_values_ptr, count, cut, ties, least, top, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The place in a list behind the first `ties` odds that equal `cut`, which is above 0."""
+    end, start, left = count, 0, ties
+    while (left > 0) & (start < count):
+        equal = listed_odds(list_values_ptr, start, count, least, top, scale, TILE) == cut
+        nth = tl.cumsum(equal.to(tl.int32), 0)
+        place = start + 1 + tl.arange(0, TILE)
+        end = tl.minimum(end, tl.min(tl.where(equal & (nth == left), place, count)))
+        left -= tl.max(nth)
+        start += TILE
+    return end
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def kept_odds(  # type: ignore[no-untyped-def]
+    list_values_ptr, start, count, least, cut, ties_end, min_p, top, scale, TILE: tl.constexpr
+):
+    """`listed_odds`, 0 of those below the cut, at it behind `ties_end`, and less than min_p."""
+    each = listed_odds(list_values_ptr, start, count, least, top, scale, TILE)
+    kept = (each > cut) | ((each == cut) & (start + tl.arange(0, TILE) < ties_end))
+    return tl.where(kept & (each >= min_p), each, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw_of_list(  # type: ignore[no-untyped-def]
+    list_values_ptr, list_ids_ptr, count, least, cut, ties_end, min_p, top, scale, u, TILE: tl.constexpr
+):
+    """A draw from what `kept_odds` leaves."""
+    total = tl.full((), 0.0, tl.float64)
+    last = 0  # of the tiles that may be drawn from
+    for start in range(0, count, TILE):
+        mass = tl.sum(kept_odds(list_values_ptr, start, count, least, cut, ties_end, min_p, top, scale, TILE))
+        total += mass.to(tl.float64)
+        last = tl.where(mass > 0.0, start, last)
+    goal = u * total
+    start = 0
+    weights = kept_odds(list_values_ptr, start, count, least, cut, ties_end, min_p, top, scale, TILE)
+    mass = tl.sum(weights).to(tl.float64)
+    while (start < last) & (mass <= goal):
+        goal -= mass
+        start += TILE
+        weights = kept_odds(list_values_ptr, start, count, least, cut, ties_end, min_p, top, scale, TILE)
+        mass = tl.sum(weights).to(tl.float64)
+    return tl.load(list_ids_ptr + start + passing(weights, goal, TILE))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw_filtered(  # type: ignore[no-untyped-def]
+    values_ptr,
+    tops_ptr,
+    list_values_ptr,
+    list_ids_ptr,
+    maxima,
+    mass,
+    top,
+    scale,
+    top_k,
+    top_p,
+    min_p,
+    u,
+    VOCAB: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A draw after top-k, top-p of the mass that it left, and min-p. mass: of the whole row; maxima: of its parts."""
+    has_k = (top_k > 0) & (top_k < VOCAB)
+    has_p = top_p < 1.0
+    k, share = top_k.to(tl.float64), top_p.to(tl.float64)
+    # Too small to matter to top-p is what would not reach the rest of the mass if all were twice its size.
+    low = tl.where(has_p, ((mass - mass * share) / VOCAB * 0.5).to(tl.float32), 0.0)
+    most, least = tl.full((), 1.0, tl.float32), tl.full((), float("-inf"), tl.float32)
+    if has_k | has_p:  # a threshold among some of the numbers is a lower bound of that among all
+        begin, end = tl.where(has_k, least, low), tl.where(has_k, top, most)
+        target = tl.where(has_k, k, mass * share)
+        bound, _ = threshold(tops_ptr, PARTS * PLACES, target, begin, end, has_k == 0, top, scale, TILE)
+        least, low = tl.where(has_k, bound, least), tl.where(has_k, 0.0, bound)
+    if has_k == 0:
+        least = least_of(tl.maximum(low, min_p), top, scale)
+    count = collect(values_ptr, list_values_ptr, list_ids_ptr, maxima, least, VOCAB, PART, PARTS_BLOCK)
+    if has_k:
+        least, _ = threshold(list_values_ptr, count, k, least, top, False, top, scale, TILE)
+        mass = mass_of(list_values_ptr, count, least, top, scale, TILE)
+        low = odds(least, top, scale)
+    cut = tl.full((), 0.0, tl.float32)
+    ties_end = count
+    if has_p:  # of equal ones at the cut, so many as it takes to reach the share
+        cut, above = threshold(list_values_ptr, count, mass * share, low, most, True, top, scale, TILE)
+        if cut > 0.0:
+            room = tl.ceil((mass * share - above) / cut.to(tl.float64))
+            ties = tl.maximum(tl.minimum(room, count.to(tl.float64)).to(tl.int32), 1)
+            ties_end = end_of_ties(list_values_ptr, count, cut, ties, least, top, scale, TILE)
+    return draw_of_list(list_values_ptr, list_ids_ptr, count, least, cut, ties_end, min_p, top, scale, u, TILE)

@@ -1,0 +1,1 @@
+"""The text side of a checkpoint: tokenizer, chat template, generation defaults."""

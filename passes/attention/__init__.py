@@ -1,0 +1,1 @@
+"""Passes that decide how attention finds its keys and values."""

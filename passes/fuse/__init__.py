@@ -1,0 +1,1 @@
+"""Passes that make one op of several, a fusion a module."""

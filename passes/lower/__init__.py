@@ -1,0 +1,1 @@
+"""Passes that end a pipeline: rows, kernels, segments, memory."""

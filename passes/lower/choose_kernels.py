@@ -1,0 +1,72 @@
+"""Choose the kernel of each node, and store weights in the layouts that the chosen kernels read.
+
+Selection reads dtypes, shapes and the target only. The kernel's name goes into `meta["kernel"]` and with the program
+into the artifact: nothing is chosen while serving but the instruction set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from inferc.codegen.conditions import argument
+from inferc.codegen.kernels import KERNELS, Kernel, needs_kernel, select
+from inferc.codegen.segments import segment_of
+from inferc.codegen.target import Target
+from inferc.errors import UnsupportedError
+from inferc.ir import weights as weight_lib
+from inferc.ir.program import Program
+
+
+@dataclass(frozen=True)
+class ChooseKernels:
+    target: Target
+    kernels: tuple[Kernel, ...] = KERNELS  # best first
+    name: str = "choose_kernels"
+
+    def __call__(self, program: Program) -> int:
+        chosen = self._choose(program)
+        wanted: dict[str, str | None] = {}
+        for node, kernel in chosen.items():
+            _collect_layouts(node, kernel, wanted)
+        for name, layout in wanted.items():
+            weight = program.weights[name]
+            if layout is not None and weight.op != "pack":
+                program.weights[name] = weight_lib.pack(weight, layout)
+        changed = sum(node.meta.get("kernel") != kernel.name for node, kernel in chosen.items())
+        for node, kernel in chosen.items():
+            node.meta["kernel"] = kernel.name
+        return changed
+
+    def _choose(self, program: Program) -> dict[fx.Node, Kernel]:
+        """Raises UnsupportedError with all that cannot run, each kind of node once."""
+        chosen: dict[fx.Node, Kernel] = {}
+        refused: dict[str, list[str]] = {}  # of each op and what it reads, by the refusals of its nodes
+        for node in filter(needs_kernel, program.graph.nodes):
+            try:
+                target = self.target.of_node(in_segment=segment_of(node) is not None)
+                chosen[node] = select(node, target, self.kernels)
+            except UnsupportedError as error:
+                refused.setdefault(f"{node.target} {node.meta.get('val')}", []).append(str(error))
+        if refused:
+            raise UnsupportedError("; ".join(map(_of_nodes, refused.values())))
+        return chosen
+
+
+def _of_nodes(errors: list[str]) -> str:
+    return errors[0] if len(errors) == 1 else f"{errors[0]}, and {len(errors) - 1} more like it"
+
+
+def _collect_layouts(node: fx.Node, kernel: Kernel, wanted: dict[str, str | None]) -> None:
+    """Note each weight's layout. A weight is stored once, so its readers must agree."""
+    for name, layout in kernel.weight_layouts.items():
+        reader = argument(node, name)
+        if not isinstance(reader, fx.Node) or reader.op != "get_attr":
+            continue
+        weight = str(reader.target)
+        if wanted.setdefault(weight, layout) != layout:
+            raise UnsupportedError(
+                f"{node.meta.get('name', node.name)}: kernel {kernel.name} reads {weight} as {layout or 'row-major'},"
+                f" another kernel as {wanted[weight] or 'row-major'}; a weight is stored once"
+            )

@@ -1,0 +1,250 @@
+"""Give every value of the step a place in the arena: first fit by liveness, largest values first.
+
+A value has rows on one axis: a row for each token (pool "T"), logits row ("S") or sequence ("B"); what the LM head and
+sampling make has at most 64 rows at a time and a pool of its own ("sample"). Rows of a multiple of 512 bytes are followed
+by a cache line that nothing uses: see `padded`; but not in a program with segments (`codegen/segments.py`). Within a pool a place is counted in bytes a row, so one plan serves every
+token budget: the address of a place is `offset` times the pool's most rows, rounded up to a multiple of 64, which also
+aligns every value to 64 bytes, and those of a program with segments to 256. Views, slices, parts of tuples and what stays inside of a segment
+have no place.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from inferc.codegen.segments import segment_of, stays_inside
+from inferc.errors import UnsupportedError, VerifyError
+from inferc.ir.program import Program, ancestors
+
+aten, inferc = torch.ops.aten, torch.ops.inferc
+VIEWS = (aten.view.default, aten.slice.Tensor)
+SAMPLE_ROWS = 64  # most rows whose logits exist at a time
+ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
+SEGMENT_ALIGNMENT = 256 // ROW_ALIGNMENT  # bytes a row of which a segment's values begin at multiples, and their pools
+ROTATES_AND_WRITES = (  # return (q, cache)
+    inferc.rope_kv_write.default,
+    inferc.norm_rope_kv_write.default,
+    inferc.qkv_rope_kv_write.default,
+)
+EXCHANGED = (inferc.all_reduce.default, inferc.all_gather.default, inferc.expert_combine.default)
+POOLS = ("T", "S", "B", "sample")
+CACHE_LINE, FEW_SETS = 64, 512  # bytes
+HIDDEN_IN = "hidden_in"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows [offset, offset + row_bytes) of `pool`, in bytes a row: from one row to the next, its padding included."""
+
+    pool: str
+    row_bytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that needs a place, live from call `first` to call `last` of the graph, both included."""
+
+    name: str
+    pool: str
+    row_bytes: int
+    first: int
+    last: int
+    alignment: int = 1  # of its offset
+
+    def live_with(self, other: Value) -> bool:
+        return self.pool == other.pool and self.first <= other.last and other.first <= self.last
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """values: places by node name, a part of a tuple under its getitem's; pools: bytes a row of each pool."""
+
+    values: dict[str, Place]
+    pools: dict[str, int]
+
+    @property
+    def formula(self) -> dict[str, int]:
+        """The arena's bytes: `const + per_token * T + per_row * S + per_seq * B + per_thread * threads`."""
+        return {
+            "const": self.pools["sample"] * SAMPLE_ROWS,
+            "per_token": self.pools["T"],
+            "per_row": self.pools["S"],
+            "per_seq": self.pools["B"],
+            "per_thread": 0,
+        }
+
+    def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int) -> int:
+        """Bytes of the values' arena for at most so many tokens, logits rows and sequences a step."""
+        return sum(size * rows for size, rows in zip(self.pools.values(), _most_rows(num_tokens, num_rows, num_seqs)))
+
+    def address(self, name: str, num_tokens: int, num_rows: int, num_seqs: int) -> int:
+        """Where in the arena the value lies. The pools follow one another in the order of POOLS."""
+        place, most = self.values[name], _most_rows(num_tokens, num_rows, num_seqs)
+        index = POOLS.index(place.pool)
+        before = sum(self.pools[pool] * rows for pool, rows in zip(POOLS[:index], most))
+        return before + place.offset * most[index]
+
+    def to_json(self) -> dict[str, Any]:
+        values = {
+            name: {"pool": p.pool, "row_bytes": p.row_bytes, "offset": p.offset} for name, p in self.values.items()
+        }
+        return {"values": values, "pools": self.pools, "formula": self.formula}
+
+
+NO_PLAN = MemoryPlan({}, dict.fromkeys(POOLS, 0))
+"""Of a program whose values are placed by whatever runs it."""
+
+
+def _most_rows(num_tokens: int, num_rows: int, num_seqs: int) -> tuple[int, ...]:
+    return tuple(-(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT for n in (num_tokens, num_rows, num_seqs, SAMPLE_ROWS))
+
+
+# -------------------------------------------------------------------------------------------- liveness
+
+
+def live_values(program: Program) -> list[Value]:
+    """The values that need a place, in graph order."""
+    results = program.output().all_input_nodes
+    step = ancestors(results[:1])
+    # Rows that come from another stage need a place too.
+    calls = [node for node in program.graph.nodes if node.op == "call_function" or node.name == HIDDEN_IN]
+    index = _order(calls)
+    last = _last_uses(calls, index, results)
+    axes = _row_axes(program)
+    # Engines know no strides; and kernels that read rows of theirs beside others want one stride for both.
+    is_dense = any(segment_of(node) is not None for node in calls)
+    made = []
+    for node in calls:
+        value = node.meta["val"]
+        if node.target in VIEWS or not isinstance(value, Tensor) or _is_cache(node) or stays_inside(node):
+            continue
+        pool = axes.get(str(value.shape[0]), "") if node in step else "sample"
+        if not pool:
+            name = node.meta.get("name", node.name)
+            raise UnsupportedError(f"{name}: axis 0 is {value.shape[0]}; expected tokens, logits rows or sequences")
+        row_bytes = math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize
+        if node.target not in EXCHANGED and not is_dense:  # whose rows the ranks send and add as one run of bytes
+            row_bytes = padded(row_bytes)
+        # A part of a tuple is there from the call that made the tuple on, though its getitem may come later.
+        maker = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(maker, fx.Node)
+        alignment = SEGMENT_ALIGNMENT if is_dense else 1
+        made.append(Value(node.name, pool, row_bytes, index[maker], max(last[node], index[maker]), alignment))
+    return made
+
+
+def _order(calls: list[fx.Node]) -> dict[fx.Node, int]:
+    """When each call runs. All of a segment is one: any of its results may be written before any of its values is read."""
+    index = {node: at for at, node in enumerate(calls)}
+    ends = {segment_of(node): at for node, at in index.items() if segment_of(node) is not None}
+    return {node: ends.get(segment_of(node), at) for node, at in index.items()}
+
+
+def padded(row_bytes: int) -> int:
+    """Bytes from one row to the next, for rows of so many.
+
+    A product reads a block of columns of many rows. Where rows lie a multiple of 512 bytes apart, the lines of a column
+    are in at most 8 of the 64 sets of a first-level cache and drive each other out of it, so one more line is left free
+    behind each row.
+    """
+    return row_bytes + CACHE_LINE if row_bytes and row_bytes % FEW_SETS == 0 else row_bytes
+
+
+def _last_uses(calls: list[fx.Node], index: dict[fx.Node, int], results: list[fx.Node]) -> dict[fx.Node, int]:
+    """The last call that reads each node, through views of it too. Results live to the end."""
+    last = dict(index)
+    for node in results:
+        last[node] = len(calls)
+    for node in reversed(calls):
+        alias = node.target in VIEWS
+        for source in node.all_input_nodes:
+            if source in last:
+                last[source] = max(last[source], last[node] if alias else index[node])
+    return last
+
+
+def _is_cache(node: fx.Node) -> bool:
+    """Whether the node is a KV cache, which has its own memory."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return bool(source.target in ROTATES_AND_WRITES and node.args[1] == 1)
+    return node.target in (inferc.kv_write.default, inferc.latent_write.default)
+
+
+def _row_axes(program: Program) -> dict[str, str]:
+    inputs = {node.name: node for node in program.inputs()}
+    named = {"T": "token_ids", "S": "logits_rows", "B": "seq_lens"}
+    return {str(inputs[name].meta["val"].shape[0]): pool for pool, name in named.items() if name in inputs}
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+
+def place_values(values: list[Value]) -> MemoryPlan:
+    """First fit, largest first: each value at the lowest offset that no value live with it covers."""
+    placed: list[tuple[Value, Place]] = []
+    for value in sorted(values, key=lambda each: (-each.row_bytes, each.first)):
+        taken = sorted((p.offset, p.offset + p.row_bytes) for other, p in placed if other.live_with(value))
+        offset = 0
+        for start, end in taken:
+            if offset + value.row_bytes <= start:
+                break
+            offset = max(offset, -(-end // value.alignment) * value.alignment)
+        placed.append((value, Place(value.pool, value.row_bytes, offset)))
+    by_name = {value.name: place for value, place in placed}
+    pools = {
+        pool: max((p.offset + p.row_bytes for p in by_name.values() if p.pool == pool), default=0) for pool in POOLS
+    }
+    to = max((value.alignment for value in values), default=1)
+    pools = {pool: -(-size // to) * to for pool, size in pools.items()}  # where the next one begins
+    return MemoryPlan({value.name: by_name[value.name] for value in values}, pools)
+
+
+def verify_plan(values: list[Value], plan: MemoryPlan) -> None:
+    """Raise VerifyError where two live values share a byte, or a value reaches past its pool."""
+    for at, value in enumerate(values):
+        place = plan.values.get(value.name)
+        if place is None or (place.pool, place.row_bytes) != (value.pool, value.row_bytes):
+            raise VerifyError(
+                f"memory plan: {value.name} needs {value.row_bytes} bytes a row in {value.pool}, has {place}"
+            )
+        if place.offset % value.alignment:
+            raise VerifyError(f"memory plan: {value.name} at {place} is not aligned to {value.alignment}")
+        if place.offset < 0 or place.offset + place.row_bytes > plan.pools[place.pool]:
+            raise VerifyError(f"memory plan: {value.name} at {place} lies outside of its pool")
+        for other in values[:at]:
+            if value.live_with(other):
+                there = plan.values[other.name]
+                if place.offset < there.offset + there.row_bytes and there.offset < place.offset + place.row_bytes:
+                    raise VerifyError(f"memory plan: {value.name} at {place} overlaps {other.name} at {there}")
+
+
+def memory_plan(program: Program) -> MemoryPlan:
+    """The plan of a lowered program, checked. Equal programs have equal plans."""
+    values = live_values(program)
+    plan = place_values(values)
+    verify_plan(values, plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Writes each value's place into `meta["place"]`, which is printed; `memory_plan` has the whole plan."""
+
+    name: str = "plan_memory"
+
+    def __call__(self, program: Program) -> int:
+        plan = memory_plan(program)
+        for node in program.graph.nodes:
+            if node.name in plan.values:
+                place = plan.values[node.name]
+                node.meta["place"] = f"{place.pool}+{place.offset}"
+        return len(plan.values)

@@ -1,0 +1,1 @@
+"""Passes that bring a captured program into one spelling."""

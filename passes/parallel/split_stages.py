@@ -1,0 +1,131 @@
+"""Cut a program between layers into pipeline stages, each a program of its own.
+
+One value crosses each cut, the hidden rows: a later stage takes them as `hidden_in`, all but the last return them. What
+depends on positions alone (rope tables) is computed in every stage that reads it. Stages are balanced by the bytes of
+their weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from inferc.errors import UnsupportedError
+from inferc.ir import program as program_lib
+from inferc.ir.program import Program, ancestors, name_of
+
+Stage = dict[fx.Node, int]  # the stage of each call
+
+
+def split_stages(program: Program, pp: int) -> list[Program]:
+    """`pp` programs in order; `program` stays as it is.
+
+    Raises UnsupportedError for more stages than layers, or where more than the hidden rows crosses a cut.
+    """
+    if pp == 1:
+        return [program]
+    first_layers = balance(layer_bytes(program), pp)
+    made = []
+    for stage in range(pp):
+        own = program_lib.from_json(program_lib.to_json(program))
+        _keep(own, _stages(own, first_layers), stage, pp)
+        made.append(own)
+    return made
+
+
+def layer_bytes(program: Program) -> list[int]:
+    """The weights' bytes of each layer; what stands before the first counts with it, what follows with the last."""
+    num_layers = 1 + max((_layer(node) for node in program.graph.nodes), default=-1)
+    sizes = [0] * max(num_layers, 1)
+    of = _layers(program)
+    seen: set[tuple[str, int]] = set()
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            for user in node.users:
+                at = (str(node.target), of.get(user, 0))
+                if at not in seen:
+                    seen.add(at)
+                    sizes[at[1]] += program.weight(node).num_bytes
+    return sizes
+
+
+def balance(sizes: list[int], parts: int) -> list[int]:
+    """The first layer of each part, so that the largest part is as small as it can be."""
+    if parts > len(sizes):
+        raise UnsupportedError(f"--pp {parts}: the model has {len(sizes)} layers; use --pp {len(sizes)} or fewer")
+    total = [0]
+    for size in sizes:
+        total.append(total[-1] + size)
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}
+    for part in range(1, parts + 1):
+        for end in range(part, len(sizes) + 1):
+            options = [
+                (max(best[part - 1, start][0], total[end] - total[start]), (*best[part - 1, start][1], start))
+                for start in range(part - 1, end)
+                if (part - 1, start) in best
+            ]
+            if options:
+                best[part, end] = min(options)
+    return list(best[parts, len(sizes)][1])
+
+
+def _layer(node: fx.Node) -> int:
+    layer = node.meta.get("layer")
+    return -1 if layer is None else int(layer)
+
+
+def _layers(program: Program) -> dict[fx.Node, int]:
+    """The layer each call runs with: its own, or the last one that it comes after."""
+    of: dict[fx.Node, int] = {}
+    latest = 0
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            latest = max(latest, _layer(node))
+            # Outside of layers: before the first, or behind the last that it reads from.
+            of[node] = _layer(node) if _layer(node) >= 0 else latest
+    return of
+
+
+def _stages(program: Program, first_layers: list[int]) -> Stage:
+    return {node: sum(layer >= first for first in first_layers) - 1 for node, layer in _layers(program).items()}
+
+
+def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
+    """Make `program` that of one stage."""
+    entering = _crossing(program, stages, stage) if stage else None
+    leaving = _crossing(program, stages, stage + 1) if stage + 1 < pp else None
+    if entering is not None:
+        last_input = program.inputs()[-1]
+        with program.graph.inserting_after(last_input):
+            hidden = program.graph.placeholder("hidden_in")
+        hidden.meta.update(val=entering.meta["val"], name="hidden_in", layer=None)
+        entering.replace_all_uses_with(hidden)
+        if leaving is entering:
+            leaving = hidden
+    output = program.output()
+    if leaving is not None:
+        output.args = ((leaving,),)
+        output.meta["val"] = (leaving.meta["val"],)
+        program.info = {**program.info, "hidden_out": True}
+    program.drop_unused()
+    program.info = {**program.info, "pp_stage": stage, "pp_size": pp}
+
+
+def _crossing(program: Program, stages: Stage, stage: int) -> fx.Node:
+    """The one value that stages before `stage` compute from tokens and it or later ones read."""
+    found = [
+        node
+        for node, at in stages.items()
+        if at < stage and any(stages.get(user, math.inf) >= stage for user in node.users) and not _of_positions(node)
+    ]
+    if len(found) != 1:
+        names = ", ".join(name_of(node) for node in found)
+        raise UnsupportedError(f"--pp: {len(found)} values cross from stage {stage - 1} ({names}); expected one")
+    return found[0]
+
+
+def _of_positions(node: fx.Node) -> bool:
+    """Whether positions and weights alone say what it is."""
+    inputs = {each.name for each in ancestors([node]) if each.op == "placeholder"}
+    return inputs <= {"positions"}

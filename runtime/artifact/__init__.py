@@ -1,0 +1,1 @@
+"""An artifact on disk: read, checked, signed."""

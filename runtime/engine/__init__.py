@@ -1,0 +1,1 @@
+"""The engine: schedule, run, update; on a thread, in a process, as `inferc.LLM`."""

@@ -1,0 +1,555 @@
+"""The engine: schedule, run, update; knows token ids only.
+
+One step is in flight while the next is scheduled (depth-one pipeline), so the device does not wait for the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from inferc.errors import InfercError, ObjectiveError, RequestError
+from inferc.runtime.engine.scoring import Pooling, Score, Scorer
+from inferc.runtime.kv_cache.events import KvBatch, batch_now
+from inferc.runtime.kv_cache.manager import root_hash
+from inferc.runtime.offload.manager import Mover
+from inferc.runtime.record.recorder import Recorder
+from inferc.runtime.record.tapped import TapCollector
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.scheduler.scheduler import Scheduler
+from inferc.runtime.step.cost import StepWork
+from inferc.runtime.step.plan import F32, I32, Logprobs, StepPlan, StepResult
+from inferc.runtime.step.prompt_limits import check_ids, check_length
+from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams
+from inferc.runtime.step.sequence import Output, Sequence, StepOutputs, sequence_seed
+
+log = logging.getLogger(__name__)
+
+STEP_TOKENS = (
+    1,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+)  # steps are counted by the first that holds them
+STORE_SECONDS = 5.0  # after the last step, for what is to be found by the next run
+
+Outputs: TypeAlias = StepOutputs | list[Output]  # of a step, to be iterated once
+
+
+class HalfAdded(Exception):
+    """The scheduler failed while it took a request, and nobody knows what of it is left there: the engine cannot go on."""
+
+
+class Runner(Protocol):
+    """What runs steps: the compiled model, its reference, or a test's fake.
+
+    Steps run in the order of `submit`, and a step begins when the one before it is done: blocks pass from one sequence
+    to another between two steps. A slot is reset when no step in flight has it.
+    """
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def wait(self) -> StepResult:
+        """The result of the oldest step that was submitted and not yet waited for."""
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        """Log probability of a target id per logits row, and the most likely id. No step is in flight."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the engine must know of the model."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None  # of vectors of texts, where the model and its runner make them
+    cache_identity: tuple[str, str] = ("", "")  # the model's hash and the dtype of K and V, see `root_hash`
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start, and gauges of now. Seconds are of the engine's thread."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_usage: float = 0.0  # of the KV group that is fullest
+    num_blocks: list[int] = field(default_factory=list)  # of each KV group, block 0 included
+    block_size: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_refused: int = 0  # requests whose objective could not be met
+    length_error: float = 0.0  # of the predicted lengths of answers, mean of the absolute logarithm of the ratio
+    length_error_of_mean: float = 0.0  # the same of one who always predicts the mean
+    cost_error: float = 0.0  # of the predicted seconds of steps, mean and relative
+    num_given_back: int = 0  # blocks that left every window while their sequences ran
+    num_evicted: int = 0  # blocks of the prefix cache that made room
+    num_stored: int = 0  # blocks that were copied to the lower tier
+    num_raised: int = 0  # blocks of the lower tier that sequences found there
+    num_swapped: int = 0  # blocks of preempted sequences that were kept from others until they were copied
+    num_spilled: int = 0  # blocks of running sequences that came to lie in the lower tier
+    num_damaged: int = 0  # blocks of earlier runs that were not what they should be
+    lower_usage: float = 0.0  # of the lower tier, of the group that is fullest there
+    admitted_tokens: int = 0  # of prompts, when they were let in for the first time
+    cached_tokens: int = 0  # of these, found in the prefix cache
+    prompt_tokens: int = 0
+    scheduled_tokens: int = 0
+    output_tokens: int = 0
+    step_seqs: int = 0  # of all steps
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps, by STEP_TOKENS
+    busy_seconds: float = 0.0  # in which a step was under way
+    finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "error", "abort"
+    schedule_seconds: float = 0.0
+    submit_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+
+class Engine:
+    """Requests in, tokens out. Not thread-safe: one thread calls it (see loop.py).
+
+    pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
+    (the weights' check). clock: seconds; what the scheduler goes by. mover: of the KV cache's lower tier, if there is one.
+    recorder: hears of every request that began. taps: keep values of those that ask for it. idle_work: a piece
+    of what is better done while nothing is at work; False: that was the last.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: ModelLimits,
+        config: SchedulerConfig,
+        pipeline: bool = True,
+        before_first_output: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        mover: Mover | None = None,
+        recorder: Recorder | None = None,
+        taps: TapCollector | None = None,
+        idle_work: Callable[[], bool] | None = None,
+    ) -> None:
+        self.runner = runner
+        self._idle_work = idle_work
+        self.taps = taps
+        self._recorder = recorder
+        self._before_first_output = before_first_output
+        self.model = model
+        self.scheduler = Scheduler(config, clock, mover)
+        self._mover = mover
+        self._is_whole = True  # all steps so far have done what they should
+        self._clock = clock
+        self._landed_at = 0.0
+        self._submitted_at: deque[float] = deque()  # of the steps in flight
+        self._depth = 1 if pipeline else 0
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_landed = 0
+        self._requests: dict[str, list[Sequence]] = {}
+        self._refused: list[tuple[str, str]] = []
+        self._scorer = Scorer(self.scheduler, model.pooling)
+        self._arrival = 0
+        self._stats = EngineStats(num_blocks=list(config.num_blocks), block_size=config.block_size)
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def add_request(self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, name: str = "") -> None:
+        """Queue a request: `params.n` sequences of one prompt. name: what whoever asks calls it.
+
+        Raises RequestError for a prompt or a parameter that this model cannot take, ObjectiveError if it can not be
+        served in the time that it asks for. After what else is raised, but for HalfAdded, `abort` leaves
+        nothing of it here.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use; give every request its own")
+        prompt = list(prompt_token_ids)
+        self._check_prompt(prompt, 1)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids)
+        self._check_ids("banned_token_ids", params.banned_token_ids)
+        # The last token's K and V are never read, hence the one more than the cache holds.
+        longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
+        wanted = self.model.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        if params.max_tokens is not None and longest < min(wanted, self.model.max_model_len):
+            raise RequestError(
+                f"the prompt's {len(prompt)} tokens and max_tokens {params.max_tokens} do not fit the whole KV cache,"
+                f" which holds {self.scheduler.cache.max_tokens}; lower max_tokens, or raise --kv-memory"
+            )
+        eos = () if params.ignore_eos else self.model.eos_token_ids
+        ends = frozenset((*eos, *params.stop_token_ids))
+        self._check_choices(params, ends)
+        if params.tap:
+            if self.taps is None:
+                raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
+            self.taps.check(len(prompt), min(longest, wanted), params)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
+        prompt_hashes: list[bytes] = []
+        seqs = []
+        for index in range(params.n):
+            seq = Sequence(
+                request_id,
+                index,
+                self._arrival,
+                len(prompt),
+                prompt.copy(),
+                params,
+                sequence_seed(seed, index),
+                min(longest, wanted),
+                ends,
+                root=root,
+                prompt_hashes=prompt_hashes,
+            )
+            self._arrival += 1
+            seqs.append(seq)
+        if (objection := self.scheduler.objection(seqs[0])) is not None:
+            self._stats.num_refused += 1
+            raise ObjectiveError(objection)
+        try:
+            for seq in seqs:
+                self.scheduler.add(seq)
+        except Exception as error:
+            raise HalfAdded(f"request {request_id} is half in the scheduler") from error
+        self._requests[request_id] = seqs
+        self._stats.prompt_tokens += len(prompt)
+        if self._recorder is not None:
+            self._recorder.begin(name, seed, seqs)
+        if params.tap and self.taps is not None:
+            self.taps.begin(name, seqs)
+
+    def abort(self, request_id: str, index: int | None = None, cause: str = "abort") -> None:
+        """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored.
+
+        cause: what a recording says of it.
+        """
+        for seq in self._requests.get(request_id, [])[:]:
+            if index is None or seq.index == index:
+                self.scheduler.abort(seq)
+                if index is not None and seq.params.stop:  # by a stop string, which is an end like others
+                    self.scheduler.forecast.lengths.learn(seq)
+                    cause = "stop_string"
+                self._forget(seq, "abort", cause)
+        self._scorer.abort(request_id)
+
+    def score(self, request_id: str, token_ids: Ids[int], num_top: int = 0, cache_salt: str = "") -> None:
+        """Queue the scoring of a text; `take_scores` has it when it is done, with the num_top most likely tokens of each place.
+
+        Sequences of the same salt find its blocks then.
+
+        Raises RequestError as `add_request`.
+        """
+        ids = list(token_ids)
+        self._check_prompt(ids, 0)
+        if len(ids) < 2:
+            raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
+        if not 0 <= num_top <= MAX_LOGPROBS:
+            raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
+        root = root_hash(*self.model.cache_identity, salt=cache_salt)
+        self._scorer.add(request_id, ids, num_top, root, cache_salt)
+
+    def embed(self, request_id: str, token_ids: Ids[int]) -> None:
+        """Queue a text whose vector is wanted; `take_embedded` has it when it is done.
+
+        Raises RequestError as `add_request`, and for a model that makes none.
+        """
+        if self.model.pooling is None:
+            raise RequestError("this model makes no vectors of texts: it was not made for it")
+        ids = list(token_ids)
+        self._check_prompt(ids, 0)
+        self._scorer.add_to_embed(request_id, ids)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended."""
+        return list(self._requests)
+
+    @property
+    def open_requests(self) -> Iterable[list[Sequence]]:
+        """The sequences of each request that have not ended."""
+        return self._requests.values()
+
+    def take_scores(self) -> list[tuple[str, Score]]:
+        """The scores that are done since the last call, with their request ids."""
+        return self._scorer.take()
+
+    def take_score_rows(self) -> list[tuple[str, list[Logprobs]]]:
+        """What has come meanwhile of texts that take longer, where `num_top` asked for rows: their Scores will lack it."""
+        return self._scorer.take_rows()
+
+    def take_embedded(self) -> list[tuple[str, F32]]:
+        """The vectors that were made since the last call, with their request ids."""
+        return self._scorer.take_embedded()
+
+    def take_refused(self) -> list[tuple[str, str]]:
+        """Requests that the scheduler has ended since the last call, none of whose tokens were out, and why."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    @property
+    def collects_kv_events(self) -> bool:
+        return self.scheduler.events is not None
+
+    def take_kv_events(self) -> KvBatch | None:
+        """What the prefix cache came to hold and lost since the last call; None: nothing, or it is not collected.
+
+        They are kept until they are taken, so whoever turned them on has to.
+        """
+        events = self.scheduler.events.take() if self.scheduler.events is not None else None
+        return batch_now(events) if events else None
+
+    def _end_refused(self) -> None:
+        """End all sequences of the requests of which the scheduler has refused one."""
+        for seq, reason in self.scheduler.refused:
+            self._refused.append((seq.request_id, reason))
+            self._stats.num_refused += 1
+            self.abort(seq.request_id, cause="refused")
+        self.scheduler.refused.clear()
+
+    def _check_prompt(self, prompt: list[int], room: int) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        self._check_ids("prompt", prompt)
+        held = self.scheduler.cache.max_tokens if room else self.scheduler.cache.max_tokens_at_once
+        check_length(len(prompt), self.model.max_model_len, room)
+        if len(prompt) > held:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and the whole KV cache holds {held};"
+                " shorten it, or raise --kv-memory"
+            )
+
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
+        check_ids(what, ids, self.model.vocab_size)
+
+    def _check_choices(self, params: SamplingParams, ends: frozenset[int]) -> None:
+        """Raise RequestError if a request leaves no token to choose."""
+        if not params.allowed_token_ids and not params.banned_token_ids:
+            return
+        banned = frozenset(params.banned_token_ids)
+        if params.allowed_token_ids:
+            left = frozenset(params.allowed_token_ids) - banned
+            num_left, num_going_on = len(left), len(left - ends)
+        else:  # all of the vocabulary: all ids have been found to be in it
+            num_left = self.model.vocab_size - len(banned)
+            num_going_on = num_left - sum(end < self.model.vocab_size for end in ends - banned)
+        if not num_left:
+            what = "allowed_token_ids are all" if params.allowed_token_ids else "all tokens are"
+            raise RequestError(f"{what} in banned_token_ids: nothing is left to choose; ban fewer")
+        if params.min_tokens and not num_going_on:
+            raise RequestError(
+                "allowed_token_ids and banned_token_ids leave end tokens only, and min_tokens forbids these at first: nothing"
+                " is left to choose; allow more, or set min_tokens to 0"
+            )
+
+    def _forget(self, seq: Sequence, reason: str, recorded: str | None = None) -> None:
+        seqs = self._requests[seq.request_id]
+        seqs.remove(seq)
+        if not seqs:
+            del self._requests[seq.request_id]
+        self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+        if self._recorder is not None:
+            self._recorder.end(seq, recorded or reason)
+        if self.taps is not None:
+            self.taps.end(seq)
+
+    # ------------------------------------------------------------------------------------------------ step
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is of any use: also to store what nobody has any more in the lower tier."""
+        tiers = self.scheduler.tiers
+        return bool(
+            self._in_flight or self._scorer.has_work or self.scheduler.has_work or (tiers is not None and tiers.is_busy)
+        )
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long a step would find nothing to do, unless a request comes; None: it finds something."""
+        if self._in_flight or self._scorer.has_work or self.scheduler.wake_at is None:
+            return None
+        return max(0.0, self.scheduler.wake_at - self._clock())
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of what is better done while nothing is at work, in milliseconds; False: nothing is left."""
+        if self._idle_work is not None and not self._idle_work():
+            self._idle_work = None
+        return self._idle_work is not None
+
+    def step(self) -> Outputs:
+        """Schedule and submit one step, and land the one before it; returns what that one brought.
+
+        Raises InfercError if the runner failed; the engine cannot go on then.
+        """
+        self._is_whole = False
+        outputs = self._score_and_step()
+        self._is_whole = True
+        return outputs
+
+    def _score_and_step(self) -> Outputs:
+        if not self._scorer.has_work:
+            return self._step()
+        outputs: list[Output] = []
+        while self._in_flight:  # a text is scored between two steps
+            outputs += self._land()
+        self._open_gate()
+        self._scorer.step(self.runner)
+        return [*outputs, *self._step()]
+
+    def _step(self) -> Outputs:
+        stats, started = self._stats, time.perf_counter()
+        plan = self.scheduler.schedule()
+        if self.scheduler.refused:  # before the step lands that others of these requests may be in
+            self._end_refused()
+        scheduled = time.perf_counter()
+        stats.schedule_seconds += scheduled - started
+        if plan is not None:
+            for seq in self.scheduler.joined:
+                self._reset_slot(seq)
+            if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_below):
+                self._mover.read_ahead(plan.block_tables)
+            if self.taps is not None:
+                self.taps.mark(plan, self.scheduler.batch.seqs)
+            self.runner.submit(plan)
+            self._in_flight.append(plan)
+            self._submitted_at.append(self._clock())
+            stats.num_steps += 1
+            stats.scheduled_tokens += plan.num_tokens
+            stats.step_seqs += plan.num_seqs
+            stats.step_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
+            stats.submit_seconds += time.perf_counter() - scheduled
+        if self._in_flight and (len(self._in_flight) > self._depth or plan is None):
+            return self._land()
+        return []
+
+    def _reset_slot(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        params = seq.params
+        if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
+            self.runner.reset_slot(seq.slot, None)
+        else:
+            ids = np.array(seq.token_ids, np.int32)
+            self.runner.reset_slot(seq.slot, ids[: seq.prompt_len], ids[seq.prompt_len :])
+
+    def _land(self) -> StepOutputs:
+        stats, started = self._stats, time.perf_counter()
+        plan = self._in_flight.popleft()
+        result = self.runner.wait()
+        self._open_gate()
+        landed = time.perf_counter()
+        stats.wait_seconds += landed - started
+        if result.error is not None:
+            raise InfercError(f"the step failed: {result.error}")
+        seconds = self._observe(plan)
+        if self.taps is not None:
+            self.taps.landed(plan, result.tapped)
+        outputs = self.scheduler.update(plan, result)
+        self._num_landed += 1
+        outputs.step, outputs.step_seconds = self._num_landed, seconds
+        stats.output_tokens += len(outputs)
+        if self._recorder is not None:
+            self._recorder.landed(outputs.others.values())
+        for output in outputs.ends:
+            seqs = self._requests[output.request_id]
+            self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason or "")
+            stats.output_tokens -= output.finish_reason == "error"
+        stats.update_seconds += time.perf_counter() - landed
+        return outputs
+
+    def _observe(self, plan: StepPlan) -> float:
+        """Learn what steps cost, and return what this one did, in seconds.
+
+        It began when it was submitted, or when the one before it was done.
+        """
+        now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
+        self._landed_at = now
+        self._stats.busy_seconds += now - begun
+        # Copies of blocks make steps longer, and no price is for them.
+        if self.scheduler.foresees and not any(each.raised for each in (plan, *self._in_flight)):
+            num_new = np.diff(plan.query_start_loc).astype(np.int64)
+            self.scheduler.forecast.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
+        return now - begun
+
+    def _open_gate(self) -> None:
+        if self._before_first_output is not None:
+            self._before_first_output()
+            self._before_first_output = None
+
+    # ------------------------------------------------------------------------------------------------ others
+
+    def stats(self) -> EngineStats:
+        """The counters and gauges of now."""
+        scheduler = self.scheduler
+        self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
+        self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
+        self._stats.num_given_back, self._stats.num_evicted = (
+            scheduler.cache.num_given_back,
+            scheduler.cache.num_evicted,
+        )
+        if (tiers := scheduler.tiers) is not None:
+            self._stats.num_stored, self._stats.num_damaged = tiers.num_stored, tiers.num_damaged
+            self._stats.num_swapped, self._stats.num_spilled = tiers.num_swapped, tiers.num_spilled
+            self._stats.num_raised, self._stats.lower_usage = scheduler.cache.num_raised, tiers.usage
+            self._stats.num_waiting += tiers.num_fetching
+        forecast = scheduler.forecast
+        self._stats.length_error, self._stats.cost_error = forecast.lengths.error, forecast.cost.error
+        self._stats.length_error_of_mean = forecast.lengths.error_of_mean
+        self._stats.admitted_tokens = scheduler.num_prompt_tokens
+        self._stats.cached_tokens = scheduler.num_cached_tokens
+        return replace(self._stats, finished=self._stats.finished.copy(), step_tokens=self._stats.step_tokens.copy())
+
+    def close(self) -> None:
+        """Store what the next run may want, for some seconds at most, and give everything back.
+
+        What is recorded or kept of requests that have not ended is as if they were aborted.
+        """
+        try:
+            if self._recorder is not None or self.taps is not None:
+                for request_id in self.request_ids:
+                    self.abort(request_id)
+            if self._recorder is not None:
+                self._recorder.close()
+            if self.taps is not None:
+                self.taps.close()
+        finally:
+            if self._mover is not None and self._is_whole:
+                self._store_all()
+            try:
+                if self._mover is not None:  # it may be reading what the runner has
+                    self._mover.close()
+            finally:
+                self.runner.close()
+
+    def _store_all(self) -> None:
+        """End all requests, and copy what they and those before have computed to the lower tier."""
+        tiers, end = self.scheduler.tiers, time.monotonic() + STORE_SECONDS
+        assert tiers is not None
+        for request_id in self.request_ids:
+            self.abort(request_id)
+        try:
+            while self._in_flight:
+                self._land()
+        except InfercError:  # what the step should have computed is not there
+            return
+        while self.scheduler.schedule() is None and tiers.is_busy and time.monotonic() < end:
+            time.sleep(0.001)
+        if tiers.is_busy:
+            log.warning("the KV cache was not stored whole within %g s", STORE_SECONDS)

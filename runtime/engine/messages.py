@@ -1,0 +1,172 @@
+"""Commands to an engine in a process of its own, and what it tells of, as messages between the processes.
+
+A message is MessagePack: (kind, value), where values are dataclasses as maps of their fields. Rows of log probabilities come in
+parts, each a message of its own, so that the reader lets others have the interpreter between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from inferc.runtime.engine.loop import (
+    Abort,
+    Add,
+    Command,
+    Embedded,
+    EmbedText,
+    Event,
+    Events,
+    Failed,
+    GetStats,
+    Scored,
+    ScoredRows,
+    ScoreText,
+    Shutdown,
+    Stats,
+)
+from inferc.runtime.engine.scoring import Score
+from inferc.runtime.kv_cache.events import CacheEvent, Cleared, KvBatch, Removed, Stored
+from inferc.runtime.step.sampling_params import from_json
+from inferc.runtime.step.sequence import Output, Row, StepOutputs
+
+ENTRIES_OF_PART = 1 << 12  # tokens with their likely ones: a millisecond or two
+
+
+# -------------------------------------------------------------------------------------------------- commands
+
+
+COMMANDS: dict[str, type[Command]] = {
+    kind.__name__: kind for kind in (Add, Abort, ScoreText, EmbedText, GetStats, Shutdown)
+}
+
+
+def encode_command(command: Command) -> bytes:
+    """A command as the bytes of a message; a list of a million ids takes some milliseconds."""
+    values = {each.name: getattr(command, each.name) for each in dataclasses.fields(command)}
+    if isinstance(command, Add):
+        values["params"] = vars(command.params)
+    return _dump((type(command).__name__, values))
+
+
+def decode_command(message: bytes) -> Command:
+    """The command of a message of `encode_command`."""
+    kind, values = msgspec.msgpack.decode(message)
+    if kind == Add.__name__:
+        values["params"] = from_json(values["params"])
+    command: Command = COMMANDS[kind](**values)
+    return command
+
+
+# ---------------------------------------------------------------------------------------------------- events
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """Which sequence an output belongs to, on the side of the process that asked: what stands for an engine's Sequence there."""
+
+    request_id: str
+    index: int
+
+
+class _Step(msgspec.Struct, array_like=True):
+    """A StepOutputs. ids: int32. rows: (request id, index) of each; None: the same as of the step before it."""
+
+    number: int
+    seconds: float
+    ids: bytes
+    others: list[tuple[int, Output | None]]
+    rows: list[tuple[str, int]] | None = None
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    """A KvBatch."""
+
+    time: float
+    events: list[tuple[str, msgspec.Raw]]
+
+
+EVENTS: tuple[type[Event], ...] = (Output, Failed, ScoredRows, Scored, Embedded, Stats)
+CACHE_EVENTS: tuple[type[CacheEvent], ...] = (Stored, Removed, Cleared)
+DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (*EVENTS, *CACHE_EVENTS, _Step, _Batch)
+}
+_MESSAGE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+
+
+class EventWriter:
+    """Events as messages. Whose rows a step's are is said only when they change; then a step is its ids."""
+
+    def __init__(self) -> None:
+        self._seqs: Sequence[Row] | None = None
+
+    def encode(self, events: Events) -> Iterator[bytes]:
+        """Each is to be sent before the next is asked for."""
+        if isinstance(events, KvBatch):
+            changes = [(type(event).__name__, msgspec.Raw(_dump(event))) for event in events.events]
+            yield _message(_Batch(events.time, changes))
+        elif isinstance(events, StepOutputs):
+            yield _message(self._step(events))
+        else:
+            for event in events:
+                yield from _messages(event)
+
+    def _step(self, outputs: StepOutputs) -> _Step:
+        ids = outputs.token_ids.astype(np.int32, copy=False).tobytes()
+        step = _Step(outputs.step, outputs.step_seconds, ids, list(outputs.others.items()))
+        if outputs.seqs is not self._seqs:
+            self._seqs = outputs.seqs
+            step.rows = [(seq.request_id, seq.index) for seq in outputs.seqs]
+        return step
+
+
+class EventReader:
+    """The events of an EventWriter's messages, in their order."""
+
+    def __init__(self) -> None:
+        self._names: list[Name] = []
+
+    def decode(self, message: bytes) -> Events:
+        kind, raw = _MESSAGE.decode(message)
+        value = DECODERS[kind].decode(raw)
+        if isinstance(value, _Step):
+            if value.rows is not None:
+                self._names = [Name(*row) for row in value.rows]
+            ids = np.frombuffer(value.ids, np.int32)
+            return StepOutputs(self._names, ids, dict(value.others), value.number, value.seconds)
+        if isinstance(value, _Batch):
+            return KvBatch(value.time, [DECODERS[name].decode(event) for name, event in value.events])
+        return [value]
+
+
+def _messages(event: Event) -> Iterator[bytes]:
+    if isinstance(event, Failed):
+        # A path in it may have bytes that are no text.
+        event = dataclasses.replace(event, reason=event.reason.encode(errors="backslashreplace").decode())
+    elif isinstance(event, ScoredRows):
+        at_once = max(1, ENTRIES_OF_PART // (1 + len(event.rows[0].top)))
+        for at in range(0, len(event.rows), at_once):
+            yield _message(ScoredRows(event.request_id, event.rows[at : at + at_once]))
+        return
+    elif isinstance(event, Scored) and event.score.rows:  # which say what the rest of it does
+        yield from _messages(ScoredRows(event.request_id, event.score.rows))
+        event = Scored(event.request_id, Score([], []))
+    yield _message(event)
+
+
+def _message(value: Any) -> bytes:
+    return _dump((type(value).__name__, value))
+
+
+def _plain(value: Any) -> float:
+    """What numpy computed of a statistic."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"found {type(value).__name__} in an event; events hold plain numbers")
+
+
+_dump = msgspec.msgpack.Encoder(enc_hook=_plain).encode

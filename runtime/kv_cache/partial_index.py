@@ -1,0 +1,78 @@
+"""Which blocks begin with the tokens that a sequence goes on with, where no full block does.
+
+A block that is full, or was left when its sequence ended, is listed under the hash of the blocks before it, in the order of
+its tokens: the one that shares the most with a sequence is a neighbour of where that sequence would stand.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+import numpy as np
+
+from inferc.runtime.step.plan import I32
+
+LEAST = 4  # tokens that are worth a copy
+FIRST_PURGE = 1024
+
+
+class PartialIndex:
+    """By the hash before a block: the tokens it holds, as big-endian u32, and its own hash."""
+
+    def __init__(self) -> None:
+        self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        self._step_of: dict[bytes, int] = {}  # that computes the last of the block's tokens
+        self._limit = FIRST_PURGE
+
+    def __len__(self) -> int:
+        return len(self._step_of)
+
+    def add(self, parent: bytes, token_ids: I32, name: bytes, step: int, is_there: Callable[[bytes], bool]) -> None:
+        """A block of these tokens, which `step` computes. is_there: whether a hash's block still is."""
+        if name in self._step_of:
+            return
+        if len(self._step_of) >= self._limit:
+            self._purge(is_there)
+        insort(self._children.setdefault(parent, []), (token_ids.astype(">u4").tobytes(), name))
+        self._step_of[name] = step
+
+    def find(
+        self, parent: bytes, token_ids: I32, step: int, is_there: Callable[[bytes], bool]
+    ) -> tuple[bytes, int] | None:
+        """The block that shares the most first tokens, of those computed before `step`, and how many it shares."""
+        children = self._children.get(parent)
+        if not children or len(token_ids) < LEAST:
+            return None
+        key, best, most = token_ids.astype(">u4").tobytes(), None, LEAST - 1
+        begin = bisect_left(children, (key, b""))
+        gone = []
+        for places in (range(begin - 1, -1, -1), range(begin, len(children))):
+            for place in places:
+                ids, name = children[place]
+                if _shared(ids, key) <= most:
+                    break  # and no one further on shares more
+                if not is_there(name):
+                    gone.append(place)
+                elif self._step_of[name] < step:
+                    best, most = name, _shared(ids, key)
+                    break
+        for place in sorted(gone, reverse=True):
+            del self._step_of[children.pop(place)[1]]
+        if not children:
+            del self._children[parent]
+        return None if best is None else (best, most)
+
+    def _purge(self, is_there: Callable[[bytes], bool]) -> None:
+        """Forget what is gone; the next time is when there is twice as much."""
+        kept = {parent: [each for each in row if is_there(each[1])] for parent, row in self._children.items()}
+        self._children = {parent: row for parent, row in kept.items() if row}
+        self._step_of = {name: self._step_of[name] for row in self._children.values() for _, name in row}
+        self._limit = max(FIRST_PURGE, 2 * len(self._step_of))
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """Tokens that both begin with."""
+    count = min(len(one), len(other)) // 4
+    same = np.frombuffer(one, ">u4", count) == np.frombuffer(other, ">u4", count)
+    return count if same.all() else int(same.argmin())

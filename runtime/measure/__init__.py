@@ -1,0 +1,1 @@
+"""What an artifact is measured by: speed, perplexity, profiles, replays."""

@@ -1,0 +1,50 @@
+"""Count the tokens that each expert gets while an artifact runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.errors import UnsupportedError
+from inferc.expert_loads import ExpertLoads
+from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.runners.cpu.runner import ModelRunner
+
+
+def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
+    """A profile that every step of `engine`, which runs `artifact`, adds to.
+
+    Raises UnsupportedError for an artifact without experts, of several ranks, or not of compiled code.
+    """
+    num_experts = routed_values(artifact)
+    if not num_experts:
+        raise UnsupportedError(f"{artifact.path} has no experts whose loads could be recorded")
+    if not isinstance(engine.runner, ModelRunner):
+        raise UnsupportedError(
+            f"{artifact.path}: loads are recorded on an artifact of one rank for the cpu target; compile one without"
+            " --tp, --pp and --ep"
+        )
+    loads = ExpertLoads()
+
+    def observe(entry: dict[str, Any], layer: int, ids: NDArray[Any]) -> None:
+        if entry["name"] in num_experts:
+            loads.add(layer, np.bincount(ids.ravel(), minlength=num_experts[entry["name"]]).tolist())
+
+    engine.runner.set_observer(observe)
+    return loads
+
+
+def routed_values(artifact: Artifact) -> dict[str, int]:
+    """The values that hold the experts chosen, by name: from how many."""
+    nodes = {node["id"]: node for node in artifact.program["program"]["nodes"]}
+    found = {}
+    for node in nodes.values():
+        source = node["args"][0] if node["args"] else None
+        routing = nodes[source["node"]] if isinstance(source, dict) and "node" in source else {}
+        if node.get("target") == "getitem" and node["args"][1] == 0 and routing.get("target") == "inferc.moe_routing":
+            router_logits = nodes[routing["args"][0]["node"]]
+            found[str(node["name"])] = int(router_logits["val"]["shape"][1])
+    return found

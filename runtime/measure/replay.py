@@ -1,0 +1,169 @@
+"""Run what was recorded again, and compare every token and log probability, bit for bit.
+
+Each sequence runs as a request of its own, with the seed that it had and as many tokens as it got: what ended it from
+outside (a stop string, an abort, `n` siblings) need not happen again, and whatever ran beside it must not matter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from inferc.errors import ArtifactError, ConfigError, RequestError
+from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.record.format import Header, RecordedRequest, RecordedSequence
+from inferc.runtime.runners.cpu.abi import detect_isa
+from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.step.sequence import Output
+
+ENDS = ("stop", "length", "error")  # that come from the tokens themselves, and so must come again
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token and its log probability, a float32; or the end, and why."""
+
+    token: int | None
+    logprob: float | None
+    end: str | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first of a sequence. `position` counts from its first new token."""
+
+    request: str
+    index: int
+    position: int
+    recorded: Drawn
+    found: Drawn
+
+
+@dataclass
+class Replayed:
+    """What came of a replay. `unfinished` sequences had no token yet when they ended: nothing is compared of them."""
+
+    requests: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    unfinished: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+
+@dataclass
+class _Run:
+    request: RecordedRequest
+    recorded: RecordedSequence
+    position: int = 0
+    difference: Difference | None = None
+
+    def take(self, output: Output) -> None:
+        """Compare what came: at most a token, and the end."""
+        recorded = self.recorded
+        for token, drawn in zip(output.token_ids, output.logprobs or (), strict=True):
+            self._compare(Drawn(token, drawn.logprob))
+        if output.finish_reason is None:
+            return
+        if self.position < len(recorded.token_ids):
+            self._compare(Drawn(None, None, output.finish_reason))
+        elif recorded.finish_reason in ENDS and output.finish_reason != recorded.finish_reason:
+            self._differ(
+                Drawn(None, None, recorded.finish_reason), Drawn(None, None, output.finish_reason), self.position
+            )
+
+    def _compare(self, found: Drawn) -> None:
+        at, recorded = self.position, self.recorded
+        self.position += 1
+        if at >= len(recorded.token_ids):
+            self._differ(Drawn(None, None, recorded.finish_reason), found, at)
+            return
+        expected = Drawn(recorded.token_ids[at], recorded.logprobs[at])
+        if expected.token != found.token or _bits(expected.logprob) != _bits(found.logprob):
+            self._differ(expected, found, at)
+
+    def _differ(self, expected: Drawn, found: Drawn, at: int) -> None:
+        self.difference = self.difference or Difference(self.request.label, self.recorded.index, at, expected, found)
+
+
+def replay_params(request: RecordedRequest, recorded: RecordedSequence) -> SamplingParams:
+    """What gives one sequence of a request again, whatever ended it."""
+    asked, count = request.params, len(recorded.token_ids)
+    count += recorded.finish_reason == "error"  # the token that must break again
+    return replace(
+        asked,
+        n=1,
+        seed=recorded.seed,
+        max_tokens=count,
+        min_tokens=min(asked.min_tokens, count),
+        stop=(),
+        logprobs=0,
+        priority=0,
+        client="",
+        ttft_ms=None,
+        tbt_ms=None,
+        tap=False,
+    )
+
+
+def _bits(value: float | None) -> bytes:
+    """Of the float32; every NaN counts as the same."""
+    return b"" if value is None else np.float32(math.nan if math.isnan(value) else value).tobytes()
+
+
+def choose(requests: Sequence[RecordedRequest], wanted: str | None) -> list[RecordedRequest]:
+    """All requests, or those of a name or, if none has that name, of an id. Raises RequestError if there is none."""
+    if wanted is None:
+        return list(requests)
+    found = [each for each in requests if each.name == wanted] or [each for each in requests if each.id == wanted]
+    if not found:
+        near = difflib.get_close_matches(wanted, [each.label for each in requests], 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(requests)} requests"
+        raise RequestError(f"the recording has no request {wanted!r}; {hint}")
+    return found
+
+
+def check_artifact(header: Header, artifact: Artifact) -> None:
+    """Raise where this artifact on this machine cannot give the recorded bits."""
+    expected, found = header.identity, str(artifact.manifest["sha256"])
+    if found != expected.sha256:
+        raise ArtifactError(
+            f"{artifact.path} is not the artifact that was recorded: found sha256 {found[:16]}…, expected"
+            f" {expected.sha256[:16]}…; give that one with --engine, or record again"
+        )
+    if expected.target == "cpu" and expected.isa not in detect_isa():
+        raise ConfigError(
+            f"the recording was made with isa {expected.isa}, found {', '.join(detect_isa()) or 'none'} on this machine;"
+            " another instruction set may round otherwise, so replay it where there is that one"
+        )
+
+
+def replay(
+    engine: Engine, requests: Sequence[RecordedRequest], progress: Callable[[int, int], None] = lambda *_: None
+) -> Replayed:
+    """Run the sequences of these requests, as many at once as the engine takes. Raises RequestError for one it refuses."""
+    result = Replayed(requests=len(requests))
+    runs: dict[str, _Run] = {}
+    for request in requests:
+        for recorded in request.sequences:
+            run = _Run(request, recorded)
+            if not recorded.token_ids and recorded.finish_reason != "error":
+                result.unfinished += 1
+                continue
+            name = str(len(runs))
+            engine.add_request(name, request.prompt, replay_params(request, recorded))
+            runs[name] = run
+            result.sequences += 1
+            result.tokens += len(recorded.token_ids)
+    total, ended = len(runs), 0
+    while engine.has_work:
+        for output in engine.step():
+            runs[output.request_id].take(output)
+            ended += output.finish_reason is not None
+        progress(ended, total)
+    result.differences = [run.difference for run in runs.values() if run.difference is not None]
+    return result

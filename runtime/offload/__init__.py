@@ -1,0 +1,1 @@
+"""The KV cache's tier below the arena: what moves, and where it lies."""

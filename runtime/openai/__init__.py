@@ -1,0 +1,1 @@
+"""OpenAI's requests and answers, whatever carries them."""

@@ -1,0 +1,292 @@
+"""The two files of an offline batch, in OpenAI's batch form: requests, and their answers as they come, an object a line.
+
+Neither is ever held in memory: of the requests an index is kept, of the answers which of the requests have one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from typing_extensions import Self
+
+from inferc.errors import ConfigError, InfercError, shown
+from inferc.runtime.openai.request import URLS
+from inferc.system.json_text import parse_json
+from inferc.system.private_files import open_private
+
+REPORT_EVERY = 256  # lines
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair is no character
+FIRST_LENGTH, GROWTH, DIGEST_BYTES = 32, 1.25, 3  # of the beginnings that are hashed to find neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where a request is; `key` sorts requests so that those that begin alike are neighbours."""
+
+    number: int
+    offset: int
+    key: bytes
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One line of the input."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+
+
+@final
+class BatchInput:
+    """The file of requests, all of it checked. Close it when done, or use it as a context manager.
+
+    Raises ConfigError with the line at fault.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> None:
+        self.path = path
+        self.lines: list[Line] = []
+        if not path.is_file():
+            raise ConfigError(f"{path} is {'no file' if path.exists() else 'not there'}; give a file of requests")
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        self._stamp = self._now()
+        try:
+            self.fingerprint = self._check(progress)
+        except BaseException:
+            self.close()
+            raise
+        if not self.lines:
+            self.close()
+            raise ConfigError(f"{path} holds no requests; expected a JSON object in each line")
+
+    def order(self, keep: bool) -> list[Line]:
+        """All lines, those with equal beginnings of their prompts side by side; or as they are in the file."""
+        return self.lines if keep else sorted(self.lines, key=lambda line: line.key)
+
+    def read(self, line: Line) -> BatchRequest:
+        """The request of a line. Raises ConfigError if the file is not what it was when it was checked."""
+        if self._now() != self._stamp:
+            raise ConfigError(
+                f"{self.path} was changed while it was being answered; leave it as it is, and begin again"
+            )
+        self._file.seek(line.offset)
+        return self._parse(line.number, self._file.readline())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _now(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _check(self, progress: Callable[[str, int, int], None]) -> str:
+        """Fill the index; returns the fingerprint of the content."""
+        content = hashlib.sha256()
+        seen: dict[str, int] = {}
+        offset, total = 0, self._stamp[0]
+        for number, data in enumerate(self._file, start=1):
+            content.update(data)
+            if data.strip():
+                request = self._parse(number, data)
+                before = seen.setdefault(request.custom_id, number)
+                if before != number:
+                    raise self._wrong(
+                        number, f"custom_id is {shown(request.custom_id)}, as in line {before}; give each its own"
+                    )
+                self.lines.append(Line(number, offset, _key(_beginning(request.body))))
+            offset += len(data)
+            if number % REPORT_EVERY == 0:
+                progress("check", offset, total)
+        return content.hexdigest()[:16]
+
+    def _parse(self, number: int, data: bytes) -> BatchRequest:
+        try:
+            value = parse_json(data.decode("utf-8-sig").rstrip())
+        except UnicodeDecodeError as error:
+            raise self._wrong(
+                number, f"byte {error.start} is 0x{data[error.start]:02x}, which is not UTF-8; convert the file"
+            ) from None
+        except ValueError as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise self._wrong(number, f"no JSON ({reason}); expected one object in each line") from None
+        if not isinstance(value, dict):
+            raise self._wrong(number, f"found {shown(value)}; expected an object with custom_id, method, url and body")
+        custom_id, method, url, body = (value.get(name) for name in ("custom_id", "method", "url", "body"))
+        if not isinstance(custom_id, str) or not custom_id or SURROGATE.search(custom_id):
+            found = f"{shown(custom_id)}" if "custom_id" in value else "none"
+            raise self._wrong(number, f"found custom_id {found}; expected a text of its own for each request")
+        if method != "POST":
+            raise self._wrong(number, f"method is {shown(method)}; expected 'POST'")
+        if url not in URLS:
+            raise self._wrong(number, f"url is {shown(url)}; expected one of {', '.join(URLS)}")
+        if not isinstance(body, dict):
+            raise self._wrong(number, f"body is {shown(body)}; expected an object, the parameters of the request")
+        return BatchRequest(number, custom_id, url, body)
+
+    def _wrong(self, number: int, what: str) -> ConfigError:
+        return ConfigError(f"{self.path}, line {number}: {what}")
+
+
+def _beginning(body: Mapping[str, Any]) -> bytes:
+    """What decides which cached prefixes a request can use, as bytes that are equal as far as prompts are."""
+    prompt = body.get("messages", body.get("prompt"))
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]  # of several, the first
+    return json.dumps([body.get("cache_salt"), prompt]).encode()
+
+
+def _key(text: bytes) -> bytes:
+    """Hashes of beginnings of a text, ever longer ones: two keys are equal as far as their texts are.
+
+    A few hundred bytes at most, however long the text is.
+    """
+    running, key, start, length = hashlib.blake2b(digest_size=DIGEST_BYTES), b"", 0, float(FIRST_LENGTH)
+    while (end := int(length)) <= len(text):
+        running.update(text[start:end])
+        key += running.digest()
+        start, length = end, length * GROWTH
+    return key
+
+
+# ----------------------------------------------------------------------------------------------- answers
+
+
+@dataclass
+class Totals:
+    """Of the answers so far, those of earlier runs included."""
+
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, response: Mapping[str, Any]) -> None:
+        """Count what is in the `response` of an answer."""
+        self.requests += 1
+        self.failed += response["status_code"] != 200
+        usage = response["body"].get("usage") or {}
+        self.prompt_tokens += usage.get("prompt_tokens", 0)
+        self.output_tokens += usage.get("completion_tokens", 0)
+        self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+
+@final
+class BatchOutput:
+    """The answers, in `OUT.partial` until all are there.
+
+    Each has an id made of the input's fingerprint and its line, which is how a run that was interrupted finds out which
+    it has. A torn line at the end is dropped. Raises ConfigError, with nothing changed, for an output that exists, or the
+    partial one of another input, unless `force`; and if another run is at it.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, force: bool = False) -> None:
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+        self.answered: set[int] = set()  # lines of the input
+        self.models: set[str] = set()  # that answered
+        self.totals = Totals()
+        self._prefix = f"batch_req_{fingerprint}_"
+        if path.exists() and not (force and path.is_file()):
+            what = "exists; --force replaces it" if path.is_file() else "is no file; give the name of one"
+            raise ConfigError(f"{path} {what}")
+        try:
+            self._file = open(self.partial, "a+b", buffering=0, opener=open_private)  # noqa: SIM115 (closed at the end)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.partial}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._resume(force)
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(f"another run is writing {self.partial}; wait for it, or choose another output") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, request: BatchRequest, request_id: str, status: int, body: Mapping[str, Any]) -> None:
+        """Write an answer. Raises InfercError if there is no room for it."""
+        response = {"status_code": status, "request_id": request_id, "body": body}
+        name = f"{self._prefix}{request.number}"
+        value = {"id": name, "custom_id": request.custom_id, "response": response, "error": None}
+        data = memoryview(json.dumps(value, ensure_ascii=False).encode() + b"\n")
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise InfercError(f"cannot write {self.partial}: {error.strerror}") from None
+        self.totals.add(response)
+        self.answered.add(request.number)
+
+    def finish(self) -> None:
+        """All answers are there: give the file its name."""
+        try:
+            os.fsync(self._file.fileno())
+            self.partial.replace(self.path)
+        except OSError as error:
+            raise InfercError(f"cannot write {self.path}: {error.strerror}; it is all in {self.partial}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.answered:
+            self.partial.unlink(missing_ok=True)  # while it is locked: nothing is lost by it
+        self._file.close()
+
+    def _resume(self, force: bool) -> None:
+        """Take over what an earlier run has answered."""
+        end = 0
+        self._file.seek(0)
+        for value, size in self._whole_lines():
+            found = re.fullmatch(re.escape(self._prefix) + r"(\d+)", str(value.get("id")))
+            if found is None or int(found[1]) in self.answered:
+                if force:
+                    self.answered.clear()
+                    self.models.clear()
+                    self.totals, end = Totals(), 0
+                    break
+                raise ConfigError(
+                    f"{self.partial} has answers to other requests than these; delete it, or --force begins anew"
+                )
+            self.answered.add(int(found[1]))
+            self.totals.add(value["response"])
+            self.models.add(value["response"]["body"].get("model", ""))
+            end += size
+        self._file.truncate(end)
+
+    def _whole_lines(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Each line that has an end, as JSON ({} if it is none), and its bytes."""
+        with open(os.dup(self._file.fileno()), "rb") as file:
+            for data in file:
+                if not data.endswith(b"\n"):
+                    return
+                try:
+                    value = parse_json(data)
+                except ValueError:
+                    value = {}
+                yield value if isinstance(value, dict) else {}, len(data)

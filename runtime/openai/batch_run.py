@@ -1,0 +1,214 @@
+"""An offline batch at work: requests of a file to an engine, a bounded number at a time, and each answer to the output."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, final
+
+from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError, RequestError
+from inferc.runtime.engine.llm import LLM, RequestOutput
+from inferc.runtime.openai.answer import Answer, Token, error_body, response_body
+from inferc.runtime.openai.batch_file import BatchInput, BatchOutput, BatchRequest, Line
+from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request
+from inferc.runtime.step.sampling_params import from_chat, from_request
+
+OF_A_REQUEST = (RequestError, ObjectiveError, GenerationError)  # other errors end the run
+Report: TypeAlias = Callable[[str, int, int], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that is being answered; num_left of its prompts are not."""
+
+    asked: BatchRequest
+    request: OpenAIRequest
+    num_left: int
+    answers: list[Answer | None]
+    error: InfercError | None = None
+
+
+Ticket: TypeAlias = tuple[Job, int]  # a prompt of a job
+Result: TypeAlias = Answer | BaseException
+
+
+class Backend(Protocol):
+    """What answers prompts. All of it is called on one thread."""
+
+    @property
+    def model(self) -> str:
+        """The name that answers give."""
+
+    def room(self, num_open: int) -> int:
+        """How many sequences it may be given now, if so many of ours are there."""
+
+    def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
+        """Begin to answer a prompt. Raises RequestError for one that cannot be."""
+
+    def finished(self) -> list[tuple[Ticket, Result]]:
+        """What has ended; waits if nothing has, but not longer than `room` may stay the same."""
+
+    def token(self, token_id: int) -> Token:
+        """What a token id stands for."""
+
+
+@final
+class LocalBackend:
+    """An engine in this process; `concurrency` sequences are there at once, running or waiting."""
+
+    def __init__(self, llm: LLM, artifact: Path, concurrency: int) -> None:
+        self.model = artifact.resolve().name
+        self._llm = llm
+        self._concurrency = concurrency
+        self._results: queue.SimpleQueue[tuple[Ticket, RequestOutput | InfercError]] = queue.SimpleQueue()
+
+    def room(self, num_open: int) -> int:
+        return self._concurrency - num_open
+
+    def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
+        is_chat = ticket[0].request.kind == "chat"
+        params = (from_chat if is_chat else from_request)(sampling, self._llm.defaults)
+        ids = self._llm.text.encode_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
+        self._llm.submit(ids, params, lambda result: self._results.put((ticket, result)))  # type: ignore[arg-type]
+
+    def finished(self) -> list[tuple[Ticket, Result]]:
+        return [(ticket, _answer(result)) for ticket, result in take_all(self._results)]
+
+    def token(self, token_id: int) -> Token:
+        data = self._llm.text.token_bytes(token_id)
+        return data.decode(errors="replace"), list(data)
+
+
+def _answer(result: RequestOutput | InfercError) -> Result:
+    if isinstance(result, InfercError):
+        return result
+    return Answer(len(result.prompt_token_ids), result.num_cached_tokens, result.outputs)
+
+
+def take_all(results: queue.SimpleQueue[Any], timeout: float | None = None) -> Iterator[Any]:
+    """What is in a queue; waits for the first, at most `timeout` seconds."""
+    try:
+        yield results.get(timeout=timeout)
+        while True:
+            yield results.get_nowait()
+    except queue.Empty:
+        return
+
+
+@dataclass
+class BatchRun:
+    """Answers the lines of a file in their order, and writes each answer as it comes."""
+
+    source: BatchInput
+    output: BatchOutput
+    backend: Backend
+    report: Report = lambda stage, done, total: None
+    num_tokens: int = 0  # that this run has generated
+    _ready: deque[Ticket] = field(default_factory=deque)  # of one request: prompts that have not been started
+    _num_open: int = 0  # sequences
+    _started: float = field(default_factory=time.monotonic)
+
+    def run(self, lines: Sequence[Line]) -> None:
+        """Raises InfercError if the engine stopped or the output takes no more; what was answered is kept then."""
+        others = self.output.models - {self.backend.model, ""}
+        if others:
+            raise ConfigError(
+                f"{self.output.partial} has answers of {', '.join(sorted(others))}, and --engine is"
+                f" {self.backend.model}; give the engine that it was begun with, or delete the file to begin anew"
+            )
+        pending = iter([line for line in lines if line.number not in self.output.answered])
+        while self._fill(pending) or self._num_open:
+            for ticket, result in self.backend.finished():
+                self._take(ticket, result)
+        self.output.finish()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _fill(self, pending: Iterator[Line]) -> bool:
+        """Start what there is room for; whether something is left that has not been started."""
+        room: int | None = None
+        while self._ready or self._read(pending):
+            job, index = self._ready[0]
+            count = job.request.num_outputs
+            if room is None:
+                room = self.backend.room(self._num_open)
+            if room < count and (room <= 0 or self._num_open):
+                if not self._num_open:
+                    self._show("others go first")
+                return True
+            self._ready.popleft()
+            room -= self._start((job, index))
+        return False
+
+    def _read(self, pending: Iterator[Line]) -> bool:
+        """Make the prompts of the next request ready, or answer it if it cannot be served; whether there was one."""
+        for line in pending:
+            asked = self.source.read(line)
+            try:
+                if asked.body.get("stream"):
+                    raise RequestError("stream is True, and the answers of a batch come whole; leave it out")
+                request = parse_request(asked.url, asked.body)
+            except RequestError as error:
+                self._write(asked, *error_body(error))
+                continue
+            count = len(request.prompts)
+            job = Job(asked, request, count, [None] * count)
+            self._ready.extend((job, index) for index in range(count))
+            return True
+        return False
+
+    def _start(self, ticket: Ticket) -> int:
+        """Start a prompt, unless its request has failed by now; how many sequences are open by it."""
+        job, index = ticket
+        count = job.request.num_outputs
+        self._num_open += count
+        try:
+            if job.error is not None:
+                raise job.error
+            self.backend.start(ticket, job.request.prompts[index], job.request.sampling)
+        except OF_A_REQUEST as error:
+            self._take(ticket, error)
+            return 0
+        return count
+
+    def _take(self, ticket: Ticket, result: Result) -> None:
+        """A prompt has its answer, or an error that becomes its request's."""
+        job, index = ticket
+        self._num_open -= job.request.num_outputs
+        job.num_left -= 1
+        if isinstance(result, Answer):
+            job.answers[index] = result
+        elif isinstance(result, OF_A_REQUEST):
+            job.error = job.error or result
+        else:
+            raise result
+        if not job.num_left:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        answers = [answer for answer in job.answers if answer is not None]
+        name = secrets.token_hex(12)
+        try:
+            if job.error is not None:
+                raise job.error
+            body = response_body(job.request, answers, name, self.backend.model, int(time.time()), self.backend.token)
+        except OF_A_REQUEST as error:
+            self._write(job.asked, *error_body(error))
+        else:
+            self.num_tokens += body["usage"]["completion_tokens"]
+            self._write(job.asked, 200, body)
+
+    def _write(self, asked: BatchRequest, status: int, body: Mapping[str, Any]) -> None:
+        self.output.append(asked, f"req_{secrets.token_hex(12)}", status, body)
+        self._show(f"{self.num_tokens / max(self.seconds, 1e-9):.0f} tokens/s")
+
+    def _show(self, what: str) -> None:
+        done, total = len(self.output.answered), len(self.source.lines)
+        self.report(f"{done} of {total} requests, {what}", done, total)

@@ -1,0 +1,281 @@
+"""The fields of OpenAI's request bodies and what each may be: one table for checking, and for describing it.
+
+A check ends at the first thing that is wrong and says where it is. What a value of the right type may be is said elsewhere
+(request.py, sampling_params.py). Fields that are not here pass: what they would change is refused there by name, and
+what nobody knows is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeAlias
+
+from inferc.errors import RequestError, shown
+
+Schema: TypeAlias = dict[str, Any]
+Wrong: TypeAlias = tuple[str, str, Any]  # where below a value, what was expected there, and what was found
+BY_NAME = 40  # characters of a name that a message shows
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value may be. wrong: the first thing that is wrong with one, or None. schema: as JSON Schema has it."""
+
+    words: str
+    wrong: Callable[[Any], Wrong | None]
+    schema: Schema
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a body: null is as if it were left out, unless it is required."""
+
+    kind: Kind
+    note: str = ""
+    is_required: bool = False
+
+
+Fields: TypeAlias = Mapping[str, Field]
+
+
+def check_fields(body: Mapping[str, Any], fields: Fields) -> None:
+    """Raise RequestError for the first field that is missing, or is not what it may be."""
+    for name, field in fields.items():
+        value = body.get(name)
+        if field.is_required and name not in body:
+            raise RequestError(f"{name} is missing; give it")
+        if value is None and not field.is_required:
+            continue
+        if (wrong := field.kind.wrong(value)) is not None:
+            where, words, found = wrong
+            raise RequestError(f"{name}{where}: expected {words}, found {shown(found)}")
+
+
+# -------------------------------------------------------------------------------------------------- kinds
+
+
+def _of_types(words: str, types: tuple[type, ...], schema: Schema) -> Kind:
+    """Values of these types themselves: a truth value is no integer here."""
+    return Kind(words, lambda value: None if type(value) in types else ("", words, value), schema)
+
+
+def list_of(items: Kind) -> Kind:
+    words = "a list"
+
+    def wrong(value: Any) -> Wrong | None:
+        if not isinstance(value, list):
+            return "", words, value
+        for index, each in enumerate(value):
+            if (found := items.wrong(each)) is not None:
+                return f"[{index}]{found[0]}", found[1], found[2]
+        return None
+
+    return Kind(words, wrong, {"type": "array", "items": items.schema})
+
+
+def map_of(values: Kind) -> Kind:
+    words = "an object"
+
+    def wrong(value: Any) -> Wrong | None:
+        if not isinstance(value, Mapping):
+            return "", words, value
+        for name, each in value.items():
+            if (found := values.wrong(each)) is not None:
+                return f".{name:.{BY_NAME}}{found[0]}", found[1], found[2]
+        return None
+
+    return Kind(words, wrong, {"type": "object", "additionalProperties": values.schema})
+
+
+def either(words: str, *kinds: Kind) -> Kind:
+    """Any of these kinds. What is wrong inside of a list or an object is told as of that kind."""
+
+    def wrong(value: Any) -> Wrong | None:
+        inner = None
+        for kind in kinds:
+            if (found := kind.wrong(value)) is None:
+                return None
+            inner = found if found[0] else inner
+        return inner or ("", words, value)
+
+    return Kind(words, wrong, {"anyOf": [kind.schema for kind in kinds]})
+
+
+def _wrong_prompts(value: Any) -> Wrong | None:
+    """A text, a list of token ids, or a list of either; of a list with a mistake in it, the list is what was found."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _are_prompts(value)):
+        return None
+    return "", PROMPT_WORDS, value
+
+
+def _are_prompts(value: list[Any]) -> bool:
+    return _are_ids(value) or all(
+        isinstance(each, str) or (isinstance(each, list) and _are_ids(each)) for each in value
+    )
+
+
+def _are_ids(value: list[Any]) -> bool:
+    """Whether they are integers, and there are some. Ends at the first that is none."""
+    if not value or type(value[0]) is not int:
+        return False
+    each = iter(value)
+    while part := set(map(type, islice(each, PART))):  # at the speed of C, and others go on in between
+        if part != {int}:
+            return False
+    return True
+
+
+PART = 65_536
+PROMPT_WORDS = "a text, a list of token ids, or a list of either"
+_IDS_SCHEMA: Schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+
+INTEGER = _of_types("an integer", (int,), {"type": "integer"})
+NUMBER = _of_types("a number", (int, float), {"type": "number"})
+FLAG = _of_types("true or false", (bool,), {"type": "boolean"})
+TEXT = _of_types("a text", (str,), {"type": "string"})
+OBJECT = _of_types("an object", (dict,), {"type": "object"})
+ANY = Kind("anything", lambda value: None, {})
+TEXTS, IDS, LIST = list_of(TEXT), list_of(INTEGER), list_of(ANY)
+STOP = either("a text or a list of texts", TEXT, TEXTS)
+FLAG_OR_COUNT = either("an integer, true or false", INTEGER, FLAG)
+PROMPTS = Kind(
+    PROMPT_WORDS,
+    _wrong_prompts,
+    {
+        "anyOf": [
+            {"type": "string"},
+            _IDS_SCHEMA,
+            {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS_SCHEMA]}, "minItems": 1},
+        ]
+    },
+)
+# What is wrong with a message or an item is said where it is read, in the words of that.
+MESSAGES = Kind("a list", LIST.wrong, {"type": "array", "items": {"type": "object"}, "minItems": 1})
+INPUT = Kind(
+    "a text or a list of messages",
+    lambda value: None,
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+)
+
+
+def _wrong_options(value: Any) -> Wrong | None:
+    if not isinstance(value, Mapping):
+        return "", "an object", value
+    for name in ("include_usage", "continuous_usage_stats"):
+        if value.get(name) is not None and type(value[name]) is not bool:
+            return f".{name}", "true or false", value[name]
+    return None
+
+
+_FLAG_OR_NULL: Schema = {"anyOf": [FLAG.schema, {"type": "null"}]}
+STREAM_OPTIONS = Kind(
+    "an object",
+    _wrong_options,
+    {"type": "object", "properties": {"include_usage": _FLAG_OR_NULL, "continuous_usage_stats": _FLAG_OR_NULL}},
+)
+
+# ------------------------------------------------------------------------------------------------- bodies
+
+_MODEL: Fields = {"model": Field(TEXT, "As /v1/models names it; the first model without it.")}
+_SAMPLING: Fields = {
+    "n": Field(INTEGER, "Outputs of each prompt."),
+    "temperature": Field(NUMBER, "0 is greedy."),
+    "top_p": Field(NUMBER),
+    "top_k": Field(INTEGER),
+    "min_p": Field(NUMBER),
+    "seed": Field(INTEGER),
+    "stop": Field(STOP, "Texts that end the answer; at most 64, of 1024 characters each and 4096 together."),
+    "stop_token_ids": Field(IDS),
+    "presence_penalty": Field(NUMBER),
+    "frequency_penalty": Field(NUMBER),
+    "repetition_penalty": Field(NUMBER),
+    "logit_bias": Field(map_of(NUMBER)),
+    "max_tokens": Field(INTEGER),
+    "min_tokens": Field(INTEGER),
+    "ignore_eos": Field(FLAG),
+    "skip_special_tokens": Field(FLAG),
+    "include_stop_str_in_output": Field(FLAG),
+    "allowed_token_ids": Field(IDS),
+    "banned_token_ids": Field(IDS),
+    "prompt_logprobs": Field(INTEGER, "Of the prompt's tokens, with so many likeliest ones."),
+    "priority": Field(INTEGER, "Higher goes first, under --policy priority."),
+    "ttft_ms": Field(NUMBER, "To the first token; refused (429) where it cannot be kept."),
+    "tbt_ms": Field(NUMBER, "Between two tokens, on average."),
+    "cache_salt": Field(TEXT, "Only requests with the same salt share cached prefixes."),
+    "cache_priority": Field(INTEGER),
+    "return_token_ids": Field(FLAG),
+    "stream": Field(FLAG),
+    "stream_options": Field(STREAM_OPTIONS),
+    "user": Field(TEXT),
+}
+COMPLETION: Fields = {
+    **_MODEL,
+    "prompt": Field(PROMPTS, "One text or list of token ids, or several.", is_required=True),
+    **_SAMPLING,
+    "echo": Field(FLAG, "The prompt comes before the answer, with its logprobs if asked for."),
+    "logprobs": Field(FLAG_OR_COUNT, "Of each token, with so many likeliest ones."),
+    "best_of": Field(INTEGER),
+    "suffix": Field(TEXT),
+    "add_special_tokens": Field(FLAG),
+}
+CHAT: Fields = {
+    **_MODEL,
+    "messages": Field(MESSAGES, "Each has a role and a content, as OpenAI has it.", is_required=True),
+    **_SAMPLING,
+    "max_completion_tokens": Field(INTEGER),
+    "logprobs": Field(FLAG),
+    "top_logprobs": Field(INTEGER),
+    "chat_template_kwargs": Field(OBJECT, "Variables of the model's template."),
+    "add_generation_prompt": Field(FLAG),
+    "tools": Field(LIST),
+    "tool_choice": Field(ANY),
+    "parallel_tool_calls": Field(FLAG),
+    "response_format": Field(OBJECT),
+}
+RESPONSE: Fields = {
+    **_MODEL,
+    "input": Field(
+        INPUT,
+        "A text, or messages: role and content, which is a text or parts of type input_text or output_text.",
+        is_required=True,
+    ),
+    "instructions": Field(TEXT, "What the model is told first."),
+    "max_output_tokens": Field(INTEGER),
+    "temperature": _SAMPLING["temperature"],
+    "top_p": Field(NUMBER),
+    "seed": Field(INTEGER),
+    "stream": Field(FLAG),
+    "metadata": Field(map_of(TEXT), "Comes back with the answer."),
+    "user": Field(TEXT),
+    "store": Field(FLAG, "Nothing is stored, whatever this says."),
+    "include": Field(TEXTS, "message.output_text.logprobs, for log probabilities."),
+    "top_logprobs": Field(INTEGER),
+    "text": Field(OBJECT),
+    "truncation": Field(TEXT),
+    "tools": Field(LIST),
+    "tool_choice": Field(ANY),
+    "parallel_tool_calls": Field(FLAG),
+    "reasoning": Field(OBJECT),
+    "background": Field(FLAG),
+    "previous_response_id": Field(TEXT),
+    "conversation": Field(ANY),
+}
+TOKENIZE: Fields = {
+    **_MODEL,
+    "prompt": Field(TEXT),
+    "messages": Field(MESSAGES),
+    "add_special_tokens": Field(FLAG),
+    "add_generation_prompt": Field(FLAG),
+    "chat_template_kwargs": Field(OBJECT),
+    "return_token_strs": Field(FLAG),
+}
+DETOKENIZE: Fields = {**_MODEL, "tokens": Field(IDS, is_required=True), "skip_special_tokens": Field(FLAG)}
+EMBEDDING: Fields = {
+    **_MODEL,
+    "input": Field(PROMPTS, is_required=True),
+    "encoding_format": Field(TEXT),
+    "dimensions": Field(INTEGER),
+    "user": Field(TEXT),
+}

@@ -1,0 +1,304 @@
+"""OpenAI's request bodies as what inferc serves, whatever carries them.
+
+A field that would change the answer and is not built is refused by its name. A field that is not known is left alone:
+clients send some that mean something to OpenAI's own platform only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+from inferc.errors import RequestError, shown
+from inferc.runtime.openai import fields as openai_fields
+from inferc.runtime.openai.fields import check_fields
+from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, check_integer, from_chat, from_request
+
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
+MAX_PROMPTS = 2048  # of one request, as OpenAI has it
+MAX_VARIABLES = 16_384  # values in `chat_template_kwargs`: they go to the template's process as a whole
+
+# Fields that are SamplingParams by the same name.
+SAMPLING = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens", "cache_salt"),
+    *("include_stop_str_in_output", "allowed_token_ids", "banned_token_ids", "cache_priority", "ttft_ms", "tbt_ms"),
+)
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+NOT_BUILT = (
+    *("tools", "functions", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf", "grammar", "structural_tag", "audio", "prediction", "web_search_options"),
+    *("chat_template", "chat_template_kwargs", "documents", "continue_final_message", "prompt_embeds", "lora_path"),
+    *("bad_words", "logits_processors", "use_beam_search", "echo", "suffix", "priority", "return_token_ids"),
+    *("return_tokens_as_token_ids", "stop_regex", "no_repeat_ngram_size"),
+)
+# The same with values that ask for no more than there is.
+FIXED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(NOT_BUILT, NOTHING),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {}, {"type": "text"}),
+    "modalities": (None, [], ["text"]),
+    "reasoning_effort": (None, "none"),
+    "num_beams": (None, 1),
+    "length_penalty": (None, 1),
+    "detokenize": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "add_generation_prompt": (None, True),
+}
+FIXED_OF_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
+    "truncate_prompt_tokens": (None,),
+    "add_special_tokens": (None, True),
+    "embed_dtype": (None, "float32"),
+    "normalize": (None,),
+}
+# Of these, what a server has for requests of its own, and a batch has not.
+SERVED = frozenset(
+    ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
+)
+# Fields that only a chat template reads: with a plain prompt, which no template writes, they are refused.
+OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
+# Variables that a template gets from here alone.
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
+
+Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OpenAIRequest:
+    """A request of OpenAI's interface, checked.
+
+    prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said; params: those
+    over the defaults.
+
+    echo: the prompt comes before the answer. prompt_logprobs: of the prompt's tokens, with so many likeliest ones.
+    generates: whether anything follows the prompt. template: variables of the chat template.
+    """
+
+    kind: Literal["completion", "chat"]
+    prompts: tuple[Prompt, ...]
+    sampling: Mapping[str, Any]
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    generates: bool = True
+    add_special_tokens: bool = True
+    return_token_ids: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)
+    params: SamplingParams = field(default_factory=SamplingParams, compare=False)
+
+    @property
+    def num_outputs(self) -> int:
+        """Of each prompt."""
+        return self.params.n
+
+
+def parse_request(
+    url: str,
+    body: Mapping[str, Any],
+    is_served: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+) -> OpenAIRequest:
+    """What a body asks for, all of it checked. Raises RequestError, which names the field at fault.
+
+    is_served: by a server, which has more than a batch (SERVED). defaults: of sampling, the model's.
+    """
+    if url == EMBEDDINGS:
+        raise RequestError(
+            f"{url}: the model does not allow embeddings, it generates text; use {COMPLETIONS} or {CHAT}"
+        )
+    check_fields(body, openai_fields.CHAT if url == CHAT else openai_fields.COMPLETION)
+    for name, allowed in FIXED.items():
+        if body.get(name) not in allowed and not (is_served and name in SERVED):
+            raise _not_built(name, body[name])
+    sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    if body.get("logit_bias") is not None:
+        sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
+    if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
+        raise _not_built("best_of", body["best_of"])
+    if is_served and any((body.get("stream_options") or {}).values()) and not body.get("stream"):
+        raise RequestError(
+            f"stream_options is {shown(body['stream_options'])}, and the answer is no stream; leave it out"
+        )
+    if url == COMPLETIONS:
+        check_is_no_chat(body)
+    read = _chat if url == CHAT else _completion
+    request = read(body, sampling, is_served)
+    make = from_chat if url == CHAT else from_request
+    return replace(request, params=make(request.sampling, defaults or {}))
+
+
+def check_is_no_chat(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for a plain prompt with what a chat template would have to hear of."""
+    for name in OF_CHATS:
+        if body.get(name) not in FIXED[name]:
+            raise RequestError(
+                f"{name} is {shown(body[name])}, and no chat template writes a plain prompt; leave it out, or send messages"
+            )
+
+
+def model_of(body: Mapping[str, Any]) -> str:
+    """The model that a body names; "": none. Raises RequestError for what is no name."""
+    name = body.get("model")
+    if name is not None and not isinstance(name, str):
+        raise RequestError(f"model: expected a text, found {shown(name)}")
+    return name or ""
+
+
+def _not_built(name: str, value: Any) -> RequestError:
+    return RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
+
+
+def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:
+    special = body.get("add_special_tokens")
+    if special is False and not is_served:
+        raise RequestError("add_special_tokens is False, which is not built yet; give the prompt as token ids")
+    echo = body.get("echo") or False
+    limit, generates = _max_tokens(body), True
+    if limit == 0 and echo:
+        limit, generates = None, False
+    if limit is not None:
+        sampling["max_tokens"] = limit
+    if body.get("logprobs") is not None and body["logprobs"] is not False:
+        sampling["logprobs"] = int(body["logprobs"])  # true is one, as it is for vLLM
+    return OpenAIRequest(
+        "completion",
+        tuple(_prompts(body["prompt"])),
+        sampling,
+        echo=echo,
+        generates=generates,
+        add_special_tokens=special is not False,
+        **_served_alone(body, sampling, is_served),
+    )
+
+
+def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> dict[str, Any]:
+    """Fields of OpenAIRequest that only a server has."""
+    if not is_served:
+        return {}
+    if body.get("priority"):
+        sampling["priority"] = body["priority"]
+    wanted = body.get("prompt_logprobs")
+    if wanted is not None:
+        check_integer("prompt_logprobs", wanted, 0, MAX_LOGPROBS)
+    return {"prompt_logprobs": wanted, "return_token_ids": bool(body.get("return_token_ids"))}
+
+
+def _template(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not _has_at_most(variables, MAX_VARIABLES):
+        raise RequestError(
+            f"chat_template_kwargs: it holds more than {MAX_VARIABLES} values; send what the template reads alone"
+        )
+    for name in variables:
+        if name in TEMPLATE_VARIABLES:
+            raise RequestError(f"chat_template_kwargs: {name} is set by the request itself; leave it out")
+    options = dict(variables)
+    if (goes_on := body.get("add_generation_prompt")) is not None:
+        options["add_generation_prompt"] = goes_on
+    return options
+
+
+def _has_at_most(value: Any, count: int) -> bool:
+    """Whether JSON holds no more texts, numbers, lists and objects than that; no more of them are looked at."""
+    left: list[Any] = [value]
+    seen = 0
+    while left:
+        each = left.pop()
+        parts = each.values() if isinstance(each, Mapping) else each if isinstance(each, list) else ()
+        seen += len(parts)
+        if seen > count:
+            return False
+        left.extend(parts)
+    return True
+
+
+def _chat(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:
+    if body.get("echo"):
+        raise RequestError("echo is True, which chat does not have; leave it out")
+    if body.get("add_special_tokens") is True:
+        raise RequestError("add_special_tokens is True, which is not built yet; the chat template writes its own")
+    sampling["max_tokens"] = _max_tokens(body)  # None: as many as fit
+    if body.get("logprobs"):
+        sampling["logprobs"] = body.get("top_logprobs") or 0
+    elif body.get("top_logprobs"):
+        raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
+    messages = body.get("messages")
+    if not messages:
+        raise RequestError(f"messages: expected a list of at least one message, found {shown(messages)}")
+    return OpenAIRequest(
+        "chat",
+        ([_message(index, each) for index, each in enumerate(messages)],),
+        sampling,
+        template=_template(body),
+        **_served_alone(body, sampling, is_served),
+    )
+
+
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    names = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    if len(names) == 2 and body[names[0]] != body[names[1]]:
+        first, second = (shown(body[name], 50) for name in names)
+        raise RequestError(f"{names[0]} is {first} and {names[1]} is {second}; leave one out")
+    return body[names[0]] if names else None
+
+
+def logit_bias_of(value: Mapping[str, float]) -> dict[int, float]:
+    """A bias by token id, of JSON's, whose keys are texts. Raises RequestError for a key that is none."""
+    for key in value:
+        if not re.fullmatch(r"[0-9]{1,10}", key):
+            raise RequestError(f"logit_bias: a key is a token id, found {shown(key)}")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def embedding_inputs(body: Mapping[str, Any]) -> list[str | list[int]]:
+    """The texts of a request for vectors. Raises RequestError, also for a field of its body that would change them."""
+    check_fields(body, openai_fields.EMBEDDING)
+    for name, allowed in FIXED_OF_EMBEDDINGS.items():
+        if body.get(name) not in allowed:
+            raise _not_built(name, body[name])
+    return _prompts(body["input"], "input")
+
+
+def _prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
+    """One prompt or several, whose types are checked."""
+    if isinstance(value, str) or type(value[0]) is int:
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(f"{name}: found {len(value)} prompts, at most {MAX_PROMPTS} are allowed; use more requests")
+    return list(value)
+
+
+def _message(index: int, message: Any) -> dict[str, Any]:
+    """A message of text, or of parts of text. What else one can hold (calls of tools, audio, a name) is refused unless it is empty."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
+    for name, value in message.items():
+        if name not in ("role", "content") and value:
+            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
+    content = message.get("content")
+    parts = []
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            found = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"{where}.content: this model takes text parts only, found {shown(found)}")
+        if not isinstance(text := part.get("text"), str):
+            raise RequestError(f"{where}.content: expected text, found {shown(text)}")
+        parts.append({"type": "text", "text": text})
+    return {"role": message["role"], "content": parts if isinstance(content, list) else content}
+
+
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Messages of `parse_request` for an interface whose content is a text alone."""
+    return [
+        {"role": each["role"], "content": "".join(part["text"] for part in each["content"])}
+        if isinstance(each["content"], list)
+        else dict(each)
+        for each in messages
+    ]

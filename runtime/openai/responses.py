@@ -1,0 +1,250 @@
+"""OpenAI's Responses API as what inferc serves, text alone: a request becomes a chat, and the answer its objects.
+
+Nothing is stored, so what refers to something stored is refused, as is what is not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from inferc.errors import RequestError, shown
+from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.openai import fields as openai_fields
+from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
+from inferc.runtime.openai.fields import check_fields
+from inferc.runtime.openai.request import CHAT, OpenAIRequest, parse_request
+from inferc.runtime.step.sampling_params import MAX_LOGPROBS, check_integer, check_text
+
+RESPONSES = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
+# What may be asked to come along: of these an answer of text has log probabilities, and nothing of the others.
+INCLUDES = (
+    *(LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    "computer_call_output.output.image_url",
+)
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_VALUE = 16, 64, 512  # entries and characters, as OpenAI has it
+STORED = ("previous_response_id", "conversation")
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+# Fields of a request that ask for no more than there is with these values.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "background": NOTHING,
+    "prompt": NOTHING,
+    "truncation": (None, "disabled"),
+    "n": (None, 1),
+    "echo": NOTHING,
+    "prompt_logprobs": (None,),
+    "return_token_ids": NOTHING,
+    "messages": NOTHING,
+    "logprobs": NOTHING,
+}
+INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "text": {"format": (None, {}, {"type": "text"}), "verbosity": (None, "medium")},
+    "reasoning": {
+        "effort": (None, "none"),
+        "summary": (None,),
+        "generate_summary": (None,),
+    },
+}
+# A chat has these by other names, or from here alone.
+OWN = ("input", "instructions", "max_output_tokens", "include", "text", "reasoning", "messages", "logprobs")
+ROLES = ("user", "assistant", "system", "developer")
+OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
+PARTS = ("input_text", "output_text")
+
+State: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> OpenAIRequest:
+    """The chat that a body asks for. Raises RequestError, which names the field at fault. defaults: of sampling."""
+    check_fields(body, openai_fields.RESPONSE)
+    for name in STORED:
+        if body.get(name) is not None:
+            raise RequestError(f"{name} is {shown(body[name])}, and nothing is stored here; send all of it as input")
+    for name, allowed in FIXED.items():
+        if body.get(name) not in allowed:
+            raise RequestError(f"{name} is {shown(body[name])}, which is not built yet; leave it out")
+    for name, inner in INNER_FIXED.items():
+        _check_inner(name, body.get(name), inner)
+    _check_texts(body)
+    limit = body.get("max_output_tokens")
+    if limit is not None:
+        check_integer("max_output_tokens", limit, 1, 2**31 - 1)
+    chat: dict[str, Any] = {name: value for name, value in body.items() if name not in OWN}
+    if limit is not None:
+        chat["max_completion_tokens"] = limit
+    chat["messages"] = _messages(body)
+    chat["logprobs"] = _wants_logprobs(body)
+    return parse_request(CHAT, chat, is_served=True, defaults=defaults)
+
+
+def _check_texts(body: Mapping[str, Any]) -> None:
+    """What comes back with every event of the answer must be text, and what is no part of the prompt short."""
+    metadata = body.get("metadata") or {}
+    if len(metadata) > MAX_METADATA:
+        raise RequestError(f"metadata: found {len(metadata)} entries, at most {MAX_METADATA} are allowed")
+    texts = [("metadata", name, MAX_METADATA_NAME) for name in metadata]
+    texts += [("metadata", value, MAX_METADATA_VALUE) for value in metadata.values()]
+    texts.append(("user", body.get("user") or "", MAX_METADATA_VALUE))
+    for field, text, most in texts:
+        if len(text) > most:
+            raise RequestError(f"{field}: found a text of {len(text)} characters, at most {most} are allowed")
+        check_text(field, text)
+    check_text("instructions", body.get("instructions") or "")
+
+
+def _check_inner(name: str, value: Mapping[str, Any] | None, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    if value is None:
+        return
+    for inner, values in allowed.items():
+        if value.get(inner) not in values:
+            raise RequestError(f"{name}.{inner} is {shown(value[inner])}, which is not built yet; leave it out")
+
+
+def _wants_logprobs(body: Mapping[str, Any]) -> bool:
+    include, top = body.get("include") or (), body.get("top_logprobs")
+    for each in include:
+        if each not in INCLUDES:
+            raise RequestError(f"include: {shown(each)} is unknown; known: {', '.join(INCLUDES)}")
+    wants = LOGPROBS in include
+    if top is not None:
+        check_integer("top_logprobs", top, 0, MAX_LOGPROBS)
+    if top and not wants:
+        raise RequestError(f"top_logprobs is {top}, and include has no {LOGPROBS}; add it")
+    return wants
+
+
+# --------------------------------------------------------------------------------------------------- input
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The conversation. What is said to the model first is one message: templates look at one alone."""
+    given, instructions = body.get("input"), body.get("instructions")
+    if isinstance(given, str):
+        messages = [{"role": "user", "content": given}]
+    elif isinstance(given, list) and given:
+        messages = [_message(f"input[{index}]", item) for index, item in enumerate(given)]
+    else:
+        raise RequestError(f"input: expected a text or a list of at least one item, found {shown(given)}")
+    count = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    first = [*([instructions] if instructions else []), *(each["content"] for each in messages[:count])]
+    system = [{"role": "system", "content": "\n\n".join(first)}] if first else []
+    return [*system, *messages[count:]]
+
+
+def _message(where: str, item: Any) -> dict[str, str]:
+    if not isinstance(item, Mapping):
+        raise RequestError(f"{where}: expected an object, found {shown(item)}")
+    kind = item.get("type") or "message"
+    if kind == "item_reference":
+        raise RequestError(f"{where}: it refers to an item that was stored, and nothing is stored here; send the item")
+    if kind != "message":
+        raise RequestError(f"{where}: items of type {shown(kind)} are not built yet; send messages alone")
+    for name, value in item.items():
+        if name not in OF_A_MESSAGE and value:
+            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
+    role = item.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}: its role is {shown(role)}; expected one of {', '.join(ROLES)}")
+    return {"role": "system" if role == "developer" else str(role), "content": _text(where, item.get("content"))}
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content: expected a text or a list of parts, found {shown(content)}")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in PARTS:
+            found = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"{where}.content: this model takes {' and '.join(PARTS)} only, found {shown(found)}")
+        if not isinstance(text := part.get("text"), str):
+            raise RequestError(f"{where}.content: expected text, found {shown(text)}")
+        texts.append(text)
+    return "".join(texts)
+
+
+# ------------------------------------------------------------------------------------------------- objects
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """What every object of one response begins with. body: the request's; temperature and top_p: as they are used."""
+
+    id: str
+    message_id: str
+    created: int
+    model: str
+    body: Mapping[str, Any]
+    temperature: float
+    top_p: float
+
+    def response(
+        self,
+        status: State,
+        output: Sequence[Mapping[str, Any]] = (),
+        usage: Usage | None = None,
+        error: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The response as it is now; usage: None, while it is not known."""
+        body = self.body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "max_tool_calls": None,
+            "metadata": body.get("metadata") or {},
+            "model": self.model,
+            "output": list(output),
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": self.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": [],
+            "top_logprobs": body.get("top_logprobs") or 0,
+            "top_p": self.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else response_usage(usage),
+            "user": body.get("user"),
+        }
+
+    def message(self, status: State, content: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """The one item of its output."""
+        return {
+            "id": self.message_id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": list(content),
+        }
+
+
+def status_of(output: CompletionOutput) -> State:
+    return "incomplete" if output.finish_reason == "length" else "completed"
+
+
+def text_part(output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
+    rows = chat_logprobs(output.logprobs or (), token)["content"]
+    return {"type": "output_text", "text": output.text, "annotations": [], "logprobs": rows}
+
+
+def response_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+    }

@@ -1,0 +1,239 @@
+"""What taps bring, gathered by sequence: every value of its tokens, from the first of the prompt on."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import zipfile
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.config import available_memory_bytes
+from inferc.errors import ConfigError, RequestError
+from inferc.runtime.runners.cpu.taps import DTYPES, Node
+from inferc.runtime.step.plan import I64, StepPlan
+from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.step.sequence import Sequence as Seq
+from inferc.system.atomic_file import whole_file
+from inferc.system.private_files import private_folder
+
+log = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.5  # of what is free, that the values of one request may take
+CLOSE_SECONDS = 60.0  # for what is still to be written
+
+Values = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class TappedSequence:
+    """Row i is of the token at position i; the last token was sampled and never read, so it has no row.
+
+    sampled: the rows behind which a token was sampled, which are those of nodes by logits row. bfloat16 comes as float32.
+    """
+
+    request: str
+    index: int
+    token_ids: NDArray[np.int32]
+    sampled: I64
+    values: Values
+
+
+@dataclass
+class _Pieces:
+    """Of a sequence, step by step. What was computed again after a preemption comes again, with the same bits."""
+
+    positions: list[I64] = field(default_factory=list)
+    sampled: list[I64] = field(default_factory=list)
+    values: list[Values] = field(default_factory=list)
+
+
+@dataclass
+class _Open:
+    name: str
+    left: int
+    pieces: dict[int, _Pieces]
+    ended: list[TappedSequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of one sequence in a step: `[start, end)` of the tapped ones."""
+
+    seq: Seq
+    start: int
+    end: int
+
+
+class TapCollector:
+    """Marks in each plan the rows of sequences whose requests are tapped, and takes the values apart.
+
+    folder: a file a request is written there, on a thread of its own; None: `ended` has them. Raises ConfigError where
+    there can be no such folder.
+    """
+
+    def __init__(self, nodes: Sequence[Node], folder: Path | None = None) -> None:
+        self._nodes = nodes
+        self._by_logits_row = {node.name: node.by_logits_row for node in nodes}
+        self._open: dict[str, _Open] = {}
+        self._marks: deque[list[_Part]] = deque()  # of the plans in flight that have any
+        self.ended: queue.SimpleQueue[list[TappedSequence] | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        if folder is not None:
+            _make(folder)
+            self._writer = threading.Thread(target=self._write, args=(folder,), name="inferc-taps", daemon=True)
+            self._writer.start()
+
+    def check(self, prompt_len: int, max_total: int, params: SamplingParams) -> None:
+        """Raise RequestError for a request whose values may take too much memory."""
+        new = max_total - prompt_len
+        rows = {False: max_total, True: new}
+        needed = params.n * sum(rows[node.by_logits_row] * node.row_bytes for node in self._nodes)
+        free = available_memory_bytes()
+        if needed > MEMORY_SHARE * free:
+            raise RequestError(
+                f"tap: the values of {max_total} tokens and {params.n} outputs may take {needed / 1e9:.1f} GB, and"
+                f" {free / 1e9:.1f} GB are free; lower max_tokens or n, or tap fewer nodes"
+            )
+
+    def begin(self, name: str, seqs: Sequence[Seq]) -> None:
+        """A request that is tapped begins, as these sequences."""
+        request_id = seqs[0].request_id
+        self._open[request_id] = _Open(name or request_id, len(seqs), {seq.index: _Pieces() for seq in seqs})
+
+    def mark(self, plan: StepPlan, seqs: Sequence[Seq | None]) -> None:
+        """Ask for the rows of tapped sequences. seqs: by slot."""
+        if not self._open:
+            return
+        rows: list[I64] = []
+        parts: list[_Part] = []
+        count = 0
+        for at, slot in enumerate(plan.seq_slots.tolist()):
+            seq = seqs[slot]
+            if seq is not None and seq.params.tap:
+                own = np.arange(plan.query_start_loc[at], plan.query_start_loc[at + 1], dtype=np.int64)
+                parts.append(_Part(seq, count, count + len(own)))
+                rows.append(own)
+                count += len(own)
+        if parts:
+            plan.tapped_rows = np.concatenate(rows)
+            self._marks.append(parts)
+
+    def landed(self, plan: StepPlan, values: Values | None) -> None:
+        """A step's values, before it is known who ends by it."""
+        if not len(plan.tapped_rows):
+            return
+        assert values is not None, "the runner was asked for values"
+        logits_rows = plan.logits_rows[plan.tapped_logits]
+        for part in self._marks.popleft():
+            pieces = self._pieces(part.seq)
+            if pieces is None:  # it ended while this step was in flight
+                continue
+            own = plan.tapped_rows[part.start : part.end]
+            is_own = (logits_rows >= own[0]) & (logits_rows <= own[-1])
+            pieces.positions.append(plan.positions[own])
+            pieces.sampled.append(plan.positions[logits_rows[is_own]])
+            pieces.values.append(
+                {
+                    name: array[is_own] if self._by_logits_row[name] else array[part.start : part.end]
+                    for name, array in values.items()
+                }
+            )
+
+    def _pieces(self, seq: Seq) -> _Pieces | None:
+        entry = self._open.get(seq.request_id)
+        return None if entry is None else entry.pieces.get(seq.index)
+
+    def end(self, seq: Seq) -> None:
+        """A sequence has ended, with all its tokens in its own list."""
+        if not seq.params.tap:
+            return
+        entry = self._open[seq.request_id]
+        entry.ended.append(self._join(entry.name, seq, entry.pieces.pop(seq.index)))
+        entry.left -= 1
+        if not entry.left:
+            del self._open[seq.request_id]
+            self.ended.put(sorted(entry.ended, key=lambda each: each.index))
+
+    def _join(self, name: str, seq: Seq, pieces: _Pieces) -> TappedSequence:
+        positions, rows = _first_of_each(pieces.positions)
+        sampled, logits_rows = _first_of_each(pieces.sampled)
+        assert positions.tolist() == list(range(len(positions))), "a row is missing"
+        values = {}
+        for node in self._nodes:
+            parts = [each.pop(node.name) for each in pieces.values]
+            empty: NDArray[Any] = np.zeros((0, *node.shape), DTYPES[node.dtype])
+            whole = np.concatenate([empty, *parts])[logits_rows if node.by_logits_row else rows]
+            values[node.name] = widened(whole) if node.dtype == "bfloat16" else whole
+        token_ids = np.array(seq.token_ids[: len(positions)], np.int32)
+        return TappedSequence(name, seq.index, token_ids, sampled, values)
+
+    def close(self) -> None:
+        """Write what has ended."""
+        if self._writer is not None:
+            self.ended.put(None)
+            self._writer.join(CLOSE_SECONDS)
+
+    def _write(self, folder: Path) -> None:
+        while (sequences := self.ended.get()) is not None:
+            path = folder / f"{file_name(sequences[0].request)}.npz"
+            try:
+                write_tapped(path, sequences)
+            except ConfigError as error:
+                log.warning("the tapped values of request %s are lost: %s", sequences[0].request, error)
+
+
+def _first_of_each(parts: Sequence[I64]) -> tuple[I64, I64]:
+    """The positions in rising order, and where each comes first."""
+    whole = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    positions, first = np.unique(whole, return_index=True)
+    return positions, first.astype(np.int64)
+
+
+def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bfloat16 as float32, which holds every one of them exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _make(folder: Path) -> None:
+    try:
+        private_folder(folder, is_ours=False)
+    except OSError as error:
+        raise ConfigError(f"--tap-out {folder}: cannot make the folder: {error.strerror}") from None
+
+
+def file_name(request: str) -> str:
+    """A request's name without what a file's may not have."""
+    return re.sub(r"^\.|[^\w.-]", "_", request) or "_"
+
+
+def write_tapped(path: Path, sequences: Sequence[TappedSequence]) -> None:
+    """Sequences as one .npz: rows of all behind each other, tagged; whole or not at all. Raises ConfigError.
+
+    `request`, `index`, `position` and `token_id` have an entry a row, `sampled` the rows behind which a token was sampled.
+    A node has as many rows as `position`, or as `sampled` if it is computed for these only.
+    """
+    with whole_file(path, private=True) as partial, zipfile.ZipFile(partial, "w", allowZip64=True) as file:
+        for name, array in _columns(sequences):
+            with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)  # type: ignore[no-untyped-call]
+
+
+def _columns(sequences: Sequence[TappedSequence]) -> Iterable[tuple[str, NDArray[Any]]]:
+    counts = [len(each.token_ids) for each in sequences]
+    starts = np.cumsum([0, *counts])
+    yield "request", np.repeat(np.array([each.request for each in sequences]), counts)
+    yield "index", np.repeat(np.array([each.index for each in sequences], np.int32), counts)
+    yield "position", np.concatenate([np.arange(count) for count in counts])
+    yield "token_id", np.concatenate([each.token_ids for each in sequences])
+    yield "sampled", np.concatenate([start + each.sampled for start, each in zip(starts, sequences, strict=False)])
+    for name in sequences[0].values:
+        yield name, np.concatenate([each.values[name] for each in sequences])

@@ -1,0 +1,1 @@
+"""What runs steps: a folder a target."""

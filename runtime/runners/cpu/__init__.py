@@ -1,0 +1,1 @@
+"""Steps as one call of a compiled library."""

@@ -1,0 +1,148 @@
+"""All ranks of a partitioned artifact in one process, with the face of one model runner.
+
+Each rank has a runner, its threads and its part of the weights and of the cache; tensor and expert ranks meet in memory,
+and pipeline stages hand hidden rows on. On a machine with one memory this is no faster than a whole artifact: it is how
+a partitioned one is certified and tried out before its ranks go where they belong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import BrokenBarrierError
+from typing import Any
+
+import numpy as np
+
+from inferc.config import ResolvedEngineConfig
+from inferc.errors import InfercError
+from inferc.ir.rendezvous import Meeting
+from inferc.runtime.artifact.load import Artifact, group_key
+from inferc.runtime.runners.cpu.collectives import Collectives, LocalGroup
+from inferc.runtime.runners.cpu.runner import ModelRunner, Observer
+from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
+
+
+@dataclasses.dataclass
+class _Rank:
+    runner: ModelRunner
+    groups: list[int]  # the KV groups of the whole that it has a part of, in its own order
+
+    def plan(self, plan: StepPlan) -> StepPlan:
+        slots = tuple(plan.slot_mapping[group] for group in self.groups)
+        tables = tuple(plan.block_tables[group] for group in self.groups)
+        copies = tuple(plan.copies[group] for group in self.groups) if plan.copies else ()
+        return replace(plan, slot_mapping=slots, block_tables=tables, copies=copies)
+
+
+class RankGroup:
+    """A runner (engine.Runner) whose steps run in `wait`, in the caller's thread and those of the ranks.
+
+    config: for the whole artifact; its threads are shared out among the ranks of a stage, its blocks count for all.
+    """
+
+    def __init__(self, artifact: Artifact, config: ResolvedEngineConfig) -> None:
+        keys = [group_key(group) for group in artifact.whole_kv_groups]
+        num_stages = 1 + max(rank.entry["pp_stage"] for rank in artifact.ranks)
+        self._stages: list[list[_Rank]] = []
+        self._meetings: list[Meeting] = []
+        self._queue: deque[StepPlan] = deque()
+        self._last_ids = np.zeros(config.max_num_seqs, np.int32)
+        self._pool = ThreadPoolExecutor(max(1, len(artifact.ranks)), "inferc-rank")
+        try:
+            for stage in range(num_stages):
+                self._open_stage([rank for rank in artifact.ranks if rank.entry["pp_stage"] == stage], keys, config)
+        except Exception:
+            self.close()
+            raise
+
+    def _open_stage(self, ranks: list[Artifact], keys: list[tuple[Any, ...]], config: ResolvedEngineConfig) -> None:
+        meeting = Meeting(len(ranks))
+        made: list[_Rank] = []
+        self._meetings.append(meeting)
+        self._stages.append(made)
+        for index, rank in enumerate(ranks):
+            groups = [keys.index(group_key(group)) for group in rank.kv_groups]
+            blocks = tuple(config.num_blocks[group] for group in groups)
+            threads = max(1, config.num_threads // len(ranks))
+            settings = replace(config, num_threads=threads, num_blocks=blocks)
+            runner = ModelRunner(rank, settings, first_core=index * threads)
+            made.append(_Rank(runner, groups))
+            if len(ranks) > 1:
+                name = "ep" if rank.config["ep"] > 1 else "tp"
+                runner.set_collective(Collectives({name: LocalGroup(index, meeting)}))
+
+    @property
+    def isa(self) -> str:
+        return self._stages[0][0].runner.isa
+
+    def submit(self, plan: StepPlan) -> None:
+        for stage in self._stages:
+            stage[0].runner.limits.check(stage[0].plan(plan))
+        self._queue.append(plan)
+
+    def wait(self) -> StepResult:
+        plan = self._with_ids(self._queue.popleft())
+        result = self._run(self._stages, plan)
+        if result.error is None:
+            self._last_ids[plan.sample.seq_slots] = result.token_ids
+        return result
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        plan = self._with_ids(plan)
+        before = self._run(self._stages[:-1], plan)
+        if before.error is not None:
+            raise InfercError(before.error)
+
+        def score(rank: _Rank) -> tuple[F32, I32]:
+            return rank.runner.score(rank.plan(plan), target_ids, before.hidden)
+
+        scores = [self._pool.submit(score, rank) for rank in self._stages[-1]]
+        errors = [str(error) for error in (each.exception() for each in scores) if error is not None]
+        if errors:
+            raise InfercError(_cause(errors))
+        return scores[0].result()
+
+    def _run(self, stages: Sequence[list[_Rank]], plan: StepPlan) -> StepResult:
+        """The result of the last of `stages`, or the error of the rank that failed."""
+        result = StepResult(np.zeros(0, np.int32))
+        for meeting in self._meetings:
+            meeting.reset()
+        for stage in stages:
+            for rank in stage:
+                rank.runner.submit(rank.plan(plan), result.hidden)
+            results = [rank.runner.wait() for rank in stage]
+            errors = [each.error for each in results if each.error is not None]
+            result = replace(results[0], error=_cause(errors) if errors else None)
+            if errors:
+                break
+        return result
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        for rank in self._stages[-1]:
+            rank.runner.reset_slot(slot, prompt_ids, output_ids)
+
+    def set_observer(self, observer: Observer | None) -> None:
+        """As `ModelRunner.set_observer`, of the last stage's first rank."""
+        self._stages[-1][0].runner.set_observer(observer)
+
+    def close(self) -> None:
+        for stage in self._stages:
+            for rank in stage:
+                rank.runner.close()
+        self._pool.shutdown()
+
+    def _with_ids(self, plan: StepPlan) -> StepPlan:
+        """The plan with the ids that were sampled since it was made: only the last stage's runners know them."""
+        token_ids = plan.token_ids.copy()
+        token_ids[plan.late_rows] = self._last_ids[plan.late_slots]
+        none = np.zeros(0, np.int32)
+        return replace(plan, token_ids=token_ids, late_rows=none, late_slots=none)
+
+
+def _cause(errors: Sequence[str]) -> str:
+    """The first error of a rank that did not fail for another's sake."""
+    return next((each for each in errors if BrokenBarrierError.__name__ not in each), errors[0])

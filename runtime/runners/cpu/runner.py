@@ -1,0 +1,442 @@
+"""Runs steps of a compiled program: its memory, its threads, and the thread that calls it.
+
+Steps, slot resets and copies run in the order in which they were asked for, in one worker thread; while compiled code
+runs, the interpreter lock is free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
+from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
+from inferc.kv_groups import cache_groups, num_parts, row_size
+from inferc.runtime.artifact.libraries import Library
+from inferc.runtime.runners.cpu import abi
+from inferc.runtime.runners.cpu.collectives import GROUPS, Collectives
+from inferc.runtime.runners.cpu.hidden_rows import hidden_rows
+from inferc.runtime.runners.cpu.step_args import SampleInputs, StepInputs
+from inferc.runtime.runners.cpu.taps import Node, StepTaps, Tables
+from inferc.runtime.runners.step_worker import StepWorker
+from inferc.runtime.step.limits import StepLimits, outside
+from inferc.runtime.step.plan import F32, I32, I64, Copies, Rows, StepPlan, StepResult
+from inferc.system.file_map import back, map_file
+from inferc.system.topology import cores_to_pin, memory_on, nodes_of, read_cores
+
+log = logging.getLogger(__name__)
+
+BACKED_AT_ONCE = 8 << 20  # of the KV cache, in a call: milliseconds
+MAP_NORESERVE = 0x4000  # of Linux; mmap has it from Python 3.13 on
+Observer = Callable[[dict[str, Any], int, NDArray[Any]], None]
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "int8": np.dtype(np.int8),
+}
+
+
+class Compiled(Protocol):
+    """What the runner needs of an artifact."""
+
+    @property
+    def program(self) -> dict[str, Any]: ...
+    @property
+    def model(self) -> dict[str, Any]: ...
+    @property
+    def weights(self) -> Sequence[Any]: ...
+    @property
+    def kv_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def isas(self) -> tuple[str, ...]: ...
+    @property
+    def memory(self) -> Any: ...
+    def library(self, isa: str) -> Library: ...
+    def view(self, weight: Any) -> NDArray[Any]: ...
+
+
+class ModelRunner:
+    """Steps of one artifact on this machine's CPU.
+
+    poison fills the arena and the KV pool with NaN first, so that tests see a read of what was never written.
+    first_core: of those to pin to, if threads are pinned; the next are other runners'. files: of each KV group a descriptor
+    and how many blocks of that file lie behind those of the pool, for steps to read.
+    Raises ConfigError for an ISA this machine lacks, UnsupportedError for step inputs that it cannot fill.
+    """
+
+    def __init__(
+        self,
+        artifact: Compiled,
+        config: EngineConfig | ResolvedEngineConfig,
+        *,
+        poison: bool = False,
+        first_core: int = 0,
+        files: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        if isinstance(config, EngineConfig):
+            config = config.resolve(artifact.max_model_len, artifact.block_size, cache_groups(artifact.kv_groups))
+        _check_inputs(artifact)
+        self.isa = abi.choose_isa(config.isa, artifact.isas)
+        self._library = abi.load_library(artifact.library(self.isa))
+        self.block_size = artifact.block_size
+        self.vocab_size = int(artifact.model["vocab_size"])
+        self.num_blocks = config.num_blocks
+        self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self._groups = artifact.kv_groups
+        self._artifact = artifact  # its weights stay mapped
+        self._maxima = [_align(self.max_num_tokens), _align(self.max_num_seqs), _align(self.max_num_tokens)]
+        tokens, seqs, rows = self._maxima
+        self.limits = StepLimits(
+            *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size),
+            num_lower=tuple(count for _, count in files),
+        )
+        self.arena_bytes: int = artifact.memory.reserved_bytes(tokens, seqs, config.num_threads)
+        self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
+        sizes = [self.block_size * int(group["bytes_per_token"]) for group in self._groups]
+        self._pools = [
+            _allocate_pool(count, size, files[group] if files else None, poison)
+            for group, (count, size) in enumerate(zip(self.num_blocks, sizes, strict=True))
+        ]
+        # Of each pool, what lies in memory, as far as steps may still have to wait for the system to give it.
+        self._unbacked = [
+            (pool.ctypes.data, pool.ctypes.data + count * size)
+            for pool, count, size in zip(self._pools, self.num_blocks, sizes, strict=True)
+        ]
+        self._pool_table = np.array([pool.ctypes.data for pool in self._pools], np.uintp)
+        self._weights = np.array([artifact.view(weight).ctypes.data for weight in artifact.weights], np.uintp)
+        self._counts: list[NDArray[np.uint32] | None] = [None] * self.max_num_seqs
+        self._count_table = np.zeros(self.max_num_seqs, np.uintp)
+        self._last_ids = np.zeros(self.max_num_seqs, np.int32)
+        self._host: abi.InfercHost | None = None
+        self._observed = abi.OBSERVE()
+        self._collectives, self._collective = Collectives(), abi.COLLECTIVE()
+        self._tables: Tables | None = None
+        inputs = _step_inputs(artifact)
+        self._hidden = _rows_of(inputs["hidden_in"]) if "hidden_in" in inputs else None
+        self._hidden_out = _hidden_out(artifact)
+        pinned = cores_to_pin(config.num_threads, first_core) if config.pin_threads else ()
+        with memory_on(nodes_of(pinned or read_cores())):  # those threads touch weights, arena and KV cache first
+            self._threads = self._open_threads(config.num_threads, [core.cpus[0] for core in pinned])
+            self._worker = StepWorker([core.cpus[0] for core in pinned[:1]], lambda: self._collectives.abort())
+        log.info(
+            "model runner: isa %s, %d threads, arena %.1f MB, %s KV blocks of %d tokens (%.1f MB)",
+            *(self.isa, config.num_threads, self.arena_bytes / 1e6),
+            *(" + ".join(map(str, self.num_blocks)), self.block_size),
+            config.kv_memory_bytes / 1e6,
+        )
+
+    def _open_threads(self, count: int, cpus: list[int]) -> int:
+        threads: int | None = self._library.inferc_threads_open(
+            count, (ctypes.c_int32 * count)(*cpus) if cpus else None
+        )
+        if not threads:
+            raise ConfigError(f"cannot start {count} threads; lower --threads")
+        return threads
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def submit(self, plan: StepPlan, hidden: Rows | None = None) -> None:
+        """Queue a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds.
+
+        hidden: the rows of the pipeline stage before, for a later one.
+        """
+        self.limits.check(plan)
+        inputs = self._inputs(plan, hidden)  # here, while the step before runs; the worker fills in the late ids
+        sample = None
+        if len(plan.logits_rows) and self._hidden_out is None:
+            state = self.vocab_size, self._count_table, self._last_ids
+            sample = SampleInputs.of(plan.sample, inputs, *state, plan.wants_logprobs)
+        taps = None
+        if self._tables is not None and len(plan.tapped_rows):
+            taps = StepTaps(self._tables, plan)
+        self._worker.submit(lambda: self._run(inputs, sample, plan.copies, taps))
+
+    def wait(self) -> StepResult:
+        """The result of the oldest step that was submitted and not yet waited for."""
+        return self._worker.wait()
+
+    def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
+        """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
+        self.limits.check(plan)
+        assert not plan.raised, "a text that is scored is not looked for in the cache"
+        targets = abi.contiguous(target_ids, np.int32)
+        if len(targets) != len(plan.logits_rows) or outside(targets, self.vocab_size):
+            raise RequestError(
+                f"score: {len(targets)} target ids for {len(plan.logits_rows)} rows, or one out of range"
+            )
+        scored: tuple[F32, I32] = self._worker.call(lambda: self._score(plan, targets, hidden))
+        return scored
+
+    def embed(self, plan: StepPlan) -> F32:
+        """The hidden rows in front of the LM head, float32 [S, hidden_size]; runs the step (its K,V are written)."""
+        self.limits.check(plan)
+        rows: F32 = self._worker.call(lambda: self._embed(plan))
+        return rows
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+        self._worker.put(lambda: self._reset(slot, prompt_ids, output_ids))
+
+    def _run(
+        self, inputs: StepInputs, sample: SampleInputs | None, copies: tuple[Copies, ...], taps: StepTaps | None
+    ) -> StepResult:
+        for group, each in enumerate(copies):
+            self._copy(group, each)
+        host = self._host if taps is None else self._tapping(taps)
+        self._step(inputs, host)
+        result = StepResult(np.zeros(0, np.int32), hidden=inputs.hidden_out)
+        if sample is not None:
+            self._done(self._library.inferc_sample(host, sample.args, self._arena.ctypes.data), "sample")
+            result = sample.result()
+        return result if taps is None else replace(result, tapped=taps.values())
+
+    def _step(self, inputs: StepInputs, host: abi.InfercHost | None) -> None:
+        inputs.fill_late(self._last_ids)
+        self._done(self._library.inferc_step(host, inputs.args, self._arena.ctypes.data), "step")
+
+    def _inputs(self, plan: StepPlan, hidden: Rows | None) -> StepInputs:
+        inputs = StepInputs.of(plan, self._maxima, self._pool_table, self._weights, self._threads)
+        if self._hidden is not None:
+            width, dtype = self._hidden
+            if hidden is None or hidden.shape != (plan.num_tokens, width) or hidden.dtype != dtype:
+                found = "none" if hidden is None else f"{list(hidden.shape)} of {hidden.dtype}"
+                raise RequestError(f"hidden rows: {found}; expected {[plan.num_tokens, width]} of {dtype}")
+            inputs.take_hidden(hidden)
+        if self._hidden_out is not None:
+            width, dtype = self._hidden_out
+            inputs.give_hidden(np.empty((plan.num_tokens, width), dtype))
+        return inputs
+
+    def _score(self, plan: StepPlan, targets: I32, hidden: Rows | None) -> tuple[F32, I32]:
+        inputs = self._inputs(plan, hidden)
+        logprobs, argmax = np.zeros(len(targets), np.float32), np.zeros(len(targets), np.int32)
+        pointers = (targets.ctypes.data, logprobs.ctypes.data, argmax.ctypes.data)
+        args = abi.ScoreArgs(ctypes.pointer(inputs.args), self.vocab_size, *pointers)
+        self._step(inputs, self._host)
+        self._done(self._library.inferc_score(self._host, args, self._arena.ctypes.data), "score")
+        return logprobs, argmax
+
+    def _embed(self, plan: StepPlan) -> F32:
+        inputs = self._inputs(plan, None)
+        self._step(inputs, self._host)
+        return hidden_rows(self._artifact.program, self._arena, self._maxima, len(plan.logits_rows))
+
+    def _reset(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None) -> None:
+        if prompt_ids is None:
+            self._count_table[slot] = 0
+            return
+        counts = self._counts[slot]
+        if counts is None:
+            counts = self._counts[slot] = np.zeros(self.vocab_size, np.uint32)
+        counts[:] = 0
+        if output_ids is not None:
+            np.add.at(counts, output_ids, 1)
+        counts[prompt_ids] |= np.uint32(1 << 31)
+        self._count_table[slot] = counts.ctypes.data
+
+    # ---------------------------------------------------------------------------------------- K and V
+
+    def copy_slots(self, group: int, source: I64, target: I64) -> None:
+        """Copy K and V of slots, in order, in every layer of a KV group."""
+        copies = Copies(abi.contiguous(source, np.int64), abi.contiguous(target, np.int64))
+        self._worker.call(lambda: self._copy(group, copies))
+
+    def _copy(self, group: int, copies: Copies) -> None:
+        arguments = (copies.source.ctypes.data, copies.target.ctypes.data, len(copies.source))
+        self._done(self._library.inferc_copy_slots(group, self._pools[group].ctypes.data, *arguments), "copy_slots")
+
+    def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
+        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
+        out = np.zeros(self._canonical_shape(group, len(blocks)), NUMPY_DTYPES[self._groups[group]["dtype"]])
+        self._move("inferc_pack_blocks", group, blocks, out)
+        return out
+
+    def unpack_blocks(self, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
+        """Write blocks from their canonical form."""
+        assert canonical.shape == self._canonical_shape(group, len(blocks)), canonical.shape
+        self._move("inferc_unpack_blocks", group, blocks, np.ascontiguousarray(canonical))
+
+    def _canonical_shape(self, group: int, count: int) -> tuple[int, ...]:
+        of = self._groups[group]
+        of_head = row_size(int(of["head_dim"]), of["dtype"])
+        return (count, len(of["layers"]), num_parts(of["kind"]), self.block_size, int(of["num_kv_heads"]), of_head)
+
+    def _move(self, function: str, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
+        ids, pool = abi.contiguous(blocks, np.int32), self._pools[group].ctypes.data
+        arguments = (group, pool, ids.ctypes.data, len(ids), canonical.ctypes.data)
+        self._worker.call(lambda: self._done(getattr(self._library, function)(*arguments), function))
+
+    def blocks(self, group: int) -> NDArray[np.uint8]:
+        """The bytes of a KV group's blocks, those of its file last: [blocks, bytes of a block], [layers] outermost in each."""
+        return self._pools[group].reshape(-1, self.block_size * int(self._groups[group]["bytes_per_token"]))
+
+    # --------------------------------------------------------------------------------------- plumbing
+
+    def set_observer(self, observer: Observer | None) -> None:
+        """Call `observer(entry of program.json "observable", layer, rows)` after every node; bfloat16 as its bits."""
+        table = {int(entry["id"]): entry for entry in self._artifact.program["observable"]}
+
+        def observe(_: int, node: int, layer: int, data: int, rows: int, stride: int) -> None:
+            entry = table[node]
+            dtype = NUMPY_DTYPES[entry["dtype"]]
+            width = int(np.prod(entry["shape"], dtype=np.int64))
+            size = stride * (rows - 1) + width * dtype.itemsize if rows else 0
+            flat = memoryview((ctypes.c_char * size).from_address(data))
+            value: NDArray[Any] = np.ndarray((rows, width), dtype, flat, strides=(stride, dtype.itemsize))
+            assert observer is not None
+            observer(entry, layer, value.reshape(rows, *entry["shape"]).copy())
+
+        self._observe(observe if observer is not None else None)
+
+    def fill_blocks(self, count: int) -> None:
+        """Write numbers into the first `count` blocks of each KV group: memory that was never written is one page of
+        zeros, which a cache holds. 0x3c3c is 0.011 in bfloat16, 0x3c3c3c3c in float32: the sums are no denormals."""
+        for pool, group, blocks in zip(self._pools, self._groups, self.num_blocks, strict=True):
+            pool[: min(count, blocks) * self.block_size * int(group["bytes_per_token"])] = 0x3C
+
+    def measure_peak(self, dtype: str) -> float:
+        """Operations a second of all threads together on products of `dtype` (float32, bfloat16, int8) that wait for
+        nothing: what the instruction set that runs can do on this machine. Takes some 10 ms; no step may be under way."""
+        rounds, seconds, operations = 1000, 0.0, 0
+        while seconds < 0.005:
+            rounds *= 2
+            start = time.perf_counter()
+            operations = self._library.inferc_busy(self._threads, abi.DTYPES.index(dtype), rounds)
+            seconds = time.perf_counter() - start
+        return float(operations / seconds)
+
+    def set_tap(self, tap: Callable[[int], None] | None) -> None:
+        """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""
+        self._observe((lambda _, node, *value: tap(node)) if tap is not None else None)
+
+    def set_taps(self, nodes: Sequence[Node]) -> None:
+        """Copy the values of these nodes for the tapped rows of every plan."""
+        self._tables = Tables(self._artifact.program, nodes)
+
+    def _tapping(self, taps: StepTaps) -> abi.InfercHost:
+        """The host of a step with taps."""
+        return self._new_host(taps.pointer)
+
+    def back_cache(self) -> bool:
+        """Have the system give the next BACKED_AT_ONCE bytes of the KV cache, for which steps would wait; False: there are no more.
+
+        Blocks are taken in the order of their addresses, so a server that has rested for a moment is that far ahead.
+        """
+        if not self._unbacked:
+            return False
+        begin, end = self._unbacked[0]
+        size = min(BACKED_AT_ONCE, end - begin)
+        failure = self._worker.call(lambda: back(begin, size))  # by the worker, whose pages lie on the steps' nodes
+        if failure is not None:
+            log.info("the KV cache gets its memory when it is first used: %s", failure)
+            self._unbacked.clear()
+        elif begin + size < end:
+            self._unbacked[0] = (begin + size, end)
+        else:
+            del self._unbacked[0]
+        return bool(self._unbacked)
+
+    def set_collective(self, collectives: Collectives) -> None:
+        """Answer the step's exchanges with other ranks by these."""
+        self._collectives = collectives
+        self._set_host()
+
+    def _observe(self, observe: Callable[..., None] | None) -> None:
+        self._observed = abi.OBSERVE(observe) if observe is not None else abi.OBSERVE()
+        self._set_host()
+
+    def _set_host(self) -> None:
+        self._collective = abi.COLLECTIVE(self._collectives) if self._collectives.groups else abi.COLLECTIVE()
+        self._host = self._new_host(None) if self._collectives.groups or self._observed else None
+
+    def _new_host(self, taps: int | None) -> abi.InfercHost:
+        ranks = (ctypes.c_int64 * len(GROUPS))(*self._collectives.ranks)
+        return abi.InfercHost(abi.ABI, None, self._observed, self._collective, ranks, taps)
+
+    def close(self) -> None:
+        """Finish what is queued, then stop the threads and give the memory back."""
+        if self._worker.close():
+            self._library.inferc_threads_close(self._threads)
+
+    def _done(self, code: int, what: str) -> None:
+        self._collectives.check()
+        if code:
+            raise InfercError(f"{what} refused its arguments (check at line {code} of the compiled unit)")
+
+
+def _check_inputs(artifact: Compiled) -> None:
+    """Refuse a program whose step asks for more than this runner fills."""
+    known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows", "hidden_in"}
+    for group in range(len(artifact.kv_groups)):
+        known |= {f"slot_mapping_{group}", f"block_table_{group}", f"kv_cache_{group}"}
+    unknown = [name for name in _step_inputs(artifact) if name not in known]
+    if unknown:
+        raise UnsupportedError(f"the artifact's step takes {', '.join(unknown)}, which this runtime does not fill")
+
+
+def _step_inputs(artifact: Compiled) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in artifact.program["step"]["inputs"]}
+
+
+def _rows_of(entry: Mapping[str, Any]) -> tuple[int, np.dtype[Any]]:
+    """Columns and dtype of a value with a row for each token."""
+    return int(entry["shape"][-1]), NUMPY_DTYPES[entry["dtype"]]
+
+
+def _hidden_out(artifact: Compiled) -> tuple[int, np.dtype[Any]] | None:
+    """Columns and dtype of the rows that a pipeline stage without the LM head hands on."""
+    if "logits" in artifact.program["step"]["outputs"]:
+        return None
+    return _rows_of(artifact.program["step"]["hidden"])
+
+
+def _align(count: int) -> int:
+    return -(-count // 64) * 64
+
+
+def _allocate_pool(count: int, block_bytes: int, file: tuple[int, int] | None, poison: bool) -> NDArray[np.uint8]:
+    """The blocks of a KV group, and behind them those of a file."""
+    size = count * block_bytes
+    if file is None:
+        return _allocate("the KV cache", size, "--kv-memory", poison)
+    descriptor, behind = file
+    # The file begins with a page, wherever the arena does.
+    first = -size % mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, first + size + behind * block_bytes, flags=flags)
+    array = np.frombuffer(memory, np.uint8)
+    map_file(array.ctypes.data + first + size, descriptor, behind * block_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, (first + size) // mmap.PAGESIZE * mmap.PAGESIZE)
+    if poison:
+        array[first : first + size] = 0xFF
+    return array[first:]
+
+
+def _allocate(what: str, size: int, option: str, poison: bool) -> NDArray[np.uint8]:
+    """Zeroed pages, huge ones where the kernel has them. Raises ConfigError naming the option to lower."""
+    try:
+        memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        free = available_memory_bytes() / 1e9
+        raise ConfigError(f"{what} takes {size / 1e9:.1f} GB, and {free:.1f} GB are free; lower {option}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    if poison:
+        array[:] = 0xFF  # NaN in float32 and in bfloat16
+    return array

@@ -1,0 +1,158 @@
+"""A step plan as the C structs of abi.py, and the sampler's results as Python reads them.
+
+Everything here is made before the step runs; what a struct points to is kept as long as the struct.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.runtime.runners.cpu import abi
+from inferc.runtime.step.plan import I32, Logprobs, Rows, SampleRows, StepPlan, StepResult, TokenLists
+
+ROW_DTYPES: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("seq_slots", "top_k", "num_logprobs"), np.int32),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
+    **dict.fromkeys(("seeds", "counters"), np.uint64),
+}
+
+
+@dataclass
+class StepInputs:
+    """A step's struct, and its ids, which are complete once the step before has sampled (`fill_late`)."""
+
+    args: abi.StepArgs
+    _token_ids: I32
+    _late_rows: I32
+    _late_slots: I32
+    _keep: list[Any]
+    hidden_out: Rows | None = None  # what the step leaves for the stage behind
+
+    def take_hidden(self, rows: Rows) -> None:
+        """The rows of the stage before."""
+        rows = np.ascontiguousarray(rows)
+        self._keep.append(rows)
+        self.args.hidden_in = rows.ctypes.data
+
+    def give_hidden(self, rows: Rows) -> None:
+        """Where the step is to leave rows for the stage behind."""
+        self.hidden_out = rows
+        self.args.hidden_out = rows.ctypes.data
+
+    @staticmethod
+    def of(
+        plan: StepPlan, maxima: Sequence[int], pools: NDArray[np.uintp], weights: NDArray[np.uintp], threads: int
+    ) -> StepInputs:
+        """maxima: tokens, sequences and rows the arena was sized for; pools, weights: addresses; threads: the pool's."""
+        token_ids = np.array(plan.token_ids, np.int32)
+        slots = [abi.contiguous(slots, np.int64) for slots in plan.slot_mapping]
+        tables = [abi.contiguous(table, np.int32) for table in plan.block_tables]
+        arrays: dict[str, NDArray[Any]] = {
+            "token_ids": token_ids,
+            "positions": abi.contiguous(plan.positions, np.int64),
+            **{
+                name: abi.contiguous(getattr(plan, name), np.int32)
+                for name in ("query_start_loc", "seq_lens", "seq_slots", "logits_rows")
+            },
+            "slot_mapping": np.array([array.ctypes.data for array in slots], np.uintp),
+            "block_table": np.array([array.ctypes.data for array in tables], np.uintp),
+            "max_blocks": np.array([table.shape[1] for table in tables], np.int64),
+            "kv_cache": pools,
+            "weights": weights,
+        }
+        args = abi.StepArgs(abi.ABI, plan.num_tokens, plan.num_seqs, len(plan.logits_rows), *maxima)
+        for name, array in arrays.items():
+            setattr(args, name, array.ctypes.data)
+        args.threads = threads
+        kept: list[Any] = [arrays, slots, tables]
+        if (counted := plan.counted) is not None:
+            addresses = np.array([0 if each is None else each.ctypes.data for each in counted.masses], np.uintp)
+            args.mass_from, args.masses = counted.first_rows.ctypes.data, addresses.ctypes.data
+            kept += [counted, addresses]
+        return StepInputs(args, token_ids, plan.late_rows, plan.late_slots, kept)
+
+    def fill_late(self, last_ids: I32) -> None:
+        """Put in the ids that were last sampled for the slots of late rows."""
+        if len(self._late_rows):
+            self._token_ids[self._late_rows] = last_ids[self._late_slots]
+
+
+@dataclass
+class SampleInputs:
+    """The sampler's struct and its results, by field."""
+
+    args: abi.SampleArgs
+    _out: dict[str, NDArray[Any]]
+    _num_logprobs: list[int]
+    _keep: list[Any]
+    _wants_logprobs: bool
+
+    @staticmethod
+    def of(
+        rows: SampleRows,
+        step: StepInputs,
+        vocab_size: int,
+        counts: NDArray[np.uintp],
+        last_ids: I32,
+        wants_logprobs: bool = False,
+    ) -> SampleInputs:
+        """counts: per slot the address of its penalty counts or 0; last_ids: per slot, written by the sampler.
+
+        wants_logprobs: of the chosen token of every row, also where `rows` ask for none.
+        """
+        count, top = len(rows), int(rows.num_logprobs.max(initial=0))
+        out: dict[str, NDArray[Any]] = {
+            "failed": np.zeros(count, np.uint8),
+            "token_ids": np.zeros(count, np.int32),
+            "logprobs": np.zeros(count, np.float32),
+            "ranks": np.zeros(count, np.int32),
+            "top_ids": np.zeros((count, top), np.int32),
+            "top_logprobs": np.zeros((count, top), np.float32),
+        }
+        kept = {name: abi.contiguous(getattr(rows, name), kind) for name, kind in ROW_DTYPES.items()}
+        if wants_logprobs:
+            kept["num_logprobs"] = np.maximum(kept["num_logprobs"], 1)
+        lists = {**_list_args("bias", rows.logit_bias), **_list_args("banned", rows.banned)}
+        lists.update(_list_args("allowed", rows.allowed))
+        args = abi.SampleArgs(ctypes.pointer(step.args), vocab_size)
+        for name, array in {**kept, **lists, **out}.items():
+            setattr(args, name, abi.pointer(array))
+        args.counts, args.last_ids, args.max_top = counts.ctypes.data, last_ids.ctypes.data, top
+        keep = [kept, lists, step, counts, last_ids]
+        return SampleInputs(args, out, rows.num_logprobs.tolist(), keep, wants_logprobs)
+
+    def result(self) -> StepResult:
+        """What the sampler wrote."""
+        out = self._out
+        failed = out["failed"].astype(np.bool_) if out["failed"].any() else None
+        logprobs = None
+        if self.args.max_top:
+            logprobs = [_logprobs(out, row, count) for row, count in enumerate(self._num_logprobs)]
+        chosen = out["logprobs"] if self._wants_logprobs else None
+        return StepResult(out["token_ids"], logprobs, failed, chosen_logprobs=chosen)
+
+
+def _list_args(name: str, lists: TokenLists) -> dict[str, NDArray[Any] | None]:
+    if not len(lists.starts):
+        return {f"{name}_starts": None}
+    args: dict[str, NDArray[Any] | None] = {
+        f"{name}_starts": abi.contiguous(lists.starts, np.int32),
+        f"{name}_ids": abi.contiguous(lists.token_ids, np.int32),
+    }
+    if name == "bias":
+        args["bias_values"] = abi.contiguous(lists.values, np.float32)
+    return args
+
+
+def _logprobs(out: dict[str, NDArray[Any]], row: int, count: int) -> Logprobs | None:
+    if not count:
+        return None
+    top = zip(out["top_ids"][row, :count].tolist(), out["top_logprobs"][row, :count].tolist(), strict=True)
+    return Logprobs(int(out["token_ids"][row]), float(out["logprobs"][row]), int(out["ranks"][row]), tuple(top))

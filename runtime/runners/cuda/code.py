@@ -1,0 +1,101 @@
+"""The compiled kernels of an artifact for the GPU at hand: its cubins, or PTX that the driver compiles for it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from inferc.codegen.triton.aot.launch import ARCHS, PTX, RECORDS, LaunchRecord, record_from_json
+from inferc.errors import InfercError, UnsupportedError
+from inferc.runtime.runners.cuda.driver import Driver, Kernel
+from inferc.system.json_text import parse_json
+
+log = logging.getLogger(__name__)
+
+OLDEST = (8, 0)  # compute capability
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether a cubin for `arch` ("sm_86") runs on a GPU of that compute capability.
+
+    Code for sm_80 and sm_86 runs on later chips of their generation; from sm_90 on kernels use what one chip alone has.
+    """
+    number = int(arch.removeprefix("sm_"))
+    major, minor = divmod(number, 10)
+    return (major, minor) == capability or (number < 90 and major == capability[0] and minor <= capability[1])
+
+
+def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
+    """The entry of `cubins` (chip or "ptx" to folder) for this GPU: its own cubins, older ones of its kind, or PTX.
+
+    command: what adds cubins for a chip, in which {arch} stands for it. Raises UnsupportedError saying what there is and what is needed.
+    """
+    usable = [arch for arch in cubins if arch != PTX and runs_on(arch, driver.capability)]
+    if usable:
+        return max(usable, key=lambda arch: int(arch.removeprefix("sm_")))
+    have = ", ".join(arch for arch in cubins if arch != PTX) or "none"
+    if driver.capability < OLDEST:
+        raise UnsupportedError(
+            f"{driver.name} is {driver.arch}, kernels are compiled for sm_80 and later; use --target cpu"
+        )
+    needed = f"this GPU ({driver.name}) needs {driver.arch}; add it: {command.format(arch=driver.arch)}"
+    if driver.arch not in ARCHS:
+        needed = f"this GPU ({driver.name}) is {driver.arch}, for which inferc compiles no cubins"
+    if PTX in cubins:
+        log.warning(
+            "the artifact has cubins for %s, so the driver compiles its PTX, which takes a while; %s", have, needed
+        )
+        return PTX
+    raise UnsupportedError(f"the artifact has cubins for {have}; {needed}")
+
+
+def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver, command: str) -> dict[str, Kernel]:
+    """The kernels of `folder` by name.
+
+    files: the contents of the artifact's files, by name, as they were checked; command: as `choose` takes it. Raises
+    UnsupportedError, before any is loaded, where the GPU or its driver has not what one of them needs.
+    """
+    records = [record_from_json(entry) for entry in parse_json(files[f"{folder}/{RECORDS}"])]
+    for record in records:
+        _check_driver(record, driver)
+        _check_shared_memory(record, driver, command)
+    suffix = PTX if folder.name == PTX else "cubin"
+    kernels = {}
+    for record in records:
+        try:
+            kernels[record.name] = driver.load(files[f"{folder}/{record.name}.{suffix}"], record)
+        except InfercError as error:
+            raise UnsupportedError(
+                f"{record.name} ({record.arch}) does not load on {driver.name}: {error}; this NVIDIA driver knows CUDA"
+                f" {'.'.join(map(str, driver.version))}, the kernel is by {record.compiler}; update the driver"
+            ) from None
+    return kernels
+
+
+def _check_shared_memory(record: LaunchRecord, driver: Driver, command: str) -> None:
+    """Chips on which code for another one runs may have less."""
+    if record.block_shared_bytes <= driver.max_shared_bytes:
+        return
+    if driver.arch not in ARCHS:
+        hint = f"inferc has no kernels for {driver.arch}, use --target cpu"
+    elif driver.arch == record.arch:
+        hint = "use --target cpu"
+    else:
+        hint = f"compile kernels for this chip: {command.format(arch=driver.arch)}"
+    raise UnsupportedError(
+        f"{record.name} ({record.arch}) takes {record.block_shared_bytes} bytes of shared memory a block,"
+        f" {driver.name} has {driver.max_shared_bytes}; {hint}"
+    )
+
+
+def _check_driver(record: LaunchRecord, driver: Driver) -> None:
+    """Cubins run on every driver of their major version of CUDA and later ones."""
+    found = re.search(r"ptxas (\d+)\.\d+", record.compiler)
+    if found and int(found[1]) > driver.version[0]:
+        version = ".".join(map(str, driver.version))
+        raise UnsupportedError(
+            f"the NVIDIA driver is too old: it knows CUDA {version}, the artifact's kernels need CUDA {found[1]}.0;"
+            " update the driver"
+        )

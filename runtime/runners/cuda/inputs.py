@@ -1,0 +1,166 @@
+"""What a step tells the device, as one run of bytes: where each part lies, and a plan written there.
+
+A layout has room for so many tokens, sequences and logits rows; a launch that was bound to it, alone or in a graph, serves
+every step that fits, since kernels read the numbers of these on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
+from inferc.runtime.step.plan import SampleRows, StepPlan
+
+ALIGNMENT = 16  # bytes: what kernels are promised of every address
+ENGINE_ALIGNMENT = 256  # what engines are promised of those that they read
+ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
+NUM_COUNTS = 4  # tokens, logits rows, sequences, and the first of the rows
+
+ROW_FIELDS = {
+    "seq_slots": "sampled_slots",
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty")},
+    **{name: name for name in ("frequency_penalty", "seeds", "counters", "num_logprobs")},
+}
+"""The fields of `SampleRows` with a number for each row, and what they are called here."""
+LISTS = {"logit_bias": "bias_starts", "banned": "banned_starts", "allowed": "allowed_starts"}
+DTYPES: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("sampled_slots", "top_k", "num_logprobs", "target_ids"), np.int32),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
+    **dict.fromkeys(("seeds", "counters"), np.uint64),
+}
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Most tokens, sequences and logits rows of a step."""
+
+    tokens: int
+    seqs: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Field:
+    """An array of the inputs."""
+
+    offset: int  # bytes
+    dtype: type[np.generic]
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + np.dtype(self.dtype).itemsize * self.length
+
+
+class InputLayout:
+    """sample_rows: whose logits exist at a time; max_blocks: of a sequence, for each KV group.
+
+    `counts` are a step's, `counts_0`, `counts_1`, … those of its logits rows, `sample_rows` at a time. The block tables come
+    last, since only what is used of them is copied.
+    """
+
+    def __init__(self, capacity: Capacity, sample_rows: int, max_blocks: Sequence[int]) -> None:
+        self.capacity, self.sample_rows = capacity, sample_rows
+        self.num_chunks = -(-capacity.rows // sample_rows)
+        self.fields: dict[str, Field] = {}
+        self.num_bytes = 0
+        tokens, seqs, rows = capacity.tokens, capacity.seqs, capacity.rows
+        for name in ("counts", *(f"counts_{chunk}" for chunk in range(self.num_chunks))):
+            self._add(name, np.int32, NUM_COUNTS)
+        for name in ("num_late", *(f"max_blocks_{group}" for group in range(len(max_blocks)))):
+            self._add(name, np.int32, 1)
+        self._add("lists", np.int64, 4)
+        self._add("query_start_loc", np.int32, seqs + 1)
+        self._add("seq_lens", np.int32, seqs)
+        self._add("seq_slots", np.int32, seqs)
+        self._add("logits_rows", np.int32, rows)
+        for name in (*ROW_FIELDS.values(), "target_ids"):
+            self._add(name, DTYPES[name], rows)
+        for name in LISTS.values():
+            self._add(name, np.int32, rows + 1)
+        for name in ("token_ids", "late_rows", "late_slots"):
+            self._add(name, np.int32, tokens)
+        self._add("positions", np.int64, tokens)
+        for group in range(len(max_blocks)):
+            self._add(f"slot_mapping_{group}", np.int64, tokens)
+            self._add(f"shared_{group}", np.int32, seqs)
+            self._add(f"members_{group}", np.int32, seqs)
+            self._add(f"member_start_{group}", np.int32, seqs + 1)
+            self._add(f"group_keys_{group}", np.int32, seqs)
+            self._add(f"group_counts_{group}", np.int32, NUM_COUNTS)
+        self.tables_at = self.num_bytes
+        for group, blocks in enumerate(max_blocks):
+            self._add(f"block_table_{group}", np.int32, seqs * blocks)
+
+    def _add(self, name: str, dtype: type[np.generic], length: int) -> None:
+        to = ENGINE_ALIGNMENT if name in ENGINE_INPUTS else ALIGNMENT
+        field = self.fields[name] = Field(-(-self.num_bytes // to) * to, dtype, length)
+        self.num_bytes = -(-field.end // ALIGNMENT) * ALIGNMENT
+
+    def views(self, memory: NDArray[np.uint8]) -> dict[str, NDArray[np.generic]]:
+        """The fields as arrays over `memory`."""
+        return {name: memory[each.offset : each.end].view(each.dtype) for name, each in self.fields.items()}
+
+    def write(
+        self, plan: StepPlan, views: dict[str, NDArray[np.generic]], prefixes: Mapping[int, SharedPrefixes]
+    ) -> list[tuple[int, int]]:
+        """Put a plan that fits into `views`; returns what to copy, as (first byte, how many).
+
+        prefixes: of KV groups, where sequences share some.
+        """
+        tokens, seqs, rows = plan.num_tokens, plan.num_seqs, len(plan.logits_rows)
+        views["counts"][:] = (tokens, rows, seqs, 0)
+        for chunk in range(self.num_chunks):
+            first = chunk * self.sample_rows
+            views[f"counts_{chunk}"][:] = (tokens, min(self.sample_rows, max(0, rows - first)), seqs, first)
+        views["token_ids"][:tokens] = plan.token_ids
+        views["positions"][:tokens] = plan.positions
+        views["query_start_loc"][: seqs + 1] = plan.query_start_loc
+        views["seq_lens"][:seqs] = plan.seq_lens
+        views["seq_slots"][:seqs] = plan.seq_slots
+        views["logits_rows"][:rows] = plan.logits_rows
+        for name, count in zip(ENGINE_INPUTS, (tokens, tokens, rows), strict=True):
+            views[name][count:] = 0  # engines in a graph compute as many rows as it has room for
+        late = len(plan.late_rows)
+        views["num_late"][0] = late
+        views["late_rows"][:late], views["late_slots"][:late] = plan.late_rows, plan.late_slots
+        self._write_sampling(plan.sample, views)
+        if plan.wants_logprobs:
+            views["num_logprobs"][:rows] = np.maximum(plan.sample.num_logprobs, 1)
+        copies = [(0, self.tables_at)]
+        for group, (slots, table) in enumerate(zip(plan.slot_mapping, plan.block_tables, strict=True)):
+            views[f"slot_mapping_{group}"][:tokens] = slots
+            views[f"max_blocks_{group}"][0] = table.shape[1]
+            _write_shared(prefixes.get(group), group, seqs, views)
+            views[f"block_table_{group}"][: table.size] = table.reshape(-1)
+            copies.append((self.fields[f"block_table_{group}"].offset, 4 * table.size))
+        if copies[1][1] and len(copies) == 2:
+            copies = [(0, self.tables_at + copies[1][1])]  # the first table follows at once
+        return copies
+
+    def _write_sampling(self, rows: SampleRows, views: dict[str, NDArray[np.generic]]) -> None:
+        count = len(rows)
+        for name, field in ROW_FIELDS.items():
+            views[field][:count] = getattr(rows, name)
+        for name, field in LISTS.items():
+            starts = getattr(rows, name).starts
+            views[field][: count + 1] = starts if len(starts) else 0
+
+
+def _write_shared(of: SharedPrefixes | None, group: int, seqs: int, views: dict[str, NDArray[np.generic]]) -> None:
+    """What a KV group's sequences share."""
+    counts, shared = views[f"group_counts_{group}"], views[f"shared_{group}"]
+    if of is None:
+        counts[2] = 0
+        shared[:seqs] = 0
+        return
+    counts[2] = len(of.keys)
+    shared[:seqs] = of.shared
+    views[f"group_keys_{group}"][: len(of.keys)] = of.keys
+    views[f"member_start_{group}"][: len(of.starts)] = of.starts
+    views[f"members_{group}"][: len(of.members)] = of.members

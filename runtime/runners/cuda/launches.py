@@ -1,0 +1,196 @@
+"""The launches of a step, bound to addresses: once for a size of step, since no address depends on more.
+
+program.json has them as data: for each, its kernels by how many rows there are, and where its arguments lie. What an engine computes
+is one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from inferc.codegen.triton.aot.launch import PREFILL, SHARED
+from inferc.errors import ArtifactError
+from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
+from inferc.runtime.runners.cuda.driver import Bound, Kernel
+from inferc.runtime.runners.cuda.engines import EngineCall, Engines, bind_call
+from inferc.runtime.runners.cuda.inputs import InputLayout
+from inferc.runtime.runners.cuda.memory import ArenaPlan
+
+Grids = dict[str, tuple[int, int, int]]
+Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first of the rows, how many)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where everything lies that does not depend on the size of a step. Groups of equal kind are by name."""
+
+    weights: Mapping[str, int]
+    caches: Sequence[int]
+    state: Mapping[str, int]
+    arena: int
+    plan: ArenaPlan
+    most: tuple[int, ...]  # rows of each pool
+    scratch: Mapping[str, int]
+    spare: int  # for what a kernel is not to read
+
+
+@dataclass(frozen=True)
+class Step:
+    """A launch that is bound, in each of the ways that it may be done.
+
+    choices: (up to how many rows, kernel and arguments); product: what a library does instead for some rows.
+    """
+
+    launch: Mapping[str, Any]
+    choices: tuple[tuple[int | None, Bound], ...]
+    product: BoundProduct | None
+
+    def run(self, stream: c_void_p, counts: Mapping[str, int], behind_kernel: bool, grids: Grids) -> bool:
+        """Launch it, if there are rows; whether by a kernel of ours.
+
+        grids: of these counts, for the layers that share a kernel.
+        """
+        rows = counts[f"num_{self.launch['rows']}"]
+        if rows and self.product is not None and self.product.takes(rows):
+            self.product.launch(stream, rows)
+            return False
+        if rows:
+            bound = next(bound for up_to, bound in self.choices if up_to is None or rows <= up_to)
+            record = bound.kernel.record
+            grid = grids.get(record.name)
+            if grid is None:
+                grid = grids[record.name] = record.grid_for(**counts)
+            bound.launch(stream, grid, behind_kernel=behind_kernel)
+        return rows > 0
+
+
+class Launches:
+    """All launches of steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`.
+
+    order: of addition, FAST or INVARIANT. cublaslt: computes the products that records of kernels leave to it.
+    """
+
+    def __init__(
+        self,
+        launches: Mapping[str, Sequence[Mapping[str, Any]]],
+        kernels: Mapping[str, Kernel],
+        addresses: Addresses,
+        layout: InputLayout,
+        inputs: int,
+        outputs: Mapping[str, int],
+        order: str,
+        cublaslt: CublasLt | None = None,
+        engines: Engines | None = None,
+    ) -> None:
+        self._kernels, self._addresses, self._cublaslt, self._engines = kernels, addresses, cublaslt, engines
+        self._layout, self._inputs, self._outputs = layout, inputs, outputs
+        launches = {part: [each for each in of if each.get("order", order) == order] for part, of in launches.items()}
+        of_step = [launch for part in ("begin", "step") for launch in launches[part]]
+        self.step = [self._bind_call(each) if "engine" in each else self._bind(each, 0) for each in of_step]
+        self._calls = [each for each in self.step if isinstance(each, EngineCall)]
+        chunks = range(layout.num_chunks)
+        self.head = [[self._bind(launch, chunk) for launch in launches["head"]] for chunk in chunks]
+        self.sample = [[self._bind(launch, chunk) for launch in launches["sample"]] for chunk in chunks]
+        self.score = [[self._bind(launch, chunk) for launch in launches["score"]] for chunk in chunks]
+
+    def run(
+        self,
+        stream: c_void_p,
+        counts: Mapping[str, int],
+        *,
+        score: bool = False,
+        shares: bool = False,
+        captured: bool = False,
+        observe: Observe | None = None,
+    ) -> None:
+        """Give a step of `counts` to the stream. shares: there are sequences that share a prefix; captured: it becomes a
+        graph, for which `prepare_graph` was called; observe: called as each launch was given to the stream."""
+        needed = {
+            "",
+            *((SHARED,) if shares else ()),
+            *((PREFILL,) if counts["num_tokens"] > counts["num_seqs"] else ()),
+        }
+        behind = False  # a launch, not a copy
+        grids: Grids = {}
+        for launch in self.step:
+            if launch.launch.get("only", "") not in needed:
+                continue
+            if isinstance(launch, EngineCall):
+                launch.run(stream, counts, captured=captured)
+                behind = False
+            else:
+                behind = launch.run(stream, counts, behind, grids) and observe is None
+            if observe is not None:
+                observe(launch.launch, 0, counts[f"num_{launch.launch['rows']}"])
+        rows, at_a_time = counts["num_rows"], self._layout.sample_rows
+        for chunk, (head, last) in enumerate(zip(self.head, self.score if score else self.sample, strict=True)):
+            first = chunk * at_a_time
+            of_chunk = {**counts, "num_rows": min(at_a_time, rows - first)}
+            if first >= rows:
+                break
+            of_chunk_grids: Grids = {}
+            for launch in head:
+                behind = launch.run(stream, of_chunk, behind, of_chunk_grids) and observe is None
+                if observe is not None:
+                    observe(launch.launch, first, of_chunk["num_rows"])
+            for launch in last:
+                behind = launch.run(stream, of_chunk, behind, of_chunk_grids)
+
+    def prepare(self, stream: c_void_p) -> None:
+        """Have the library choose how it computes its products, for all steps that fit."""
+        capacity = self._layout.capacity
+        most = {"tokens": capacity.tokens, "rows": capacity.rows}
+        most_of_chunk = {**most, "rows": min(capacity.rows, self._layout.sample_rows)}
+        for steps, limits in ((self.step, most), (self.head[0], most_of_chunk)):
+            for each in steps:
+                if isinstance(each, Step) and each.product is not None:
+                    each.product.prepare(stream, limits[each.launch["rows"]])
+
+    def prepare_graph(self, stream: c_void_p, counts: Mapping[str, int]) -> None:
+        """Have the engines ready to be captured in a step of `counts`. Raises NotCapturable."""
+        if self._engines is not None:
+            self._engines.prepare(self._calls, counts, stream)
+
+    def _bind_call(self, launch: Mapping[str, Any]) -> EngineCall:
+        return bind_call(
+            launch, self._engines, {name: self._address(where, 0) for name, where in launch["arguments"].items()}
+        )
+
+    def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
+        try:
+            values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}
+            choices = [(choice["up_to"], self._kernels[choice["kernel"]].bind(values)) for choice in launch["choices"]]
+        except KeyError as error:
+            raise ArtifactError(
+                f"a launch of program.json names {error}, which there is not; compile the model again"
+            ) from None
+        left = choices[-1][1].kernel.record.library
+        product = None if self._cublaslt is None or left is None else self._cublaslt.bind(left, values)
+        return Step(launch, tuple(choices), product)
+
+    def _address(self, where: Mapping[str, Any], chunk: int) -> int:
+        of = self._addresses
+        if "value" in where:
+            start = of.plan.offset(where["value"], where["offset"], of.most)
+            shift = int(where.get("shifted", 0)) * chunk * self._layout.sample_rows
+            return of.arena + start + int(where["column"]) + shift
+        if "weight" in where:
+            return of.weights[where["weight"]]
+        if "cache" in where:
+            start = of.caches[int(where["cache"])]
+            return start + int(where["offset"])
+        if "input" in where:
+            return self._inputs + self._layout.fields[where["input"]].offset
+        if "counts" in where:
+            name = "counts" if where["counts"] == "step" else f"counts_{chunk}"
+            return self._inputs + self._layout.fields[name].offset
+        if "output" in where:
+            return self._outputs[where["output"]]
+        if "state" in where:
+            return of.state[where["state"]]
+        if "scratch" in where:
+            return of.scratch[where["scratch"]]
+        return of.spare

@@ -1,0 +1,229 @@
+"""What an artifact takes of a GPU's memory, before any of it is taken, and what to change where that is more than there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from inferc.codegen.triton.aot.launch import FAST, INVARIANT, RECORDS, SHARED
+from inferc.config import EngineConfig
+from inferc.errors import ConfigError
+from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all
+from inferc.runtime.runners.cuda.cublaslt import WORKSPACE_BYTES
+from inferc.runtime.runners.cuda.inputs import Capacity, InputLayout
+from inferc.runtime.runners.cuda.weights import placed_bytes
+from inferc.system.json_text import parse_json
+
+MAX_SAMPLE_ROWS = 256
+ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
+POOLS = ("T", "S", "B", "sample")
+PAGE = 2 << 20  # the driver gives memory in pieces of this size
+RESERVE_BYTES = 256 << 20  # of the kernels' code and stacks, and of the driver itself
+GRAPH_LAUNCH_BYTES = (
+    16 << 10
+)  # of a graph, for each launch in it: an estimate; a step whose graph finds no memory runs without
+MIN_LEN = 16  # tokens: what a setting that fits must serve at least
+
+
+def align(count: int, to: int = ROW_ALIGNMENT) -> int:
+    return -(-count // to) * to
+
+
+def sample_rows(max_num_seqs: int) -> int:
+    """How many rows of logits exist at a time."""
+    return min(MAX_SAMPLE_ROWS, align(max_num_seqs))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of everything but the KV cache, for one way to serve an artifact."""
+
+    weights: int
+    arena: int
+    scratch: int
+    inputs: int  # and results
+    workspace: int  # of the library of products
+    graphs: int
+
+    @property
+    def fixed(self) -> int:
+        parts = (self.weights, self.arena, self.scratch, self.inputs, self.workspace, self.graphs)
+        return sum(align(each, PAGE) for each in parts) + RESERVE_BYTES
+
+
+def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int) -> int:
+    """Of a buffer that program.json's "scratch" describes."""
+    return int(
+        size.get("const", 0)
+        + size.get("per_token", 0) * most.tokens
+        + size.get("per_seq", 0) * most.seqs
+        + size.get("per_row", 0) * sample_rows(max_num_seqs)
+    )
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Where values lie: bytes a row of each pool, from program.json's memory plan."""
+
+    pools: Mapping[str, int]
+
+    def most_rows(self, capacity: Capacity, max_num_seqs: int) -> tuple[int, ...]:
+        rows = (capacity.tokens, capacity.rows, capacity.seqs)
+        return (*map(align, rows), sample_rows(max_num_seqs))
+
+    def num_bytes(self, most: tuple[int, ...]) -> int:
+        return sum(self.pools[pool] * rows for pool, rows in zip(POOLS, most, strict=True))
+
+    def offset(self, pool: str, of_row: int, most: tuple[int, ...]) -> int:
+        """Of a value that starts `of_row` bytes a row behind its pool's begin. Pools follow one another."""
+        index = POOLS.index(pool)
+        before = sum(self.pools[each] * rows for each, rows in zip(POOLS[:index], most, strict=False))
+        return before + of_row * most[index]
+
+
+def most_of_all(max_num_tokens: int, max_num_seqs: int) -> Capacity:
+    """What the memory is sized for: scoring asks for a row a token; a graph has room for more sequences than there are."""
+    tokens, seqs = align(max_num_tokens), align(max_num_seqs)
+    return Capacity(max(tokens, seqs), seqs, max(tokens, seqs))
+
+
+def buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """The sizes for which steps have a graph: dense where padding would cost most of a step."""
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(192, 1025, 64)]
+    fitting = [size for size in sizes if size < max_num_seqs]
+    return (*fitting, next((size for size in sizes if size >= max_num_seqs), sizes[-1]))
+
+
+def graphs_bytes(artifact: Any, max_num_seqs: int, deterministic: bool) -> int:
+    """Of the graphs of all buckets, with and without prefixes that sequences share."""
+    order = INVARIANT if deterministic else FAST
+    parts = [artifact.program["launches"][part] for part in ("begin", "step", "head", "sample")]
+    launches = [each for part in parts for each in part if each.get("order", order) == order]
+    # Of an engine it is not known what it launches; a kernel for each op is more than it should need.
+    num_always, num_shared = (
+        sum(int(each.get("num_ops", 1)) for each in launches if each.get("only") == only) for only in (None, SHARED)
+    )
+    num_launches = 2 * num_always + num_shared if num_shared else num_always
+    return GRAPH_LAUNCH_BYTES * len(buckets(max_num_seqs)) * num_launches
+
+
+def buffers(artifact: Any, deterministic: bool) -> dict[str, Mapping[str, Any]]:
+    """The scratch that launches of one order of addition need."""
+    order = INVARIANT if deterministic else FAST
+    return {name: size for name, size in artifact.program["scratch"].items() if size.get("order", order) == order}
+
+
+def counts_bytes(artifact: Any, max_num_seqs: int) -> int:
+    """Of the penalty counts of all slots, a number for each token of the vocabulary."""
+    return 4 * align(int(artifact.model["vocab_size"])) * max_num_seqs
+
+
+def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, deterministic: bool = False) -> Footprint:
+    """Of an artifact served with these maxima."""
+    capacity = most_of_all(max_num_tokens, max_num_seqs)
+    plan = ArenaPlan(artifact.program["memory_plan"]["pools"])
+    blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
+    layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks)
+    sizes = buffers(artifact, deterministic).values()
+    return Footprint(
+        weights=placed_bytes(artifact.weights),
+        arena=plan.num_bytes(plan.most_rows(capacity, max_num_seqs)),
+        scratch=sum(scratch_bytes(size, capacity, max_num_seqs) for size in sizes)
+        + counts_bytes(artifact, max_num_seqs),
+        inputs=layout.num_bytes + output_layout(capacity.rows)["end"],
+        workspace=workspace_bytes(artifact, deterministic),
+        graphs=graphs_bytes(artifact, max_num_seqs, deterministic),
+    )
+
+
+def workspace_bytes(artifact: Any, deterministic: bool) -> int:
+    """Of the library of products, where the records of a chip leave some to it; the invariant order never does."""
+    records = (data for name, data in artifact.contents.items() if name.endswith(f"/{RECORDS}"))
+    return WORKSPACE_BYTES if not deterministic and any(map(_name_library, records)) else 0
+
+
+@lru_cache
+def _name_library(records: bytes) -> bool:
+    return any(record.get("library") for record in parse_json(records))
+
+
+@lru_cache
+def output_layout(rows: int) -> dict[str, int]:
+    """Where the results of up to `rows` rows lie, and the `end`: ids, and what is reported of their probabilities."""
+    from inferc.runtime.step.limits import MAX_TOP_LOGPROBS
+
+    sizes = {"token_ids": 1, "argmax": 1, "logprobs": 1, "ranks": 1}
+    sizes |= {"top_ids": MAX_TOP_LOGPROBS, "top_logprobs": MAX_TOP_LOGPROBS}
+    places, at = {}, 0
+    for name, width in sizes.items():
+        places[name] = at
+        at += align(4 * width * rows)
+    return {**places, "end": at}
+
+
+def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, ...], free_bytes: int, gpu: str) -> int:
+    """Bytes that the KV cache may take. Raises ConfigError, with settings that fit, where the rest leaves too few."""
+    seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
+    held = footprint(artifact, tokens, seqs, config.deterministic)
+    left = free_bytes - held.fixed
+    least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
+    wanted = least if config.kv_memory_bytes == "auto" else config.kv_memory_bytes
+    if left >= wanted:
+        return left
+    parts = (
+        f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(held.scratch + held.workspace)},"
+        f" graphs {_gb(held.graphs)}"
+    )
+    missing = held.fixed + wanted - free_bytes
+    settings = [f"{setting} fits" for setting in _that_fit(artifact, config, groups, free_bytes, wanted)][:3]
+    hint = "; ".join(settings) or "no setting makes it fit: quantize the weights, or use a GPU with more memory"
+    raise ConfigError(
+        f"out of device memory: {gpu} has {_gb(free_bytes)} free, {missing} bytes less than are needed"
+        f" ({parts}, KV cache {_gb(wanted)}, reserve {_gb(RESERVE_BYTES)}); {hint}"
+    )
+
+
+def _that_fit(
+    artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, ...], free: int, wanted: int
+) -> Iterator[str]:
+    """Settings each of which alone makes it fit."""
+    seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
+
+    def left(num_tokens: int, num_seqs: int) -> int:
+        held = footprint(artifact, num_tokens, num_seqs, config.deterministic)
+        return free - held.fixed
+
+    least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
+    if config.kv_memory_bytes != "auto" and left(tokens, seqs) >= least:
+        yield f"--kv-memory {left(tokens, seqs) >> 20}MiB"
+    fewer = _largest(tokens, lambda count: left(count, min(seqs, count)) >= wanted)
+    if fewer:
+        also = f" --max-num-seqs {fewer}" if fewer < seqs else ""
+        yield f"--max-num-batched-tokens {fewer}{also}"
+    fewer = _largest(seqs, lambda count: left(tokens, count) >= wanted)
+    if fewer:
+        yield f"--max-num-seqs {fewer}"
+    share = _largest(seqs, lambda count: left(max(count, tokens * count // seqs), count) >= wanted)
+    if share:
+        yield f"--max-num-batched-tokens {max(share, tokens * share // seqs)} --max-num-seqs {share}"
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest count up to `most` that fits; 0 if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _kv_bytes(artifact: Any, groups: tuple[CacheGroup, ...], tokens: int, seqs: int, length: int) -> int:
+    """Of pools that hold `seqs` sequences of `length`, and block 0."""
+    limits = CacheLimits(artifact.block_size, length, seqs, tokens)
+    return pools_bytes(groups, limits, pools_for_all(groups, limits))
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,42 @@
+"""TensorRT engines of an artifact: what opens a plan, and what is refused before that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inferc.codegen.tensorrt.adapter import Library, to_run
+from inferc.errors import ArtifactError, UnsupportedError
+from inferc.runtime.runners.cuda.driver import Driver
+
+
+def library_for(facts: Mapping[str, Any], where: str, driver: Driver, device: str) -> Library:
+    """The package that runs plans of which the manifest says `facts`. where: their name, for people; device: of the target.
+
+    Raises ConfigError, UnsupportedError or ArtifactError where they are of another package, version or chip.
+    """
+    library = to_run(facts["package"], facts["version"], where)
+    if driver.arch != facts["arch"]:
+        raise UnsupportedError(
+            f"{where} is for {facts['arch']}, and this GPU ({driver.name}) is {driver.arch}: a plan runs on its own chip"
+            f" alone; compile the model with --target {device}:{driver.arch} or cuda:{driver.arch}"
+        )
+    return library
+
+
+def deserialize(library: Library, plan: Any, where: str) -> Any:
+    """The engine of a plan, given as its bytes. Raises ArtifactError for one that TensorRT does not take."""
+    trt = library.module
+    with library.checked(f"{where} does not load", ArtifactError) as checked:
+        runtime = checked.made(trt.Runtime(library.logger))
+        if hasattr(runtime, "get_engine_validity"):
+            _check_validity(trt, *runtime.get_engine_validity(plan))
+        return checked.made(runtime.deserialize_cuda_engine(plan))
+
+
+def _check_validity(trt: Any, validity: Any, diagnostics: int) -> None:
+    """Raise ArtifactError, with what TensorRT-RTX finds wrong, for a plan that it cannot run here."""
+    if validity == trt.EngineValidity.INVALID:
+        found = [name for name, bit in trt.EngineInvalidityDiagnostics.__members__.items() if int(bit) & diagnostics]
+        told = ", ".join(name.lower().replace("_", " ") for name in found) or "it says nothing of why"
+        raise ArtifactError(f"TensorRT-RTX does not run this plan here: {told}")

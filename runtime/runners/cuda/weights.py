@@ -1,0 +1,72 @@
+"""An artifact's weights in a GPU's memory: read from the mapped files by threads, through memory that the device reads itself."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+
+from inferc.runtime.runners.cuda.driver import Driver
+
+PIECE_BYTES = 16 << 20
+NUM_THREADS = 4
+
+
+def copy_weights(driver: Driver, weights: Any, maps: Any, base: int) -> dict[str, int]:
+    """Copy the tensors of a weight table to `base` and on, in the order of their files; returns their addresses by name.
+
+    Returns once all are on the device. Names that share a tensor share its copy.
+    """
+    places: dict[tuple[str, int], tuple[int, int]] = {}  # (file, offset) -> (address, bytes)
+    at = base
+    for weight in sorted(weights, key=lambda each: (each.file, each.offset)):
+        if (weight.file, weight.offset) not in places:
+            places[weight.file, weight.offset] = (at, weight.num_bytes)
+            at += -(-weight.num_bytes // 256) * 256
+    pieces: queue.SimpleQueue[tuple[str, int, int, int]] = queue.SimpleQueue()
+    for (file, offset), (address, num_bytes) in places.items():
+        for start in range(0, num_bytes, PIECE_BYTES):
+            pieces.put((file, offset + start, address + start, min(PIECE_BYTES, num_bytes - start)))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            driver.enter()
+            own = driver.new_stream()
+            staged = [(driver.allocate_host(PIECE_BYTES), driver.new_event()) for _ in range(2)]
+            turn = 0
+            while not errors:
+                try:
+                    file, offset, address, num_bytes = pieces.get_nowait()
+                except queue.Empty:
+                    break
+                memory, event = staged[turn % 2]
+                driver.wait_event(event)
+                np.copyto(memory[:num_bytes], np.frombuffer(maps[file], np.uint8, num_bytes, offset))
+                driver.copy_in(address, memory.ctypes.data, num_bytes, own)
+                driver.record(event, own)
+                turn += 1
+            driver.wait(own)
+            for memory, event in staged:
+                driver.free_host(memory)
+                driver.call("cuEventDestroy_v2", event)
+            driver.call("cuStreamDestroy_v2", own)
+        except BaseException as error:  # noqa: BLE001  (raised again by who waits)
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, name=f"weights-{index}", daemon=True) for index in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {weight.name: places[weight.file, weight.offset][0] for weight in weights}
+
+
+def placed_bytes(weights: Any) -> int:
+    """What `copy_weights` fills."""
+    sizes = {(weight.file, weight.offset): weight.num_bytes for weight in weights}
+    return sum(-(-size // 256) * 256 for size in sizes.values())

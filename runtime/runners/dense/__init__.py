@@ -1,0 +1,1 @@
+"""Steps over a dense KV cache, by onnxruntime and TensorRT."""

@@ -1,0 +1,152 @@
+"""Sampling with numpy, for runners whose steps end with logits: what the compiled sampler does, token for token."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.runtime.step.plan import F32, F64, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
+
+
+class HostSampler:
+    """Chooses ids from logits, and keeps what outlives a step: each slot's last id, and what its penalties count."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._last = np.zeros(num_slots, np.int32)
+        self._in_prompt: dict[int, NDArray[np.bool_]] = {}  # by slot, of sequences with penalties
+        self._num_output: dict[int, I32] = {}
+        self._nothing = np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32)
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        """As Runner.reset_slot."""
+        self._in_prompt.pop(slot, None)
+        self._num_output.pop(slot, None)
+        if prompt_ids is None:
+            return
+        self._in_prompt[slot] = np.zeros(self._vocab_size, np.bool_)
+        self._in_prompt[slot][prompt_ids] = True
+        self._num_output[slot] = np.zeros(self._vocab_size, np.int32)
+        if output_ids is not None:
+            np.add.at(self._num_output[slot], output_ids, 1)
+
+    def token_ids(self, plan: StepPlan) -> I32:
+        """The step's ids, with those that the step before chose."""
+        token_ids = plan.token_ids.copy()
+        token_ids[plan.late_rows] = self._last[plan.late_slots]
+        return token_ids
+
+    def sample(self, plan: StepPlan, logits: F32) -> StepResult:
+        """One id for each row of logits [S, vocab_size]."""
+        rows = plan.sample
+        ids = logits.argmax(1).astype(np.int32)
+        failed = ~np.isfinite(logits[np.arange(len(ids)), ids]) if len(ids) else np.zeros(0, np.bool_)
+        for row in np.flatnonzero(~_is_plain(rows)).tolist():
+            slot = int(rows.seq_slots[row])
+            in_prompt, num_output = self._in_prompt.get(slot, self._nothing[0]), self._num_output.get(slot)
+            counts = self._nothing[1] if num_output is None else num_output
+            ids[row], failed[row] = sample_row(rows, row, logits[row], in_prompt, counts)
+            if num_output is not None:
+                num_output[ids[row]] += 1
+        self._last[rows.seq_slots] = ids
+        logprobs = None
+        if rows.num_logprobs.any():
+            logprobs = [_logprobs(logits[row], int(ids[row]), int(rows.num_logprobs[row])) for row in range(len(ids))]
+        chosen = None
+        if plan.wants_logprobs:
+            chosen = log_softmax(logits)[np.arange(len(ids)), ids].astype(np.float32)
+        return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
+
+
+def _is_plain(rows: SampleRows) -> NDArray[np.bool_]:
+    """Of which rows the likeliest token is taken, as it is."""
+    plain: NDArray[np.bool_] = (rows.temperature == 0.0) & (rows.repetition_penalty == 1.0)
+    plain &= (rows.presence_penalty == 0.0) & (rows.frequency_penalty == 0.0)
+    for lists in (rows.logit_bias, rows.allowed, rows.banned):
+        if len(lists.starts):
+            plain &= np.diff(lists.starts) == 0
+    return plain
+
+
+def sample_row(
+    rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bool_], num_output: I32
+) -> tuple[int, bool]:
+    """The id chosen for one row of logits [vocab_size], as the compiled sampler chooses it, and whether there is none to choose."""
+    x = _processed(rows, row, logits, in_prompt, num_output)
+    temperature, best = float(rows.temperature[row]), int(x.argmax())
+    if temperature == 0.0 or not np.isfinite(x[best]):
+        return best, not np.isfinite(x[best])
+    p = np.exp((x - x.max()) / np.float32(temperature)).astype(np.float64)
+    kept = _kept(x, p, int(rows.top_k[row]), float(rows.top_p[row]), float(rows.min_p[row]))
+    seen = np.cumsum(np.where(kept, p, 0.0))
+    goal = uniform(int(rows.seeds[row]), int(rows.counters[row])) * seen[-1]
+    return min(int(np.searchsorted(seen, goal, side="right")), int(np.flatnonzero(kept)[-1])), False
+
+
+def _processed(rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bool_], num_output: I32) -> F32:
+    """Logits after penalties, bias and masks."""
+    x = logits.copy()
+    repetition = float(rows.repetition_penalty[row])
+    seen = in_prompt | (num_output > 0)
+    x[seen] = np.where(x[seen] > 0, x[seen] / repetition, x[seen] * repetition)
+    x -= np.float32(rows.frequency_penalty[row]) * num_output
+    x -= np.float32(rows.presence_penalty[row]) * (num_output > 0)
+    bias, values = _row_of(rows.logit_bias, row)
+    x[bias] += values
+    allowed, _ = _row_of(rows.allowed, row)
+    if len(allowed):
+        mask = np.full(len(x), -np.inf, np.float32)
+        mask[allowed] = x[allowed]
+        x = mask
+    banned, _ = _row_of(rows.banned, row)
+    x[banned] = -np.inf
+    return x
+
+
+def _kept(x: F32, p: F64, top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
+    """Which tokens may be drawn: top-k (equal ones at its edge included), then top-p of their mass, then min-p."""
+    kept = p > 0
+    if 0 < top_k < len(p):
+        kept &= x >= np.partition(x, -top_k)[-top_k]
+    if top_p < 1.0:
+        order = np.lexsort((np.arange(len(p)), -p))
+        order = order[kept[order]]
+        before = np.cumsum(p[order]) - p[order]
+        kept = np.zeros(len(p), np.bool_)
+        kept[order[before < top_p * p[order].sum()]] = True
+        kept[order[0]] = True
+    return kept & (p >= min_p)
+
+
+def uniform(seed: int, counter: int) -> float:
+    """Uniform in [0, 1) from Philox 4x32-10 at (seed, counter). Source: Salmon et al. 2011."""
+    low = 0xFFFFFFFF
+    keys = [seed & low, seed >> 32 & low]
+    words = [counter & low, counter >> 32 & low, 0, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [b >> 32 ^ words[1] ^ keys[0], b & low, a >> 32 ^ words[3] ^ keys[1], a & low]
+        keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
+    return ((words[0] << 32 | words[1]) >> 11) * 2.0**-53
+
+
+def _row_of(lists: TokenLists, row: int) -> tuple[I32, F32]:
+    if not len(lists.starts):
+        return np.zeros(0, np.int32), np.zeros(0, np.float32)
+    part = slice(int(lists.starts[row]), int(lists.starts[row + 1]))
+    return lists.token_ids[part], lists.values[part]
+
+
+def log_softmax(logits: F32) -> F64:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    return np.asarray(wide - np.log(np.exp(wide).sum(-1, keepdims=True)))
+
+
+def _logprobs(logits: F32, token: int, count: int) -> Logprobs | None:
+    if not count:
+        return None
+    values = log_softmax(logits)
+    best = np.argsort(-logits, kind="stable")[:count].tolist()
+    rank = 1 + int((logits > logits[token]).sum())
+    return Logprobs(token, float(values[token]), rank, tuple((token, float(values[token])) for token in best))

@@ -1,0 +1,128 @@
+"""Runs steps with the ops' references in PyTorch, for `--target reference`: the oracle of the compiled step.
+
+The only runtime module that imports torch, and it is imported by nobody unless asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from inferc.config import ResolvedEngineConfig
+from inferc.errors import ArtifactError
+from inferc.ir import program as program_lib
+from inferc.ir.program import name_of
+from inferc.ir.reference import new_kv_caches, run_step
+from inferc.runtime.artifact.files import AGAIN
+from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.runners.cpu.taps import Node
+from inferc.runtime.runners.dense.host_sampler import HostSampler, log_softmax
+from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
+
+
+class ReferenceRunner:
+    """A runner whose steps run in `wait`, in the caller's thread."""
+
+    def __init__(self, artifact: Artifact, config: ResolvedEngineConfig) -> None:
+        self._program = graph_of(artifact)
+        self._caches = new_kv_caches(self._program, config.num_blocks)
+        self._artifact = artifact
+        self._weights: dict[str, Tensor] = {}
+        self._sampler = HostSampler(config.max_num_seqs, int(artifact.model["vocab_size"]))
+        self._queue: deque[StepPlan] = deque()
+        self._taps: dict[str, Node] = {}
+
+    def submit(self, plan: StepPlan) -> None:
+        self._queue.append(plan)
+
+    def wait(self) -> StepResult:
+        plan = self._queue.popleft()
+        tapped: dict[str, Tensor] = {}
+        result = self._sampler.sample(plan, self._logits(plan, tapped))
+        values = _tapped_rows(plan, tapped, self._taps) if len(plan.tapped_rows) else None
+        return replace(result, tapped=values)
+
+    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
+        self._sampler.reset_slot(slot, prompt_ids, output_ids)
+
+    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
+        logits = self._logits(plan)
+        rows = np.arange(len(target_ids))
+        return log_softmax(logits)[rows, target_ids].astype(np.float32), logits.argmax(1).astype(np.int32)
+
+    def embed(self, plan: StepPlan) -> F32:
+        rows: F32 = self._step(plan)[0].float().numpy()
+        return rows
+
+    def close(self) -> None:
+        self._weights.clear()
+
+    def set_taps(self, nodes: Sequence[Node]) -> None:
+        """Keep the values of these nodes for the tapped rows of every plan."""
+        self._taps = {node.name: node for node in nodes}
+
+    def _logits(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> F32:
+        """Logits [S, vocab_size]; K and V of the step are in the caches after it. tapped: gets values by name."""
+        result: F32 = self._step(plan, tapped)[1].numpy()
+        return result
+
+    def _step(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """The rows in front of the LM head, and the logits."""
+        arrays: dict[str, NDArray[Any]] = {
+            "token_ids": self._sampler.token_ids(plan),
+            "positions": plan.positions,
+            "query_start_loc": plan.query_start_loc,
+            "seq_lens": plan.seq_lens,
+            "seq_slots": plan.seq_slots,
+            "logits_rows": plan.logits_rows,
+        }
+        inputs = {name: torch.tensor(array) for name, array in arrays.items()}
+        for group, cache in enumerate(self._caches):
+            inputs[f"slot_mapping_{group}"] = torch.tensor(plan.slot_mapping[group])
+            inputs[f"block_table_{group}"] = torch.tensor(plan.block_tables[group])
+            inputs[f"kv_cache_{group}"] = cache
+
+        def observe(node: fx.Node, value: Any) -> None:
+            if (name := name_of(node)) in self._taps and tapped is not None and isinstance(value, Tensor):
+                tapped[name] = value.clone()
+
+        hidden, logits = run_step(self._program, inputs, self._read_weight, observe if self._taps else None)
+        return hidden, logits
+
+    def _read_weight(self, name: str) -> Tensor:
+        """A weight of the artifact; a reference artifact stores every one in its logical layout."""
+        if name not in self._weights:
+            array = self._artifact.weight(name).copy()
+            dtype = getattr(torch, next(row.dtype for row in self._artifact.weights if row.name == name))
+            self._weights[name] = torch.from_numpy(array).view(dtype)
+        return self._weights[name]
+
+
+def graph_of(artifact: Artifact) -> program_lib.Program:
+    """The lowered graph of an artifact. Raises ArtifactError for one that names what there is not."""
+    try:
+        return program_lib.from_json(artifact.program["program"])
+    except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RuntimeError) as error:
+        why = str(error).splitlines()[:1]
+        raise ArtifactError(
+            f"{artifact.path / artifact.entry['file']} is not of the format: program: {type(error).__name__}:"
+            f" {''.join(why)}; {AGAIN}"
+        ) from None
+
+
+def _tapped_rows(plan: StepPlan, values: dict[str, Tensor], nodes: dict[str, Node]) -> dict[str, NDArray[Any]]:
+    """Of values with a row for each token or each logits row, the tapped ones; bfloat16 as its bits."""
+    of_tokens = torch.from_numpy(plan.tapped_rows)
+    of_logits = torch.from_numpy(plan.tapped_logits)
+    found = {}
+    for name, value in values.items():
+        rows = value[of_logits if nodes[name].by_logits_row else of_tokens]
+        found[name] = (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
+    return found

@@ -1,0 +1,382 @@
+"""The running sequences as a structure of arrays, by slot, and the step plan made of it.
+
+A decode-only step is a handful of numpy calls over all slots; Python touches a sequence when it joins or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.runtime.kv_cache.manager import KVCacheManager
+from inferc.runtime.scheduler.waiting_queue import key_of
+from inferc.runtime.step.cost import StepWork
+from inferc.runtime.step.plan import F32, F64, I32, I64, U64, SampleRows, StepPlan, TokenLists
+from inferc.runtime.step.sequence import Sequence
+
+Bool = NDArray[np.bool_]
+
+FEW_STOP_IDS = 4  # of a sequence: more are looked for in its set, and no others pay for them
+SPARE_BLOCKS = 16  # columns that block tables have to spare as they are made
+
+
+@dataclass
+class _Lists:
+    """The token ids that a sequence's parameters name, as arrays. `allowed` rises."""
+
+    bias_ids: I32
+    bias_values: F32
+    allowed: I32
+    banned: I32
+    banned_early: I32  # while fewer than `min_tokens` are out: end tokens too
+
+
+_NO_IDS = np.zeros(0, np.int32)
+_NO_LISTS = _Lists(_NO_IDS, np.zeros(0, np.float32), _NO_IDS, _NO_IDS, _NO_IDS)
+
+
+@dataclass
+class _Tables:
+    """Block tables of the slots of a shape, and whose rows have changed since they were last used."""
+
+    width: int = 0
+    of_groups: tuple[I32, ...] = ()
+    stale: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class _Shape:
+    """What of a plan follows from which sequences compute how many tokens, and stays while they only decode."""
+
+    seq_slots: I32
+    query_start_loc: I32
+    row_slots: I64  # slot of each row
+    logits_rows: I32
+    sample: SampleRows  # but for counters, and the end tokens that are banned at first
+    has_min_output: bool
+    row_of: I64 | None = None  # [num_slots] of each slot that is in it; where tables are kept
+    tables: tuple[_Tables, _Tables] = field(default_factory=lambda: (_Tables(), _Tables()))
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whose a step's tokens are. Decode steps between which nobody joins or leaves have the same."""
+
+    seq_slots: I32  # of the plan
+    slots: I64
+    seqs: list[Sequence]
+    stop_ids: I32  # [FEW_STOP_IDS, S]
+    many_stops: list[int]  # rows of sequences that have more of them
+    max_total: I64
+    first_len: I64  # with the first sampled token
+
+    def stopped(self, ids: I32) -> Bool:
+        """Which of the ids that a step sampled, [S], are end tokens of the sequences that they belong to."""
+        stopped: Bool = (self.stop_ids == ids).any(axis=0)
+        for row in self.many_stops:
+            stopped[row] = int(ids[row]) in self.seqs[row].stop_ids
+        return stopped
+
+
+class Batch:
+    """State per slot that steps read and advance.
+
+    num_tokens    length, tokens counted that a step in flight is sampling
+    tokens        [num_slots, max_model_len + 1] ids of each sequence
+    logprobs      as tokens, of those that were sampled while it ran; None where nobody wants them
+    num_known     how many of them have reached the host
+    num_computed  tokens whose K,V are in the cache once the steps in flight are done
+    last_step     number of the last step the slot took part in
+    predicted     length at which the sequence is expected to end
+    num_found     tokens that were in the cache as it joined
+    changes_at    output length at which its rank may change
+    is_running    in `order`
+    tbt           seconds between two of its tokens, on average, that it asks for, or inf
+    first_at      when its first token landed, on the scheduler's clock, or inf
+    order         slots of the running sequences, by level, rank and arrival
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, keep_logprobs: bool = False) -> None:
+        def counts() -> I64:
+            return np.zeros(num_slots, np.int64)
+
+        def floats() -> F32:
+            return np.zeros(num_slots, np.float32)
+
+        self.seqs: list[Sequence | None] = [None] * num_slots
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.order: I64 = np.zeros(0, np.int64)
+        self.num_tokens, self.num_known, self.num_computed = counts(), counts(), counts()
+        self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
+        self.predicted, self.num_found, self.changes_at, self.clients = counts(), counts(), counts(), counts()
+        self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
+        self.logprobs: F32 | None = np.zeros(self.tokens.shape, np.float32) if keep_logprobs else None
+        self.is_running: Bool = np.zeros(num_slots, np.bool_)
+        self.tbt: F64 = np.full(num_slots, np.inf)
+        self.first_at: F64 = np.full(num_slots, np.inf)
+        self.stop_ids: I32 = np.full((FEW_STOP_IDS, num_slots), -1, np.int32)  # of those that have no more
+        self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
+        self.repetition, self.presence, self.frequency = floats(), floats(), floats()
+        self.top_k: I32 = np.zeros(num_slots, np.int32)
+        self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
+        self.seeds: U64 = np.zeros(num_slots, np.uint64)
+        self._lists: dict[int, _Lists] = {}  # of the slots that have any
+        self._rows: Rows | None = None  # of the last step that landed
+        self._decode_shape: _Shape | None = None  # of all in `order`; None after one joined or left
+
+    def join(self, seq: Sequence, num_computed: int = 0) -> int:
+        """Give a waiting sequence a slot and its place in `order`. num_computed: of its tokens are in the cache."""
+        slot = seq.slot = self.free_slots.pop()
+        self.seqs[slot] = seq
+        last = self.seqs[self.order[-1]] if len(self.order) else None
+        self.order = np.append(self.order, slot)
+        self._decode_shape = None
+        if last is not None and key_of(seq) < key_of(last):
+            self.sort()
+        length = len(seq.token_ids)
+        self.tokens[slot, :length] = seq.token_ids
+        self.is_running[slot] = True
+        self.num_tokens[slot] = self.num_known[slot] = length
+        self.num_computed[slot] = self.num_found[slot] = num_computed
+        self.clients[slot] = seq.client
+        self.tbt[slot] = np.inf if seq.params.tbt_ms is None or seq.is_lost else seq.params.tbt_ms / 1000
+        self.first_at[slot] = seq.first_at
+        self.prompt_len[slot], self.max_total[slot] = seq.prompt_len, seq.max_total
+        self._set_stop_ids(slot, seq)
+        self._set_params(slot, seq)
+        return slot
+
+    def sort(self) -> None:
+        """Put the running sequences into order after a rank has changed."""
+        running = [(key_of(seq), slot) for slot in self.order.tolist() if (seq := self.seqs[slot]) is not None]
+        self.order = np.array([slot for _, slot in sorted(running)], np.int64)
+        self._decode_shape = None
+
+    def leave(self, slot: int) -> None:
+        """Take a sequence out of the running ones. Its slot stays its own until `free`."""
+        self.sync(slot)
+        self.is_running[slot] = False
+        self.order = self.order[self.order != slot]
+        self._decode_shape = None
+
+    def sync(self, slot: int) -> None:
+        """Bring a sequence's own lists up to date."""
+        seq = self.seqs[slot]
+        assert seq is not None
+        seq.token_ids += self.tokens[slot, len(seq.token_ids) : self.num_known[slot]].tolist()
+        if self.logprobs is not None:
+            start = seq.prompt_len + len(seq.logprobs)
+            seq.logprobs += self.logprobs[slot, start : self.num_known[slot]].tolist()
+
+    def free(self, slot: int) -> None:
+        self.seqs[slot] = None
+        self._lists.pop(slot, None)
+        self.free_slots.append(slot)
+
+    def last_first(self) -> Iterator[Sequence]:
+        """The running sequences, from the last in order on."""
+        return (seq for slot in reversed(self.order.tolist()) if (seq := self.seqs[slot]) is not None)
+
+    def decoding(self) -> I64:
+        """Slots of the running sequences that have their first token."""
+        return self.order[self.num_known[self.order] > self.prompt_len[self.order]]
+
+    def decode_work(self, slots: I64) -> StepWork:
+        """One token for each of these slots."""
+        return StepWork(len(slots), len(slots), float(self.num_tokens[slots].sum()))
+
+    def due(self, slots: I64) -> F64:
+        """When the next token of each is due if it keeps to its `tbt` on average; inf where it asks for none or has no token yet."""
+        count = self.num_known[slots] - self.prompt_len[slots]
+        is_asked = np.isfinite(self.tbt[slots]) & (count > 0)
+        due: F64 = np.where(is_asked, self.first_at[slots] + count * np.where(is_asked, self.tbt[slots], 0.0), np.inf)
+        return due
+
+    def _set_stop_ids(self, slot: int, seq: Sequence) -> None:
+        self.stop_ids[:, slot] = -1
+        if len(seq.stop_ids) <= FEW_STOP_IDS:
+            self.stop_ids[: len(seq.stop_ids), slot] = sorted(seq.stop_ids)
+
+    def _set_params(self, slot: int, seq: Sequence) -> None:
+        params = seq.params
+        self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
+        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
+        self.seeds[slot] = seq.seed
+        # The runner counts 0 as "none", so the chosen token's log probability alone costs one more.
+        self.num_logprobs[slot] = 0 if params.logprobs is None else max(params.logprobs, 1)
+        self.min_output[slot] = params.min_tokens
+        self._lists.pop(slot, None)
+        if params.logit_bias or params.allowed_token_ids or params.banned_token_ids or params.min_tokens:
+            self._lists[slot] = _Lists(
+                bias_ids=np.array(list(params.logit_bias), np.int32),
+                bias_values=np.array(list(params.logit_bias.values()), np.float32),
+                allowed=np.unique(np.array(params.allowed_token_ids, np.int32)),
+                banned=np.unique(np.array(params.banned_token_ids, np.int32)),
+                banned_early=np.unique(np.array((*params.banned_token_ids, *seq.stop_ids), np.int32)),
+            )
+
+    def rows_of(self, seq_slots: I32) -> Rows:
+        """Slots, and whose they are: a slot stays its sequence's own until its last step has landed."""
+        if self._rows is None or self._rows.seq_slots is not seq_slots:
+            slots = seq_slots.astype(np.int64)
+            seqs = [seq for slot in slots.tolist() if (seq := self.seqs[slot]) is not None]
+            assert len(seqs) == len(slots), "a slot has lost its sequence"
+            many_stops = [row for row, seq in enumerate(seqs) if len(seq.stop_ids) > FEW_STOP_IDS]
+            limits = self.stop_ids[:, slots], many_stops, self.max_total[slots], self.prompt_len[slots] + 1
+            self._rows = Rows(seq_slots, slots, seqs, *limits)
+        return self._rows
+
+    def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int) -> StepPlan:
+        """The plan that computes the next `num_new` tokens of each of `slots`, and what follows from it.
+
+        A sequence whose last token is among them samples one more, which counts from now on.
+        """
+        start = self.num_computed[slots]
+        end = start + num_new
+        complete = end == self.num_tokens[slots]
+        all_decode = np.count_nonzero(num_new == 1) == np.count_nonzero(complete) == len(slots)
+        if all_decode and slots is self.order:
+            shape = self._decode_shape = self._decode_shape or self._shape(slots, num_new, complete)
+        else:
+            shape, self._decode_shape = self._shape(slots, num_new, complete), None
+            cache.take_changed()
+        positions = start
+        if not all_decode:
+            positions = np.arange(len(shape.row_slots)) + np.repeat(start - shape.query_start_loc[:-1], num_new)
+        block = positions // cache.block_size
+        seen = end - cache.num_forgotten(slots) if cache.evicts else end
+        max_blocks = cache.blocks_for(int(seen.max()))
+        late_rows, late_slots = self._late(slots, shape)
+        counted = cache.count(slots, start, end, shape.query_start_loc, max_blocks) if cache.chooses else None
+        plan = StepPlan(
+            token_ids=self.tokens[slots, start]
+            if all_decode
+            else self._token_ids(slots, start, end, shape.query_start_loc),
+            positions=positions,
+            query_start_loc=shape.query_start_loc,
+            seq_lens=seen.astype(np.int32),
+            seq_slots=shape.seq_slots,
+            logits_rows=shape.logits_rows,
+            slot_mapping=tuple(
+                positions + (table[shape.row_slots, block] - block) * cache.block_size for table in cache.tables
+            ),
+            block_tables=self._block_tables(slots, shape, cache, max_blocks, end - seen),
+            sample=self._sample_rows(slots if all_decode else slots[complete], shape),
+            late_rows=late_rows,
+            late_slots=late_slots,
+            wants_logprobs=self.logprobs is not None,
+            counted=counted,
+        )
+        self.num_computed[slots] = end
+        self.num_tokens[slots] += complete
+        self.last_step[slots] = step
+        return plan
+
+    def _block_tables(
+        self, slots: I64, shape: _Shape, cache: KVCacheManager, max_blocks: int, forgotten: I64
+    ) -> tuple[I32, ...]:
+        if cache.evicts:
+            cache.take_changed()
+            return cache.tables_without(slots, forgotten, max_blocks)
+        if shape is self._decode_shape:
+            return self._tables(shape, cache, max_blocks)
+        return tuple(table[:, :max_blocks][slots] for table in cache.tables)
+
+    def _tables(self, shape: _Shape, cache: KVCacheManager, max_blocks: int) -> tuple[I32, ...]:
+        """Block tables of all running sequences, kept from step to step: only rows that changed are copied.
+
+        There are two of each, since the step in flight still reads its own.
+        """
+        changed = cache.take_changed()
+        for tables in shape.tables:
+            tables.stale.append(changed)
+        tables = shape.tables[shape.turn]
+        shape.turn ^= 1
+        if max_blocks > tables.width:
+            tables.width = min(cache.tables[0].shape[1], max_blocks + SPARE_BLOCKS)
+            tables.of_groups = tuple(table[shape.row_slots, : tables.width] for table in cache.tables)
+        else:
+            stale = {slot for each in tables.stale for slot in each}
+            slots = np.fromiter(stale, np.int64, len(stale))
+            slots = slots[self.is_running[slots]]
+            if len(slots):
+                if shape.row_of is None:
+                    shape.row_of = np.zeros(len(self.seqs), np.int64)
+                    shape.row_of[shape.row_slots] = np.arange(len(shape.row_slots))
+                rows = shape.row_of[slots]
+                for kept, table in zip(tables.of_groups, cache.tables, strict=True):
+                    kept[rows] = table[slots, : tables.width]
+        tables.stale = []
+        return tables.of_groups
+
+    def _shape(self, slots: I64, num_new: I64, complete: Bool) -> _Shape:
+        query_start_loc = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(num_new, out=query_start_loc[1:])
+        sampled = slots[complete]
+        return _Shape(
+            seq_slots=slots.astype(np.int32),
+            query_start_loc=query_start_loc,
+            row_slots=np.repeat(slots, num_new),
+            logits_rows=query_start_loc[1:][complete] - 1,
+            sample=self._gather(sampled),
+            has_min_output=bool(self.min_output[sampled].any()),
+        )
+
+    def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
+        """Rows whose id is still being sampled, and their slots."""
+        is_late = self.num_tokens[slots] > self.num_known[slots]
+        count = np.count_nonzero(is_late)
+        if count == len(slots) == len(shape.row_slots):
+            return shape.logits_rows, shape.seq_slots
+        return shape.query_start_loc[1:][is_late] - 1, shape.seq_slots[is_late]
+
+    def _token_ids(self, slots: I64, start: I64, end: I64, query_start_loc: I32) -> I32:
+        ids = self.tokens[slots, end - 1].repeat(end - start)
+        for i in np.flatnonzero(end - start > 1).tolist():
+            ids[query_start_loc[i] : query_start_loc[i + 1]] = self.tokens[slots[i], start[i] : end[i]]
+        return ids
+
+    def _sample_rows(self, slots: I64, shape: _Shape) -> SampleRows:
+        counters = self.num_tokens[slots] - self.prompt_len[slots]
+        rows = shape.sample.with_counters(counters.astype(np.uint64))
+        if shape.has_min_output:
+            early = counters < self.min_output[slots]
+            if early.any():  # end tokens are banned until `min_tokens` are out
+                lists = [self._lists.get(slot, _NO_LISTS) for slot in slots.tolist()]
+                rows.banned = TokenLists.of(
+                    [
+                        each.banned_early if is_early else each.banned
+                        for each, is_early in zip(lists, early.tolist(), strict=True)
+                    ]
+                )
+        return rows
+
+    def _gather(self, slots: I64) -> SampleRows:
+        bias = allowed = banned = TokenLists()
+        if self._lists:
+            lists = [self._lists.get(slot, _NO_LISTS) for slot in slots.tolist()]
+            bias = TokenLists.of([each.bias_ids for each in lists], [each.bias_values for each in lists])
+            allowed = TokenLists.of([each.allowed for each in lists])
+            banned = TokenLists.of([each.banned for each in lists])
+        return SampleRows(
+            logit_bias=bias,
+            allowed=allowed,
+            banned=banned,
+            seq_slots=slots.astype(np.int32),
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            min_p=self.min_p[slots],
+            repetition_penalty=self.repetition[slots],
+            presence_penalty=self.presence[slots],
+            frequency_penalty=self.frequency[slots],
+            seeds=self.seeds[slots],
+            counters=np.zeros(len(slots), np.uint64),
+            num_logprobs=self.num_logprobs[slots],
+        )

@@ -1,0 +1,58 @@
+"""The sizes and choices of a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inferc.errors import ConfigError
+from inferc.kv_groups import CacheGroup, CacheLimits
+from inferc.runtime.scheduler.policies import parse_policy
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0.
+
+    policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
+    now, and preempt the last when blocks are missing. kv_events: collect what the prefix cache stores and evicts.
+    partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_lower: blocks of each group's lower tier, if there is one;
+    lower_in_place: steps read them as they lie, else they are copied to the arena first.
+    keep_logprobs: of every sampled token, in `Sequence.logprobs`.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: tuple[int, ...]
+    block_size: int
+    groups: tuple[CacheGroup, ...]
+    chunked_prefill: bool = True
+    prefix_cache: bool = False
+    policy: str = "fcfs"
+    tbt_ms: float | None = None
+    overcommit: bool = False
+    kv_events: bool = False
+    num_lower: tuple[int, ...] = ()
+    lower_in_place: bool = True
+    partial_blocks: bool = False
+    keep_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        parse_policy(self.policy)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs};"
+                " raise it, so that every sequence can decode in every step"
+            )
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must be at least"
+                f" max_model_len {self.max_model_len}; raise it, or turn chunked prefill on"
+            )
+        assert self.prefix_cache or not self.num_lower, "what lies in the lower tier is found by the prefix cache"
+        if min(self.num_blocks) < 2:
+            raise ConfigError(f"the KV cache has {min(self.num_blocks)} blocks; it needs 2 or more, raise --kv-memory")
+
+    @property
+    def limits(self) -> CacheLimits:
+        return CacheLimits(self.block_size, self.max_model_len, self.max_num_seqs, self.max_num_batched_tokens)

@@ -1,0 +1,182 @@
+"""What of a sequence is found in the cache of earlier ones, and what others will find of it.
+
+Where sequences part within a block, what they share of it is copied to a block of the later one (copy on write, done at once, since
+it goes on to write there). Of the block that a sequence leaves behind the tokens it had are kept for that too.
+
+A block can be found as soon as a step that fills it is scheduled: steps run one after the other, and in a step each layer
+stores the K and V of all its tokens before any is read.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from inferc.runtime.kv_cache.events import CacheEvents
+from inferc.runtime.kv_cache.manager import KVCacheManager, extend_hashes, hash_block
+from inferc.runtime.kv_cache.partial_index import LEAST, PartialIndex
+from inferc.runtime.scheduler.batch import Batch
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.step.plan import I32, I64, Copies
+from inferc.runtime.step.sequence import Sequence
+
+SUBMITTED = 0  # before any step that is still to be scheduled
+
+
+class Hashed(Protocol):
+    """Tokens by the hashes of their full blocks: a sequence, or a text that is scored. root: what comes before the first."""
+
+    root: bytes
+    hashes: list[bytes]
+
+
+class PrefixCache:
+    """Blocks of a batch's sequences by the hashes of their tokens; finds and publishes nothing if it is not on."""
+
+    def __init__(
+        self, cache: KVCacheManager, batch: Batch, config: SchedulerConfig, events: CacheEvents | None
+    ) -> None:
+        self.cache, self.batch, self.is_on, self.events = cache, batch, config.prefix_cache, events
+        self.step = 1  # that is being scheduled, or will be next
+        # What is copied from the lower tier first may take the place of a block that a part is to be copied from.
+        copies_parts = config.partial_blocks and (config.lower_in_place or not config.num_lower)
+        self._partial = PartialIndex() if config.prefix_cache and copies_parts else None
+        self._copies: list[tuple[list[int], list[int], int]] = []  # from which blocks to which, and how many tokens
+        self._places: I64 = np.arange(cache.block_size)
+
+    def find(self, seq: Sequence) -> list[bytes]:
+        """The hashes of its first blocks that are in the cache; one token at least is left to compute."""
+        if not self.is_on:
+            return []
+        if not seq.hashes:
+            seq.hashes += seq.prompt_hashes
+        extend_hashes(seq.hashes, seq.root, seq.token_ids, self.cache.block_size)
+        if not seq.prompt_hashes and seq.params.n > 1:
+            seq.prompt_hashes += seq.hashes[: seq.prompt_len // self.cache.block_size]
+        return seq.hashes[: self.cache.find(seq.hashes[: self.most_found(seq)])]
+
+    def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:
+        """The block of each group that begins as a sequence goes on behind its first blocks, and for how many tokens."""
+        if self._partial is None or seq.params.tap or num_blocks >= self.cache.most_found:
+            return None
+        size, parent = self.cache.block_size, seq.hashes[num_blocks - 1] if num_blocks else seq.root
+        ids = np.array(
+            seq.token_ids[num_blocks * size : min(num_blocks * size + size, len(seq.token_ids) - 1)], np.int32
+        )
+        found = self._partial.find(parent, ids, self.step, self._is_there)
+        if found is None:
+            return None
+        blocks = self.cache.blocks_of(found[0])
+        assert blocks is not None, "it is there"
+        return blocks, found[1]
+
+    def copy(self, source: list[int], slot: int, block: int, count: int) -> None:
+        """Let the first tokens of a slot's block, in each group, be those of another before the step begins."""
+        target = [int(table[slot, block]) for table in self.cache.tables]
+        if source != target:
+            self._copies.append((source, target, count))
+
+    def take_copies(self) -> tuple[Copies, ...]:
+        """What the step that is scheduled copies first, of each group."""
+        copies, self._copies = self._copies, []
+        size, groups = self.cache.block_size, []
+        for index in range(len(self.cache.groups) if copies else 0):
+            places = [
+                (np.arange(count, dtype=np.int64) + source[index] * size, np.arange(count) + target[index] * size)
+                for source, target, count in copies
+            ]
+            groups.append(Copies(*(np.concatenate(side).astype(np.int64) for side in zip(*places, strict=True))))
+        return tuple(groups)
+
+    def _is_there(self, name: bytes) -> bool:
+        return self.cache.blocks_of(name) is not None
+
+    def most_found(self, seq: Sequence) -> int:
+        """Blocks that can be found of a sequence at most; none where taps are to see what is computed."""
+        return 0 if seq.params.tap else min((len(seq.token_ids) - 1) // self.cache.block_size, self.cache.most_found)
+
+    def publish(self, slot: int, num_tokens: int, step: int | None = None) -> None:
+        """Let the full blocks of a slot's first tokens be found, which are known, and computed by `step`: this one if not given."""
+        first = int(self.cache.num_published[slot])
+        count = min(num_tokens // self.cache.block_size, self.cache.most_found)
+        if not self.is_on or count <= first:
+            return
+        seq = self.batch.seqs[slot]
+        assert seq is not None
+        self._publish(slot, seq, self.batch.tokens[slot, :num_tokens], seq.params.cache_priority, step)
+        if self.events is not None:
+            self.tell(seq, first, count)
+
+    def publish_text(self, slot: int, text: Hashed, token_ids: I32, salt: str) -> None:
+        """The same of a text that is no sequence of the batch, of its first tokens, all of which are computed."""
+        first, size = int(self.cache.num_published[slot]), self.cache.block_size
+        count = min(len(token_ids) // size, self.cache.most_found)
+        if not self.is_on or count <= first:
+            return
+        self._publish(slot, text, token_ids, 0, SUBMITTED)
+        if self.events is not None:
+            self.events.publish(text.hashes, first, token_ids[first * size : count * size].tobytes(), salt)
+
+    def _publish(self, slot: int, text: Hashed, token_ids: I32, priority: int, step: int | None) -> None:
+        first, size = int(self.cache.num_published[slot]), self.cache.block_size
+        count = min(len(token_ids) // size, self.cache.most_found)
+        extend_hashes(text.hashes, text.root, token_ids, size)
+        self.cache.publish(slot, text.hashes[:count], priority)
+        for block in range(first, count) if self._partial is not None else ():
+            self._list(text, block, token_ids[block * size :][:size], self.step if step is None else step)
+
+    def tell(self, seq: Sequence, first: int, end: int) -> None:
+        """Those who want to know that some blocks of a running sequence can be found."""
+        assert self.events is not None
+        ids = self.batch.tokens[seq.slot, first * self.cache.block_size : end * self.cache.block_size]
+        self.events.publish(seq.hashes, first, ids.tobytes(), seq.params.cache_salt)
+
+    def _list(self, text: Hashed, block: int, token_ids: I32, step: int) -> None:
+        """A full block can be found by its first tokens."""
+        if self._partial is not None:
+            parent = text.hashes[block - 1] if block else text.root
+            self._partial.add(parent, token_ids, text.hashes[block], step, self._is_there)
+
+    def publish_known(self, slot: int) -> None:
+        """Let all be found that a slot has computed, the last block too as far as it is."""
+        count = int(min(self.batch.num_computed[slot], self.batch.num_known[slot]))
+        self.publish(slot, count, SUBMITTED)
+        block, size, seq = count // self.cache.block_size, self.cache.block_size, self.batch.seqs[slot]
+        if self._partial is None or count % size < LEAST or seq is None or block >= self.cache.most_found:
+            return
+        parent = seq.hashes[block - 1] if block else seq.root
+        ids = self.batch.tokens[slot, block * size : count]
+        name = hash_block(parent, ids.astype("<u4").tobytes())
+        if self.cache.publish_partial(slot, block, name, seq.params.cache_priority):
+            self._partial.add(parent, ids, name, SUBMITTED, self._is_there)
+
+    def publish_last(self, slots: I64) -> None:
+        """Let the last block of each of some slots be found, which decoding has filled."""
+        cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
+        # Who found no block to go on with is asked for again, and may have that one in the lower tier by now.
+        slots = slots[cache.num_published[slots] < cache.num_grown[slots]]
+        if cache.chooses:
+            slots = slots[cache.num_grown[slots] <= cache.most_found]
+        last = cache.num_grown[slots] - 1
+        # All its tokens are known: only the one behind it may be on its way.
+        ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()
+        names, priorities, count = [], [], 4 * size
+        for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
+            seq = seqs[slot]
+            assert seq is not None
+            hashes = seq.hashes
+            if len(hashes) == block:
+                name = hashes[-1] if hashes else seq.root
+                hashes.append(hash_block(name, ids[row * count : row * count + count]))
+            if self._partial is not None:
+                self._list(seq, block, self.batch.tokens[slot, block * size :][:size], SUBMITTED)
+            names.append(hashes[block])
+            priorities.append(seq.params.cache_priority)
+        cache.publish_last(slots, last, names, priorities)
+        if self.events is not None:
+            for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
+                seq = seqs[slot]
+                assert seq is not None
+                row_ids = ids[row * count : row * count + count]
+                self.events.publish(seq.hashes, block, row_ids, seq.params.cache_salt)

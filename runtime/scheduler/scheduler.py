@@ -1,0 +1,600 @@
+"""Who computes how many tokens in the next step.
+
+One idea: a sequence has `num_tokens` and `num_computed_tokens`, and a step hands out the difference until the token
+budget is spent: to running sequences before waiting ones, to decodes before prefills. Who goes first among them is the
+policy's to say (policies.py; `waiting` adds fairness between clients). Whoever ranks last is preempted first, so the
+first always advances. Nobody is let in whose blocks, as far as can be foreseen, would be missing later on.
+
+`schedule` may run before the step in flight has landed: it counts one token for each sequence that samples there.
+`update` lands a step. A sequence that leaves while a step in flight still writes to its slot and blocks keeps them
+until that step has landed; if it turned out to have ended, the token sampled there is dropped.
+
+Where the prefix cache is on (prefix_cache.py), a sequence begins behind the blocks that are found by their hashes.
+
+Where the cache has a lower tier (runtime/offload), a preempted sequence's blocks may be copied there before anybody gets them, and a
+sequence longer than the arena has its oldest there while it runs. One that waits for what an earlier run left is in no line.
+
+A prompt's blocks are taken as it is admitted, but in the KV groups that give blocks back only those of the next chunk:
+a chunk then takes what there is room for. Sequences never wait for one another in a circle: the first gets the blocks
+of all the others if it needs them, and alone every sequence fits that the engine accepts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from inferc.runtime.kv_cache.events import CacheEvents
+from inferc.runtime.kv_cache.manager import KVCacheManager
+from inferc.runtime.offload.manager import Mover, Tiers
+from inferc.runtime.scheduler.batch import Batch
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.scheduler.policies import parse_policy
+from inferc.runtime.scheduler.prefix_cache import PrefixCache
+from inferc.runtime.scheduler.slo_admission import NUM_LOOKED_AT, AdmissionControl, is_first_late, never_met
+from inferc.runtime.scheduler.waiting_queue import WaitingQueue
+from inferc.runtime.step.forecast import LEAST_CHUNK, Caution, Forecast
+from inferc.runtime.step.plan import I32, I64, StepPlan, StepResult
+from inferc.runtime.step.sequence import Output, Sequence, Status, StepOutputs
+
+SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
+NUM_RERANKED = 32
+MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
+
+
+class Scheduler:
+    """Owns `waiting`, the running batch and the token budget."""
+
+    def __init__(
+        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic, mover: Mover | None = None
+    ) -> None:
+        """mover: of the lower tier, if `config.num_lower` says that there is one."""
+        self.config = config
+        self.clock = clock
+        self.policy = parse_policy(config.policy)
+        self.forecast = Forecast(config.max_num_batched_tokens)
+        self.foresees = self.policy.foresees or config.tbt_ms is not None or mover is not None  # steps must be observed
+        self.waiting = WaitingQueue()
+        self.refused: list[tuple[Sequence, str]] = []  # ended by the policy, and why
+        self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
+        self.batch = Batch(config.max_num_seqs, config.max_model_len, config.keep_logprobs)
+        self.cache = KVCacheManager(
+            *(config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower),
+            config.lower_in_place,
+        )
+        self.tiers = None if mover is None else Tiers(self.cache, mover, self.forecast, clock)
+        self.events = CacheEvents(self.cache) if config.kv_events else None
+        self.prefixes = PrefixCache(self.cache, self.batch, config, self.events)
+        self.joined: list[Sequence] = []  # got their slot in the last `schedule`
+        self.hold = False  # admit nobody
+        self.num_preemptions = 0
+        self._caution = Caution()
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of sequences let in, and of these found in the cache
+        self._no_room: tuple[Sequence | None, int] = (None, 0)  # who found none, and the cache's `num_gains` then
+        self._in_flight: deque[tuple[int, StepPlan]] = deque()
+        self._leaving: deque[tuple[int, Sequence]] = deque()  # left; their slots are free after that step
+        self._step = self._landed = 0
+        self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
+        self._budget = 0
+        self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
+        self._control = AdmissionControl(self.forecast) if self.policy.refuses else None
+
+    @property
+    def num_running(self) -> int:
+        return len(self.batch.order)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.has_begun or (self.tiers is not None and self.tiers.num_fetching))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any sequence runs, or a step is in flight."""
+        return bool(len(self.batch.order) or self._in_flight)
+
+    def add(self, seq: Sequence) -> None:
+        seq.client = self.waiting.open(seq.params.client)
+        seq.arrived = self.clock()
+        if self.tiers is None or not self.tiers.fetch(seq, len(self.prefixes.find(seq)), self.prefixes.most_found(seq)):
+            self._queue(seq)
+
+    def _queue(self, seq: Sequence) -> None:
+        seq.level = self.policy.level(seq)
+        if self.policy.foresees:
+            seq.num_found = len(self.prefixes.find(seq)) * self.cache.block_size
+            seq.predicted = self.forecast.total_tokens(seq)
+        seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
+        self.waiting.add(seq)
+
+    def objection(self, seq: Sequence) -> str | None:
+        """Why a sequence's objectives can not be met by any schedule, or None. Asked before it is added."""
+        if self._control is None or not self.forecast.cost.is_known:
+            return None
+        return never_met(seq, len(self.prefixes.find(seq)) * self.cache.block_size, self.forecast)
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence now. Its blocks are free at once, or when the step in flight that uses them lands."""
+        if seq.status is Status.RUNNING:
+            self._finish(seq)
+        elif seq.status is Status.WAITING:
+            self._drop(seq)
+
+    # -------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before the step in flight lands."""
+        self.joined = []
+        self.wake_at = None
+        self._budget = self.config.max_num_batched_tokens
+        self._num_new.fill(0)
+        self.prefixes.step = self._step + 1
+        if self.tiers is not None:
+            self._move()
+        if self.cache.gives_back:
+            self._give_back()
+        is_pressed = self._control is None or (self.waiting and not self.hold and self._leave_out(self._control))
+        if self.policy.demotes:
+            self._demote()
+        if self.policy.preempts and not self.hold and is_pressed:
+            self._make_room()
+        preemptions = self.num_preemptions
+        self._schedule_decodes()
+        if self.foresees:
+            self._limit_budget()
+        self._schedule_prefills()
+        if self.num_preemptions == preemptions and not self.hold:
+            self._admit()
+        slots = self.batch.order
+        num_new = self._num_new[slots]
+        if np.count_nonzero(num_new) < len(slots):
+            slots, num_new = slots[num_new > 0], num_new[num_new > 0]
+        if not len(slots):
+            if self.tiers is not None and self.tiers.is_busy:
+                self.wake_at = self.clock() + MOVE_SECONDS
+            return None
+        self._step += 1
+        if self.waiting.num_clients > 1:
+            samples = self.batch.num_computed[slots] + num_new == self.batch.num_tokens[slots]
+            self.waiting.charge(self.batch.clients[slots], SAMPLED_COST * samples)
+        plan = self.batch.plan(slots, num_new, self.cache, self._step)
+        plan.raised, plan.copies = self.cache.take_raised(), self.prefixes.take_copies()
+        self._in_flight.append((self._step, plan))
+        return plan
+
+    def _move(self) -> None:
+        """Let what moves between the tiers of the cache move on."""
+        assert self.tiers is not None
+        batch = self.batch
+        for seq in self.tiers.look(batch.order, batch.num_tokens, batch.seqs, self._step, self._landed):
+            self._queue(seq)
+
+    def _give_back(self) -> None:
+        """Free the blocks that left every window; a step of 64 sequences has a handful of them."""
+        slots = self.batch.order
+        computed = self.batch.num_computed[slots]
+        has_unseen = computed >= self.cache.next_unseen[slots]
+        if np.count_nonzero(has_unseen):
+            for slot, position in zip(slots[has_unseen].tolist(), computed[has_unseen].tolist(), strict=True):
+                self.cache.give_back(slot, position)
+
+    def _demote(self) -> None:
+        """Let sequences that have got enough for their level rank behind those that have not."""
+        batch = self.batch
+        slots = batch.order[(batch.num_known - batch.prompt_len >= batch.changes_at)[batch.order]]
+        for slot in slots.tolist():
+            seq = batch.seqs[slot]
+            assert seq is not None
+            batch.sync(slot)
+            seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
+            batch.changes_at[slot] = self.policy.changes_at(seq)
+        if len(slots):
+            batch.sort()
+            self._no_room = (None, 0)  # they may give way now
+
+    def _make_room(self) -> None:
+        """Preempt the last of the running ones that may, as long as they give way to who waits and has no room.
+
+        Before anything is scheduled: blocks that are published hold what the step will compute. What a step in flight uses
+        comes free when it has landed, so one is preempted at a time.
+        """
+        batch = self.batch
+        while self.waiting and self.num_running and not self._leaving:
+            seq = self.waiting.head()
+            victim = self.policy.last_to_give_way(batch.last_first(), seq)
+            if victim is None or victim.slot is None or not self.waiting.precedes(seq, victim):
+                return
+            if batch.free_slots and self._has_time(seq) and self._has_room(seq, self.prefixes.find(seq)):
+                return
+            self._preempt(victim.slot)
+
+    def _step_seconds(self, slots: I64) -> float:
+        """How long a step in which these decode may take, or inf."""
+        if not len(slots) or not self.forecast.cost.is_known:
+            return np.inf
+        seconds = np.inf if self.config.tbt_ms is None else self.config.tbt_ms / 1000
+        return seconds if self._control is None else min(seconds, float(self.batch.tbt[slots].min()))
+
+    def _has_time(self, seq: Sequence) -> bool:
+        """Whether steps with one more sequence are short enough for all that decode."""
+        if (seconds := self._step_seconds(self.batch.order)) == np.inf:
+            return True
+        return self.forecast.has_time(self.batch.decode_work(self.batch.order), len(seq.token_ids), seconds)
+
+    def _limit_budget(self) -> None:
+        """No more of prompts than those who decode have time for."""
+        slots = self.batch.order[self._num_new[self.batch.order] > 0]
+        if not self.config.chunked_prefill or (seconds := self._step_seconds(slots)) == np.inf:
+            return
+        begun = self.batch.order[self._num_new[self.batch.order] == 0]
+        start = int(self.batch.num_computed[begun].max(initial=0))
+        most = self.forecast.cost.most_tokens(self.batch.decode_work(slots), seconds, start)
+        self._budget = min(self._budget, max(LEAST_CHUNK, most))
+
+    def _schedule_decodes(self) -> None:
+        batch, slots = self.batch, self.batch.order
+        length = batch.num_tokens[slots]
+        # At max_total the last token is being sampled already: nothing is left to compute.
+        is_decode = (length - batch.num_computed[slots] == 1) & (length < batch.max_total[slots])
+        self._num_new[slots] = is_decode
+        self._budget -= int(np.count_nonzero(is_decode))
+        crossing = is_decode & (length > self.cache.num_grown[slots] * self.cache.block_size)
+        if np.count_nonzero(crossing):
+            slots = slots[crossing]
+            if self.config.prefix_cache:
+                self.prefixes.publish_last(slots)
+            if not self.cache.grow_all(slots):
+                for slot in slots.tolist():
+                    if self._num_new[slot]:  # not preempted by an older one meanwhile
+                        self._grow_or_preempt(slot)
+
+    def _grow_or_preempt(self, slot: int) -> None:
+        """One more block for a decoding sequence, at the cost of the last that came, be it itself."""
+        while not self.cache.grow(slot, int(self.batch.num_tokens[slot])):
+            if self._are_blocks_coming() or self._spills(slot):  # sit this step out
+                self._budget += 1
+                self._num_new[slot] = 0
+                return
+            if self._make_way(slot) == slot:
+                return
+
+    def _make_way(self, slot: int) -> int:
+        """Preempt the last of the running ones, be it `slot` itself. One that can not have more than the arena now ends."""
+        victim = int(self.batch.order[-1])
+        seq, tiers = self.batch.seqs[victim], self.tiers
+        assert seq is not None
+        is_long = self.cache.spills_of(int(self.batch.num_tokens[victim]))
+        if victim != slot or tiers is None or not (tiers.is_paused and is_long):
+            self._caution.after_preemption()
+            self._preempt(victim)
+            return victim
+        self._num_new[slot] = 0
+        self._finish(seq)
+        self.refused.append((seq, "it is longer than --kv-memory holds, and the files of --kv-disk take no more"))
+        return slot
+
+    def _are_blocks_coming(self) -> bool:
+        """Whether sequences that left hold blocks until the step in flight lands, or some are being copied."""
+        if self.tiers is not None and self.tiers.are_blocks_coming:
+            return True
+        return any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
+
+    def _spills(self, slot: int) -> bool:
+        """Whether a sequence that is alone and finds no block will find one, for having more in the lower tier."""
+        if self.tiers is None or not self.cache.in_place or self.num_running > 1:
+            return False
+        wanted = self.cache.blocks_for(self.config.max_num_batched_tokens)
+        groups = range(len(self.cache.groups))
+        spilled = [
+            self.tiers.spill(index, slot, self.batch.seqs, wanted, self._step, self.batch.order) for index in groups
+        ]
+        return any(spilled)
+
+    def _schedule_prefills(self) -> None:
+        """Go on with prompts of which a part is computed. One that gets less than it could leaves no block to others."""
+        batch, slots = self.batch, self.batch.order
+        missing = batch.num_tokens[slots] - batch.num_computed[slots]
+        if not np.count_nonzero(missing > 1):
+            return
+        for i in np.flatnonzero(missing > 1).tolist():
+            slot, wanted = int(slots[i]), min(int(missing[i]), self._budget)
+            seq = batch.seqs[slot]
+            if seq is None or seq.status is not Status.RUNNING:  # preempted by an older one meanwhile
+                continue
+            count = self._extend_or_preempt(slot, wanted) if wanted else 0
+            self._num_new[slot] = count
+            self._budget -= count
+            if count:
+                self.prefixes.publish(slot, int(batch.num_computed[slot]) + count)
+
+    def _extend_or_preempt(self, slot: int, wanted: int) -> int:
+        """Blocks for the next tokens of a prompt, at the cost of those that came later if there is room for none.
+
+        Returns how many tokens have room: 0 where older sequences hold all blocks, or such as have just left. Alone it
+        gives up its own to the text that is scored and holds the rest: each would wait for the other.
+        """
+        start = int(self.batch.num_computed[slot])
+        while not (count := self.cache.extend(slot, start, wanted)):
+            victim = int(self.batch.order[-1])
+            if self._are_blocks_coming() or (victim == slot and self.num_running > 1) or self._spills(slot):
+                return 0
+            if self._make_way(slot) == slot:
+                return 0
+        return count
+
+    def _admit(self) -> None:
+        """Let waiting sequences in, in order, while there are slots, blocks for their whole prompt, and budget."""
+        if not self.waiting or self._budget <= 0 or not self._may_begin():
+            return
+        if self.policy.reranks and self.batch.free_slots:
+            self._rerank()
+        while self.waiting and self._budget and (self._quota or self.policy.window is None):
+            seq = self.waiting.head()
+            if (self.has_begun and self._no_room == (seq, self.cache.num_gains)) or not self._let_in(seq):
+                return
+
+    def _may_begin(self) -> bool:
+        """Whether anybody may be let in now: where batches are formed, only when the one before is done."""
+        window = self.policy.window
+        if window is None or self._quota:
+            return True
+        if self.has_begun:
+            return False
+        begin = min(seq.arrived for seq in self.waiting.front(1)) + window
+        if len(self.waiting) < self.config.max_num_seqs and self.clock() < begin:
+            self.wake_at = begin
+            return False
+        self._quota = min(len(self.waiting), self.config.max_num_seqs)
+        return True
+
+    def _let_in(self, seq: Sequence) -> bool:
+        batch, cache = self.batch, self.cache
+        if not self._has_time(seq):
+            self._quota = 0
+            return False
+        length, there = len(seq.token_ids), self.prefixes.find(seq)
+        found = self._that_fit(seq, there)
+        # Of what is left out no part is copied: it is to make room.
+        partial = self.prefixes.find_partial(seq, len(found)) if len(found) == len(there) else None
+        start = len(found) * cache.block_size + (partial[1] if partial is not None else 0)
+        if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
+            return False
+        if not (batch.free_slots and self._has_room(seq, found)):
+            self._no_room = (seq, cache.num_gains)
+            self._quota = 0
+            return False
+        self.waiting.remove(seq)
+        seq.num_found = start
+        slot = batch.join(seq, start)
+        seq.status = Status.RUNNING
+        batch.predicted[slot] = self.forecast.total_tokens(seq)
+        batch.changes_at[slot] = self.policy.changes_at(seq)
+        cache.adopt(slot, found, seq.params.cache_priority)
+        if self.events is not None and self.tiers is not None:  # an earlier run may have left it, and nobody was told
+            self.prefixes.tell(seq, 0, len(found))
+        whole = 0 if cache.spills_of(length) else length
+        count = cache.extend(slot, start, min(length - start, self._budget), whole)
+        assert count, "an admitted sequence has blocks"
+        if partial is not None:
+            self.prefixes.copy(partial[0], slot, len(found), partial[1])
+        self.joined.append(seq)
+        self._num_new[slot] = count
+        self._budget -= count
+        self._quota = max(0, self._quota - 1)
+        self.prefixes.publish(slot, start + count)
+        if not seq.num_preemptions:
+            self._caution.after_admission()
+            seq.num_cached, seq.admitted_at = start, self.clock()
+            self.num_prompt_tokens += length
+            self.num_cached_tokens += start
+            self.waiting.served[seq.client] += length - start
+        return True
+
+    def _that_fit(self, seq: Sequence, found: list[bytes]) -> list[bytes]:
+        """What a sequence takes of its first blocks, which the cache has: fewer where they fill the arena and nobody could make room."""
+        while found and not self.has_begun and not self._are_blocks_coming() and not self._has_room(seq, found):
+            found = found[: len(found) // 2]
+        return found
+
+    def _has_room(self, seq: Sequence, found: list[bytes]) -> bool:
+        """Whether there are blocks for a sequence, now and as far as can be foreseen.
+
+        Now means with a spare block for each running sequence, or it would be preempted as soon as they grow.
+        """
+        batch, cache, slots, length = self.batch, self.cache, self.batch.order, len(seq.token_ids)
+        if not cache.fits(length, slots, found):
+            return False
+        if not len(slots) or self.config.overcommit:
+            return True
+        known, most = batch.num_known[slots], batch.max_total[slots]
+        totals = batch.predicted[slots]
+        # Who has outlived the prediction is given as much again.
+        totals = np.where(totals > known, totals, np.minimum(most, 2 * known - batch.prompt_len[slots] + 1))
+        total = self.forecast.total_tokens(seq)
+        num_found, error = cache.num_there(found) * cache.block_size, self._caution.value * self.forecast.lengths.error
+        return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
+
+    def _leave_out(self, control: AdmissionControl) -> bool:
+        """End what can not be served in time, so that others are, and give up objectives. Whether others have to give way."""
+        if not control.is_time(now := self.clock()):
+            return False
+        seconds = self._step_seconds(self.batch.decoding())
+        found = control.look(self.batch, self.waiting.front(NUM_LOOKED_AT), now, seconds)
+        for seq in found.refused:
+            self._drop(seq)
+            self.refused.append((seq, "there is no time for its first token, or for those of requests beside it"))
+        for seq in found.lost:
+            self._give_up(seq)
+        return found.any_late
+
+    def _give_up(self, seq: Sequence) -> None:
+        """No more care for a sequence's objectives. If it waits, its rank stays until it is queued again."""
+        seq.is_lost = True
+        if seq.status is Status.RUNNING and seq.slot is not None:
+            self.batch.tbt[seq.slot], self.batch.changes_at[seq.slot] = np.inf, 0
+
+    def _rerank(self) -> None:
+        """Rank the first ones again: what the cache has of them has changed."""
+        for seq in self.waiting.front(NUM_RERANKED):
+            self.waiting.remove(seq)
+            self._queue(seq)
+
+    def _preempt(self, slot: int) -> None:
+        """Back among the waiting, to be computed again."""
+        seq = self.batch.seqs[slot]
+        assert seq is not None
+        self._budget += int(self._num_new[slot])
+        self._num_new[slot] = 0
+        self.num_preemptions += 1
+        seq.num_preemptions += 1
+        if self.tiers is not None:
+            self.prefixes.publish_known(slot)
+            held = self.cache.ends[:, slot] - self.cache.begins[:, slot]
+            if self.tiers.may_swap(int(self.batch.num_computed[slot]), held.tolist()):
+                self.tiers.save(slot, seq.hashes, self._step)
+        seq.status = Status.WAITING
+        self._vacate(seq)
+        self._queue(seq)
+
+    def _finish(self, seq: Sequence) -> None:
+        seq.status = Status.FINISHED
+        self.waiting.close(seq.client)
+        self._vacate(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """End a sequence that waits."""
+        if self.tiers is not None and self.tiers.is_fetching(seq):
+            self.tiers.abandon(seq)
+        else:
+            self.waiting.remove(seq)
+        self.waiting.close(seq.client)
+        seq.status = Status.FINISHED
+
+    def _vacate(self, seq: Sequence) -> None:
+        """Take a running sequence out of the batch; its slot is free as soon as no step in flight uses it."""
+        assert seq.slot is not None
+        self.prefixes.publish_known(seq.slot)
+        self.batch.leave(seq.slot)
+        self._no_room = (None, 0)  # its spare block is not kept for it any more, even if it frees none
+        last_step = int(self.batch.last_step[seq.slot])
+        if last_step > self._landed:
+            self._leaving.append((last_step, seq))
+        else:
+            self._free_slot(seq)
+
+    def _free_slot(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        self.unreserve(seq.slot)
+        seq.slot = None
+
+    # ---------------------------------------------------------------------------------------------- update
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
+        """Land the oldest step in flight: its tokens are appended, sequences that end by them leave."""
+        step, oldest = self._in_flight.popleft()
+        assert oldest is plan, "steps land in the order they were scheduled"
+        self._landed = step
+        if plan.counted is not None:
+            self.cache.add_masses(plan.counted)
+        outputs = self._append(plan.sample.seq_slots, result)
+        if self._leaving:
+            still: deque[tuple[int, Sequence]] = deque()
+            for last_step, seq in self._leaving:
+                if last_step > step:
+                    still.append((last_step, seq))
+                elif seq.slot is not None:
+                    self._free_slot(seq)
+            self._leaving = still
+        return outputs
+
+    def _append(self, seq_slots: I32, result: StepResult) -> StepOutputs:
+        batch, ids, rows_of = self.batch, result.token_ids, self.batch.rows_of(seq_slots)
+        slots, seqs = rows_of.slots, rows_of.seqs
+        known = batch.num_known[slots]
+        batch.tokens[slots, known] = ids
+        if batch.logprobs is not None:
+            batch.logprobs[slots, known] = result.chosen_logprobs
+        known += 1
+        batch.num_known[slots] = known
+        stopped = rows_of.stopped(ids)
+        ended = stopped | (known >= rows_of.max_total)
+        is_first = known == rows_of.first_len
+        has_more = ended | is_first | ~batch.is_running[slots]
+        if self.cache.evicts:
+            has_more |= self.cache.forgets(known - 2)
+        if result.failed is not None:
+            has_more |= result.failed
+        rows = range(len(slots)) if result.logprobs is not None else np.flatnonzero(has_more).tolist()
+        others: dict[int, Output | None] = {}
+        for row in rows:
+            seq, token = seqs[row], int(ids[row])
+            if seq.status is Status.FINISHED:  # it ended while this step was in flight: the token is dropped
+                others[row] = None
+                continue
+            output = others[row] = Output(seq.request_id, seq.index, [token])
+            if result.failed is not None and result.failed[row]:
+                output.token_ids, output.finish_reason = [], "error"
+                batch.num_known[slots[row]] -= 1
+                self._end(seq)
+                continue
+            if seq.status is Status.WAITING:  # preempted meanwhile
+                seq.token_ids.append(token)
+                if result.chosen_logprobs is not None:
+                    seq.logprobs.append(float(result.chosen_logprobs[row]))
+            if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
+                output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
+            output.num_forgotten = self.cache.num_forgotten_at(int(known[row]) - 2)
+            if is_first[row]:
+                output.num_cached, output.queue_seconds = seq.num_cached, seq.admitted_at - seq.arrived
+                seq.first_at = batch.first_at[slots[row]] = self.clock()
+                if self._control is not None and is_first_late(seq):
+                    self._give_up(seq)
+            if ended[row]:
+                output.finish_reason = "stop" if stopped[row] else "length"
+                self._end(seq)
+                self.forecast.lengths.learn(seq)
+        return StepOutputs(seqs, ids, others)
+
+    def _end(self, seq: Sequence) -> None:
+        if seq.status is Status.RUNNING:
+            self._finish(seq)
+        else:  # preempted while this step was in flight
+            self._drop(seq)
+
+    # ---------------------------------------------------------------------------------------------- others
+
+    def reserve(self, num_tokens: int) -> int | None:
+        """A slot for a text outside of the schedule (scoring), or None if there is no room for it now.
+
+        It gets blocks for `num_tokens` in the groups that keep them; `cache.extend` gets it those of each chunk.
+        """
+        if not self.batch.free_slots or not self.cache.fits(num_tokens, beside=self.batch.order[:0]):
+            return None
+        slot = self.batch.free_slots.pop()
+        grown = self.cache.grow(slot, 0, whole=num_tokens)
+        assert grown, "it fits"
+        return slot
+
+    def unreserve(self, slot: int) -> None:
+        self.cache.release(slot)
+        self.batch.free(slot)
+        self._no_room = (None, 0)
+
+    def check_integrity(self) -> None:
+        """The cache's invariants, and: blocks belong to running, leaving or reserved slots only.
+
+        A running sequence has all blocks that its next query sees, up to what is computed.
+        """
+        self.cache.check_integrity()
+        free = np.array(self.batch.free_slots, np.int64)
+        assert not self.cache.ends[:, free].any(), "a free slot holds blocks"
+        assert len(set(self.batch.free_slots)) == len(free), "a slot is free twice"
+        size = self.cache.block_size
+        for slot in self.batch.order.tolist():
+            computed = int(self.batch.num_computed[slot])
+            assert self.cache.num_grown[slot] * size >= computed, "computed tokens have no block"
+            for group, begin in zip(self.cache.groups, self.cache.begins[:, slot].tolist(), strict=True):
+                assert begin * size <= group.first_key(computed), "a block was given back that is still seen"

@@ -1,0 +1,1 @@
+"""Traces played to engines on a virtual clock."""

@@ -1,0 +1,75 @@
+"""The bounds that keep compiled code inside its memory: what a step plan may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from inferc.errors import RequestError
+from inferc.runtime.step.plan import StepPlan
+
+MAX_TOP_LOGPROBS = 64
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a runner has memory for."""
+
+    max_num_tokens: int
+    max_num_seqs: int
+    max_num_rows: int
+    vocab_size: int
+    num_blocks: tuple[int, ...]  # of each KV group
+    block_size: int
+    num_lower: tuple[int, ...] = ()  # of each group, behind its blocks: not to be written
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise RequestError naming what of the plan is out of bounds."""
+        slot_limits = [count * self.block_size for count in self.num_blocks]
+        limits = {
+            f"num_tokens {plan.num_tokens}": not 0 < plan.num_tokens <= self.max_num_tokens,
+            f"num_seqs {plan.num_seqs}": not 0 < plan.num_seqs <= self.max_num_seqs,
+            f"num_rows {len(plan.logits_rows)}": len(plan.logits_rows) > self.max_num_rows,
+            "a token id": outside(plan.token_ids, self.vocab_size),
+            "a logits row": outside(plan.logits_rows, plan.num_tokens),
+            "a slot": any(map(outside, plan.slot_mapping, slot_limits)),
+            "a block": any(map(outside, plan.block_tables, self._num_readable)),
+            "a sequence slot": outside(plan.seq_slots, self.max_num_seqs),
+            "a sampled slot": outside(plan.sample.seq_slots, self.max_num_seqs),
+            "a late slot": outside(plan.late_slots, self.max_num_seqs),
+            "num_logprobs": outside(plan.sample.num_logprobs, MAX_TOP_LOGPROBS + 1),
+            "a slot to copy from": any(
+                outside(copies.source, count * self.block_size)
+                for copies, count in zip(plan.copies, self._num_readable, strict=False)
+            ),
+            "a slot to copy to": any(
+                outside(copies.target, limit) for copies, limit in zip(plan.copies, slot_limits, strict=False)
+            ),
+            "a block to copy from": any(
+                outside(raised.source, count) for raised, count in zip(plan.raised, self._num_readable, strict=False)
+            ),
+            "a block to copy to": any(
+                outside(raised.target, count) for raised, count in zip(plan.raised, self.num_blocks, strict=False)
+            ),
+            "a listed token id": any(
+                outside(lists.token_ids, self.vocab_size)
+                for lists in (plan.sample.logit_bias, plan.sample.banned, plan.sample.allowed)
+            ),
+        }
+        for what, bad in limits.items():
+            if bad:
+                raise RequestError(f"step plan: {what} is out of range")
+        assert len(plan.slot_mapping) == len(plan.block_tables) == len(self.num_blocks), "one table per KV group"
+        assert len(plan.positions) == plan.num_tokens == plan.query_start_loc[-1], "rows of the plan disagree"
+
+    @property
+    def _num_readable(self) -> list[int]:
+        lower = self.num_lower or (0,) * len(self.num_blocks)
+        return [count + below for count, below in zip(self.num_blocks, lower, strict=True)]
+
+
+def outside(values: NDArray[Any], limit: int) -> bool:
+    """Whether any of them is not in [0, limit)."""
+    return bool(len(values)) and bool(values.size) and (int(values.min()) < 0 or int(values.max()) >= limit)

@@ -1,0 +1,349 @@
+"""Text to ids and back: the tokenizer, incremental detokenising, a stream's text with its stop strings.
+
+The engine knows ids only; what is here runs beside it. Detokenising is by bytes: every id stands for fixed bytes
+(byte-level BPE, or sentencepiece with byte fallback), and an incremental UTF-8 decoder lets no half character out.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from inferc.chat_form import ChatForm, form_of
+from inferc.errors import ArtifactError, RequestError
+from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.text.control_tokens import ControlTokens, parse_in_text
+from inferc.runtime.text.files import GoldenChats, GoldenText, TextFiles
+from inferc.runtime.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from inferc.runtime.text.chat_template import ChatTemplate
+
+LONG_TEXT = 10_000  # characters: a hundredth of a second
+LONG_IDS = 10_000  # the same to make a text of
+WINDOW = 16  # ids a decoder that is not by bytes may hold back while its text ends in half a character
+
+
+class Text:
+    """A model's tokenizer, from the artifact's files for it, or from a folder of them.
+
+    special_tokens_in_text: what becomes of control tokens that users write (control_tokens.py). Raises ArtifactError if it is
+    missing or does not give the ids it gave when the model was compiled, ConfigError where it cannot tell control tokens apart.
+    """
+
+    def __init__(self, files: TextFiles | Path, special_tokens_in_text: str = "allow") -> None:
+        in_text = parse_in_text(special_tokens_in_text)
+        files = TextFiles.read(files) if isinstance(files, Path) else files
+        path, source = files.folder / "tokenizer.json", files.text("tokenizer.json")
+        if source is None:
+            raise ArtifactError(f"there is no {path}: the artifact has no tokenizer; give prompts as token ids")
+        try:
+            self.tokenizer = Tokenizer.from_str(source)
+        except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
+            raise ArtifactError(f"{path} is not a tokenizer: {error}; compile the model again") from error
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self._pieces: dict[int, bytes] = {}
+        decoder = json.loads(self.tokenizer.to_str()).get("decoder")
+        self._kind, self.strips_first_space = _classify(decoder)
+        golden = files.json("golden.json", list[GoldenText])
+        self._check_golden([] if golden is None else golden[1])
+        facts, chats = files.json("tokenizer_config.json", dict), files.json("golden_chat.json", GoldenChats)
+        self.facts: dict[str, Any] = {} if facts is None else facts[0]
+        self._golden_chat: Mapping[str, Any] = {} if chats is None else chats[0]
+        self._form = _form_of(files.folder / "golden_chat.json", self._golden_chat)
+        self._template = files.text("chat_template.jinja")
+        self._controls: ControlTokens | None = None
+        if in_text != "allow":
+            self._controls = ControlTokens(self.tokenizer, self._template or "", in_text)
+
+    def _check_golden(self, golden: Sequence[GoldenText]) -> None:
+        """Raise ArtifactError for other ids than before; tell by a window where the bytes of ids are not what is decoded."""
+        for row in golden:
+            found = self.tokenizer.encode(row.text).ids
+            if found != row.token_ids:
+                raise ArtifactError(
+                    f"the tokenizer gives {found} for {row.text!r}, and gave {row.token_ids} when the model was"
+                    " compiled; install the tokenizers version it was compiled with, or compile it again"
+                )
+            if row.decoded is not None and (text := self.decode(row.token_ids)) != row.decoded:
+                raise ArtifactError(
+                    f"the tokenizer decodes {row.token_ids} as {text!r}, and did as {row.decoded!r} when the model was"
+                    " compiled; install the tokenizers version it was compiled with, or compile it again"
+                )
+        if self._kind != "window" and not all(self._bytes_agree(row.token_ids) for row in golden):
+            self._kind, self.strips_first_space = "window", False
+
+    def _bytes_agree(self, token_ids: Sequence[int]) -> bool:
+        """Whether the bytes of ids, put together, are what the decoder makes of them."""
+        pieces = Detokenizer(self, at_start=True)
+        return pieces.push(token_ids) + pieces.finish() == self.decode(token_ids)
+
+    def check_stop_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises ArtifactError if these are not the ids that ended a text when the model was compiled."""
+        golden = self._golden_chat.get("stop_token_ids")
+        if golden is not None and sorted(golden) != sorted(token_ids):
+            raise ArtifactError(
+                f"texts end at the token ids {sorted(token_ids)}, and ended at {sorted(golden)} when the model was compiled;"
+                " compile it again"
+            )
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a user's text, with the tokens the model expects at its start (BOS) and end if any.
+
+        max_tokens refuses a text that cannot be so few tokens before time is spent on it; others may still be more.
+        """
+        return self._encode(text, add_special_tokens, max_tokens, is_prompt=True)
+
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of what `render_chat` gave."""
+        return self._encode(text, False, max_tokens, is_prompt=False)
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None, is_prompt: bool) -> list[int]:
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, and the model takes {max_tokens} tokens, of at most"
+                f" {self._longest_token} characters; shorten it"
+            )
+        if is_prompt and self._controls is not None:
+            self._controls.check_prompt(text)
+        try:
+            if self._controls is not None:
+                ids = self._controls.encode(text, is_prompt, add_special_tokens)
+                if ids is not None:
+                    return ids
+            if len(text) < LONG_TEXT:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # Without offsets, and without the interpreter lock: three times as fast, and other threads go on.
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError("the prompt is not text: it has half of a surrogate pair, or is no string") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence of ids."""
+        ids = list(token_ids)
+        if len(ids) < LONG_IDS:
+            return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        # Without the interpreter lock: a second of a million.
+        return self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+
+    @property
+    def template_source(self) -> str | None:
+        """Of the chat template, if there is one."""
+        return self._template
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """Raises RequestError if the model has none."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; send a plain prompt instead of messages")
+        from inferc.runtime.text.chat_template import ChatTemplate
+
+        template = ChatTemplate(self._template, self.facts, self._form)
+        try:
+            template.check()
+            if (problem := self.chat_problem(template)) is not None:
+                raise RequestError(f"{problem}; send a plain prompt, or have the model compiled again")
+        except BaseException:
+            template.close()  # the next request tries again, and each would leave a process behind
+            raise
+        return template
+
+    def chat_problem(self, template: ChatTemplate) -> str | None:
+        """In what a conversation differs from what transformers made of it when the model was compiled, if it does."""
+        if self._golden_chat.get("depends_on_time"):
+            return None
+        for row in self._golden_chat.get("vectors", ()):
+            try:
+                text = template.render(row["messages"], add_generation_prompt=row["add_generation_prompt"])
+            except RequestError as error:
+                return f"the model's chat template fails where it did not when the model was compiled: {error}"
+            if text != row["text"]:
+                at = next((i for i, (a, b) in enumerate(zip(text, row["text"], strict=False)) if a != b), len(text))
+                where = slice(max(0, at - 10), at + 20)
+                return (
+                    f"the model's chat template writes {text[where]!r} where it wrote {row['text'][where]!r} when the model was"
+                    " compiled"
+                )
+            if self.encode_rendered(text) != row["token_ids"]:
+                return f"the tokens of the conversation {text[:40]!r} are not those of when the model was compiled"
+        return None
+
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], max_tokens: int | None = None, /, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's chat template, which writes BOS itself; max_tokens as in `encode`.
+
+        options: as ChatTemplate.render has them; a template's variables may have any names.
+        """
+        return self.encode_rendered(self.render_chat(messages, **options), max_tokens)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
+        """The text of a conversation; it may take seconds."""
+        template = self.chat_template
+        values = template.values(messages, **options)
+        return template.write(values if self._controls is None else self._controls.guarded(values))
+
+    def close(self) -> None:
+        """End the process of the chat template, if there is one."""
+        if (template := self.__dict__.get("chat_template")) is not None:
+            template.close()
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token: of its spelling, which is never shorter than its text."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that `token_id` stands for, which may be part of a character. Unknown ids stand for nothing."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._piece(token_id)
+        return piece
+
+    @property
+    def is_by_bytes(self) -> bool:
+        return self._kind != "window"
+
+    def _piece(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._kind == "byte_level":
+            try:
+                return bytes(BYTE_OF_CHAR[char] for char in token)
+            except KeyError:  # an added token with a character that stands for no byte is its own text
+                return token.encode()
+        if self._kind == "sentencepiece":
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                return bytes([int(token[3:5], 16)])
+            return token.replace("▁", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _classify(decoder: dict[str, Any] | None) -> tuple[str, bool]:
+    """How a tokenizer.json's decoder turns ids into text, and whether it drops one space at the start."""
+    parts = [decoder or {}]
+    if parts[0].get("type") == "Sequence":
+        parts = parts[0]["decoders"]
+    types = [part.get("type") for part in parts]
+    if types and types[0] == "ByteLevel" and set(types[1:]) <= {"Fuse"}:
+        return "byte_level", False
+    if types == ["Metaspace"] and parts[0].get("replacement") == "▁":
+        return "sentencepiece", parts[0].get("prepend_scheme", "always") != "never"
+    if (
+        types
+        and types[0] == "Replace"
+        and set(types[1:]) <= {"ByteFallback", "Fuse", "Strip"}
+        and "ByteFallback" in types
+    ):
+        strip = next((part for part in parts if part["type"] == "Strip"), None)
+        plain = parts[0].get("pattern") == {"String": "▁"} and parts[0].get("content") == " "
+        if plain and (strip is None or (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0)):
+            return "sentencepiece", strip is not None
+    return "window", False
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The 256 printable characters by which byte-level BPE writes bytes. Source: GPT-2's encoder.py."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+class Detokenizer:
+    """Ids in, text out, piece by piece; the pieces joined are the text of all ids.
+
+    at_start: the ids begin a text, so a sentencepiece model's first space is dropped; after a prompt it is kept.
+    """
+
+    def __init__(self, text: Text, skip_special_tokens: bool = True, at_start: bool = False) -> None:
+        self._text = text
+        self._is_by_bytes = text.is_by_bytes
+        self._skip = text.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = at_start and text.strips_first_space
+        self._window: list[int] = []  # of a decoder that is not by bytes: ids of the last piece, then those held back
+        self._shown = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        ids = [token for token in token_ids if token not in self._skip]
+        if not self._is_by_bytes:
+            return self._push_window(ids)
+        piece = self._utf8.decode(b"".join(map(self._text.token_bytes, ids)))
+        if self._strip and piece:
+            self._strip = False
+            piece = piece.removeprefix(" ")
+        return piece
+
+    def finish(self) -> str:
+        """What was held back: half a character comes out as U+FFFD."""
+        return self._utf8.decode(b"", final=True) if self._is_by_bytes else self._push_window([], final=True)
+
+    def _push_window(self, ids: list[int], final: bool = False) -> str:
+        """The text that `ids` add after the previous piece, which decides on spaces between them."""
+        self._window += ids
+        shown = self._text.decode(self._window[: self._shown], skip_special_tokens=False)
+        whole = self._text.decode(self._window, skip_special_tokens=False)
+        held = len(self._window) - self._shown
+        if not held or (whole.endswith("\ufffd") and not final and held < WINDOW):
+            return ""
+        del self._window[: self._shown]
+        self._shown = len(self._window)
+        return whole[len(shown) :]
+
+
+class Delta(NamedTuple):
+    """Text that became certain, and the end: `stop` is the stop string or the end token that caused it."""
+
+    text: str
+    finish_reason: str | None = None
+    stop: str | int | None = None
+
+
+class TextStream:
+    """The text of one sequence of a request: detokenises its outputs and applies its stop strings."""
+
+    def __init__(self, text: Text, params: SamplingParams) -> None:
+        self._params = params
+        self._detokenizer = Detokenizer(text, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._count = 0
+
+    def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> Delta:
+        """The next ids of the sequence. If the delta has a reason that the engine did not give, abort the sequence."""
+        ended_by_token = finish_reason == "stop" and bool(token_ids)
+        hide_last = ended_by_token and not self._params.include_stop_str_in_output
+        piece = self._detokenizer.push(token_ids[:-1] if hide_last else token_ids)
+        if finish_reason is not None:
+            piece += self._detokenizer.finish()
+        self._count += len(token_ids)
+        shown, stop = (piece, None) if self._count < self._params.min_tokens else self._stops.push(piece)
+        if stop is not None:
+            return Delta(shown, "stop", stop)
+        if finish_reason is None:
+            return Delta(shown)
+        return Delta(shown + self._stops.finish(), finish_reason, token_ids[-1] if ended_by_token else None)
+
+
+def _form_of(path: Path, golden: Mapping[str, Any]) -> ChatForm | None:
+    """What was found when the model was compiled; None: nothing, so it is found again."""
+    if golden.get("form") is None:
+        return None
+    try:
+        return form_of(golden["form"])
+    except ValueError as error:
+        raise ArtifactError(f"{path}: form: {error}; compile the model again") from error

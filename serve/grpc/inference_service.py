@@ -1,0 +1,313 @@
+"""The methods of inferc.v1.InferenceService, over the models of a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, closing
+from functools import partial
+
+from inferc import __version__
+from inferc.errors import RequestError
+from inferc.runtime.engine.engine import EngineStats
+from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.step.sampling_params import changed
+from inferc.serve.grpc import protocol
+from inferc.serve.grpc.answers import Answer, joined, pieces
+from inferc.serve.http.told_json import check_entries, check_likely
+from inferc.serve.kv_events.log import EventsOff
+from inferc.serve.models import text_calls
+from inferc.serve.models.embedding import Vectors, check_inputs, embed
+from inferc.serve.models.long_texts import in_text_thread
+from inferc.serve.models.models import ModelEntry, Models, ServedModel
+from inferc.serve.models.streams import Piece
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+from inferc.serve.security.access import CALLER
+
+LARGE_SAMPLING_BYTES = 1 << 14  # of sampling parameters: milliseconds until all of their ids are looked at
+
+
+class InferenceService:
+    """One method for each of the service's; errors are those of statuses.py."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+
+    # ------------------------------------------------------------------------------------------- generating
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[Answer, None]:
+        async with aclosing(self._answers(request)) as answers:
+            async for response, rows in answers:
+                if rows:
+                    yield await joined(_with_prompt(response, rows), _num_entries(rows))
+                else:
+                    yield response
+
+    async def complete(self, request: pb.GenerateRequest) -> Answer:
+        answer = pb.CompleteResponse()
+        outputs: dict[int, pb.Completion] = {}
+        texts: dict[int, list[str]] = {}
+        rows: list[Logprobs] = []
+        async with aclosing(self._answers(request, is_whole=True)) as answers:
+            async for response, prompt_rows in answers:
+                output = outputs.setdefault(response.index, pb.Completion())
+                texts.setdefault(response.index, []).append(response.text)
+                output.token_ids.extend(response.token_ids)
+                output.logprobs.extend(response.logprobs)
+                output.finish_reason = response.finish_reason
+                rows += prompt_rows
+                answer.request_id = response.request_id
+                if response.HasField("usage"):
+                    answer.usage.CopyFrom(response.usage)
+        for index, output in outputs.items():
+            output.text = "".join(texts[index])
+        num_entries = answer.usage.output_tokens * (1 + request.sampling.logprobs) + _num_entries(rows)
+        return await joined(_whole(answer, [output for _, output in sorted(outputs.items())], rows), num_entries)
+
+    async def _answers(
+        self, request: pb.GenerateRequest, is_whole: bool = False
+    ) -> AsyncGenerator[tuple[pb.GenerateResponse, list[Logprobs]], None]:
+        """What comes piece by piece, the first with the rows of the prompt's tokens where they are asked for.
+
+        is_whole: they are put together, and are no more than one answer tells.
+        """
+        model = self.models.get(request.model)
+        engine = model.engine
+        defaults = CALLER.get().limits.defaults(engine.facts.defaults)
+        read = partial(protocol.sampling_params, request.sampling, defaults)
+        is_large = request.sampling.ByteSize() > LARGE_SAMPLING_BYTES
+        params = changed(await in_text_thread(read) if is_large else read(), tap=request.tap)
+        model.check_open(params)  # before the work that a prompt is
+        prompt = await self._prompt(model, request)
+        rows: list[Logprobs] = []
+        if top := protocol.num_top(request, "prompt_logprobs", 0):
+            name = protocol.request_id(request)
+            check_entries(len(prompt) * (1 + top))
+            rows = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
+        usage = pb.Usage(prompt_tokens=len(prompt))
+        running, num_likely = params.n, 0
+        # Closed also when the client went away or its deadline passed: the blocks come free at once.
+        with closing(model.open(prompt, params, protocol.request_id(request))) as stream:
+            async for piece in stream:
+                if is_whole:
+                    num_likely += len(piece.logprobs) * (1 + (params.logprobs or 0))
+                    check_likely(num_likely, [stream])
+                usage.output_tokens += len(piece.token_ids)
+                running -= piece.finish_reason is not None
+                usage.cached_tokens = stream.num_cached
+                usage.forgotten_tokens = sum(stream.num_forgotten.values())
+                yield _response(stream.request_id, piece, None if running else usage), rows
+                rows = []
+
+    async def score(self, request: pb.ScoreRequest) -> Answer:
+        model = self.models.get(request.model)
+        top = protocol.num_top(request, "top_logprobs", 1)
+        ids = await self._prompt(model, request)
+        check_entries(len(ids) * (1 + top))
+        rows = (await model.score(ids, top, protocol.request_id(request), request.cache_salt)).rows
+        return await joined(_scores(ids, rows), len(ids) + _num_entries(rows))
+
+    async def embed(self, request: pb.EmbedRequest) -> Answer:
+        model = self.models.get(request.model)
+        check_inputs(model, len(request.inputs))
+        inputs = await in_text_thread(lambda: [_input_of(model, at, each) for at, each in enumerate(request.inputs)])
+        vectors = await embed(model, inputs, request.dimensions if request.HasField("dimensions") else None)
+        return await joined(_embeddings(vectors), vectors.values.size)
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        caller = CALLER.get()
+        owner = None if caller.key is None or caller.key.admin else caller.name
+        found = [model.engine.abort(request.request_id, owner) for model in self.models.served]
+        return pb.AbortResponse(aborted=any(found))
+
+    # ------------------------------------------------------------------------------------------------- text
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> Answer:
+        model = self.models.get(request.model)
+        if request.WhichOneof("prompt") == "chat":
+            ids = await text_calls.tokenize_chat(model, protocol.chat_messages(request.chat))
+        elif request.WhichOneof("prompt") == "text":
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            ids = await text_calls.tokenize(model, request.text, special)
+        else:
+            raise RequestError("the request has no prompt; set text or chat")
+        return await joined((pb.TokenizeResponse(token_ids=part) for part in pieces(ids)), len(ids))
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> Answer:
+        model = self.models.get(request.model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+
+        def made() -> bytes:
+            text = model.decode(request.token_ids, skip)
+            raw = b"".join(map(model.engine.text.token_bytes, request.token_ids))
+            return pb.DetokenizeResponse(text=text, raw=raw).SerializeToString()
+
+        return await text_calls.detokenize(model, request.token_ids, made)
+
+    # ----------------------------------------------------------------------------------------------- models
+
+    async def get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+        model = self.models.get(request.model)
+        facts = model.engine.facts
+        return pb.GetModelInfoResponse(
+            model=model.name,
+            server_version=__version__,
+            model_type=model.info.model_type,
+            dtype=model.info.dtype,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            has_chat_template=model.engine.text.has_chat_template,
+            defaults=protocol.default_params(facts.defaults),
+            max_num_seqs=model.info.max_num_seqs,
+            embeds=model.embeds,
+        )
+
+    async def get_loads(self, request: pb.GetLoadsRequest) -> pb.GetLoadsResponse:
+        model = self.models.get(request.model)
+        stats = await engine_stats(model)
+        return pb.GetLoadsResponse(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_usage=stats.kv_usage,
+            num_requests=model.engine.num_requests,
+            prompt_tokens=stats.prompt_tokens,
+            output_tokens=stats.output_tokens,
+            num_preemptions=stats.num_preemptions,
+            admitted_tokens=stats.admitted_tokens,
+            cached_tokens=stats.cached_tokens,
+            num_refused=stats.num_refused,
+            disk_usage=stats.lower_usage,
+            blocks_stored=stats.num_stored,
+            blocks_found_on_disk=stats.num_raised,
+            blocks_swapped=stats.num_swapped,
+            blocks_spilled=stats.num_spilled,
+            blocks_damaged=stats.num_damaged,
+            length_error=stats.length_error,
+            length_error_of_mean=stats.length_error_of_mean,
+            step_cost_error=stats.cost_error,
+            num_restarts=model.supervisor.num_restarts,
+        )
+
+    async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(
+            models=[
+                pb.ModelStatus(model=entry.name, state=entry.state, reason=reason_of(entry))
+                for entry in self.models.entries()
+            ]
+        )
+
+    async def load_model(self, request: pb.LoadModelRequest) -> pb.LoadModelResponse:
+        started = time.monotonic()
+        await self.models.load(request.model)
+        return pb.LoadModelResponse(seconds=time.monotonic() - started)
+
+    async def unload_model(self, request: pb.UnloadModelRequest) -> pb.UnloadModelResponse:
+        await self.models.unload(request.model)
+        return pb.UnloadModelResponse()
+
+    async def sleep_model(self, request: pb.SleepModelRequest) -> pb.SleepModelResponse:
+        await self.models.sleep(request.model)
+        return pb.SleepModelResponse()
+
+    async def wake_model(self, request: pb.WakeModelRequest) -> pb.WakeModelResponse:
+        started = time.monotonic()
+        await self.models.wake(request.model)
+        return pb.WakeModelResponse(seconds=time.monotonic() - started)
+
+    def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest) -> AsyncGenerator[pb.KvEventBatch, None]:
+        """The batches that follow; which is the first is settled when this returns."""
+        events = self.models.get(request.model).kv_events
+        if events is None:
+            raise EventsOff("this server does not collect KV events; start it with --kv-events grpc, or an endpoint")
+        start = request.start_sequence if request.HasField("start_sequence") else events.end
+        return protocol.kv_batches(events.follow(start), events.epoch)
+
+    async def _prompt(self, model: ServedModel, request: pb.GenerateRequest | pb.ScoreRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            model.check_length(len(request.token_ids.ids), room=1 if isinstance(request, pb.GenerateRequest) else 0)
+            return list(request.token_ids.ids)
+        if kind == "text":
+            return await model.encode(request.text)
+        if kind == "chat":
+            goes_on = isinstance(request, pb.GenerateRequest)
+            variables = {"add_generation_prompt": goes_on}
+            return await model.encode_chat(protocol.chat_messages(request.chat), variables)
+        raise RequestError("the request has no prompt; set one of text, token_ids or chat")
+
+
+async def engine_stats(model: ServedModel) -> EngineStats:
+    """The engine's counters of now; of a model that sleeps all are 0. Raises EngineUnavailable."""
+    return EngineStats() if model.state == "asleep" else await model.engine.stats()
+
+
+def reason_of(entry: ModelEntry) -> str:
+    """Why a model is not served, as the caller may know it: why one cannot be loaded names files of the server."""
+    key = CALLER.get().key
+    if entry.state != "unloaded" or not entry.reason or (key is not None and key.admin):
+        return entry.reason
+    return "it cannot be loaded; the server's log has the details"
+
+
+def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=protocol.logprobs(piece.logprobs) if piece.logprobs else None,
+        finish_reason=protocol.FINISH_REASONS[piece.finish_reason],
+        usage=usage,
+    )
+
+
+# -------------------------------------------------------------------------------------- answers of many entries
+
+
+def _num_entries(rows: Sequence[Logprobs]) -> int:
+    return len(rows) * (1 + len(rows[0].top)) if rows else 0
+
+
+def _rows(rows: Sequence[Logprobs]) -> Iterator[list[pb.TokenLogprobs]]:
+    return (protocol.logprobs(part) for part in pieces(rows, 1 + len(rows[0].top) if rows else 1))
+
+
+def _with_prompt(response: pb.GenerateResponse, rows: Sequence[Logprobs]) -> Iterator[pb.GenerateResponse]:
+    yield response
+    for part in _rows(rows):
+        yield pb.GenerateResponse(prompt_logprobs=part)
+
+
+def _whole(
+    answer: pb.CompleteResponse, outputs: Sequence[pb.Completion], rows: Sequence[Logprobs]
+) -> Iterator[pb.CompleteResponse]:
+    yield answer
+    for output in outputs:
+        yield pb.CompleteResponse(outputs=[output])
+    for part in _rows(rows):
+        yield pb.CompleteResponse(prompt_logprobs=part)
+
+
+def _scores(ids: Sequence[int], rows: Sequence[Logprobs]) -> Iterator[pb.ScoreResponse]:
+    for part in pieces(ids):
+        yield pb.ScoreResponse(token_ids=part)
+    for of_part in _rows(rows):
+        yield pb.ScoreResponse(logprobs=of_part)
+
+
+def _input_of(model: ServedModel, number: int, given: pb.EmbedInput) -> str | list[int]:
+    """A text or token ids. Raises RequestError."""
+    kind = given.WhichOneof("input")
+    if kind is None:
+        raise RequestError(f"inputs[{number}] is empty; set text or token_ids")
+    if kind == "text":
+        return given.text
+    model.check_length(len(given.token_ids.ids), room=0)
+    return list(given.token_ids.ids)
+
+
+def _embeddings(vectors: Vectors) -> Iterator[pb.EmbedResponse]:
+    for row in vectors.values:
+        yield pb.EmbedResponse(embeddings=[pb.Embedding(values=row.tolist())])
+    yield pb.EmbedResponse(usage=pb.Usage(prompt_tokens=vectors.num_tokens))

@@ -1,0 +1,111 @@
+"""Between the messages of inference.proto and the runtime's own types."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+
+from inferc.errors import RequestError
+from inferc.runtime.kv_cache.events import CacheEvent, Removed, Stored
+from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, check_num_items, from_request
+from inferc.serve.kv_events.log import Numbered, block_number
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+
+FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+}
+MAX_REQUEST_ID = 128
+
+
+def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the client set, over the model's generation defaults. Raises RequestError naming the field at fault."""
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name == "logit_bias":
+            check_num_items(field.name, len(value))
+            values["logit_bias"] = dict(value)
+        elif field.name != "unlimited":
+            if not isinstance(value, (bool, int, float, str)):
+                check_num_items(field.name, len(value))  # before they are taken out one by one
+                value = tuple(value)
+            values[field.name] = value
+    if message.unlimited:
+        if message.HasField("max_tokens"):
+            raise RequestError("max_tokens and unlimited are both set; leave one out")
+        values["max_tokens"] = None
+    return from_request(values, defaults)
+
+
+def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
+    """The conversation as a chat template takes it."""
+    if not chat.messages:
+        raise RequestError("chat has no messages; give at least one")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def num_top(message: Message, field: str, default: int) -> int:
+    """How many likeliest tokens are asked for. Raises RequestError."""
+    if not message.HasField(field):
+        return default
+    found = int(getattr(message, field))
+    if not 1 <= found <= MAX_LOGPROBS:
+        raise RequestError(f"{field} is {found}; expected 1 to {MAX_LOGPROBS}")
+    return found
+
+
+def request_id(message: pb.GenerateRequest | pb.ScoreRequest) -> str:
+    return checked_id("request_id", message.request_id)
+
+
+def checked_id(name: str, given: str) -> str:
+    """What a client calls its request, which comes back with every part of the answer. Raises RequestError for a long one."""
+    if len(given) > MAX_REQUEST_ID:
+        raise RequestError(f"{name} has {len(given)} characters; at most {MAX_REQUEST_ID} are allowed")
+    return given
+
+
+def logprobs(found: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=one.token_id,
+            logprob=one.logprob,
+            rank=one.rank,
+            top=[pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in one.top],
+        )
+        for one in found
+    ]
+
+
+def default_params(defaults: Mapping[str, Any]) -> pb.SamplingParams:
+    """A model's generation defaults as GetModelInfo shows them."""
+    return pb.SamplingParams(**dict(defaults))
+
+
+async def kv_batches(batches: AsyncGenerator[Numbered, None], epoch: int) -> AsyncGenerator[pb.KvEventBatch, None]:
+    async with aclosing(batches):
+        async for numbered in batches:
+            events = [_kv_event(event) for event in numbered.batch.events]
+            yield pb.KvEventBatch(sequence=numbered.sequence, epoch=epoch, time=numbered.batch.time, events=events)
+
+
+def _kv_event(event: CacheEvent) -> pb.KvEvent:
+    if isinstance(event, Stored):
+        stored = pb.KvBlocksStored(
+            block_hashes=map(block_number, event.names),
+            parent_block_hash=None if event.parent is None else block_number(event.parent),
+            token_ids=np.frombuffer(event.token_ids, "<i4").tolist(),
+            block_size=event.block_size,
+            medium=event.medium,
+            cache_salt=event.salt,
+        )
+        return pb.KvEvent(stored=stored)
+    if isinstance(event, Removed):
+        return pb.KvEvent(removed=pb.KvBlocksRemoved(block_hashes=map(block_number, event.names), medium=event.medium))
+    return pb.KvEvent(cleared=pb.KvBlocksCleared())

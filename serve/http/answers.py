@@ -1,0 +1,113 @@
+"""A generating request over HTTP, from its body to an object or to server-sent events, whatever interface it came by."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import Request, Response
+
+from inferc.runtime.openai.answer import Answer
+from inferc.runtime.openai.request import OpenAIRequest
+from inferc.serve.http.edge import ClientLeft, Receive, Scope, Send, while_client_waits
+from inferc.serve.http.openai_answering import MANY_TOLD, Answering
+from inferc.serve.models.long_texts import in_text_thread
+from inferc.serve.models.models import ServedModel
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}
+}
+WRITTEN_AT_ONCE = 1 << 18  # bytes: a fraction of a millisecond
+
+
+async def _write(send: Send, data: bytes, more: bool) -> None:
+    """Write a part of a body as the client reads it: all of a long one at once, the event loop would copy it."""
+    if len(data) <= WRITTEN_AT_ONCE:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        return
+    view = memoryview(data)
+    for at in range(0, len(view), WRITTEN_AT_ONCE):
+        part = view[at : at + WRITTEN_AT_ONCE]
+        await send({"type": "http.response.body", "body": part, "more_body": more or at + len(part) < len(view)})
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _write(send, bytes(self.body), more=False)
+
+
+class Events(Response):
+    """Server-sent events. The first one was made before the headers are sent, so an error before it is no stream."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._first, self._rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with while_client_waits(receive), aclosing(self._rest) as rest:
+                await _write(send, self._first, more=True)
+                async for data in rest:
+                    # Waits while the client does not read; the streams gather what comes meanwhile.
+                    await _write(send, data, more=True)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientLeft:
+            return
+
+
+class Form(Protocol):
+    """How an interface tells what was generated: all of it as an object, or as events while it comes.
+
+    `events` closes the request when it is over; what is wrong before the first event is raised.
+    """
+
+    def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]: ...
+
+    def events(self, answering: Answering) -> AsyncGenerator[bytes, None]: ...
+
+
+def _whole(form: Form, answering: Answering, answers: list[Answer]) -> Json:
+    return Json(form.whole(answering, answers))
+
+
+def _num_told(answering: Answering, answers: list[Answer]) -> int:
+    """About how many tokens an answer tells of, those that are told as likely ones included."""
+    outputs = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+    return answering.num_entries + outputs * (1 + (answering.params.logprobs or 0))
+
+
+async def answered(
+    http: Request, model: ServedModel, request: OpenAIRequest, name: str, form: Form, is_streamed: bool
+) -> Response:
+    """Answer a request in this form. name: the answer's id, PREFIX-… or PREFIX_…, which makes the engine's name of it."""
+    given = http.scope["request_id"]
+    prefix, random = name[:-24], name[-24:]
+    # A client may use its id for several requests; the engine's are one by one.
+    answering = Answering(model, request, f"{prefix}{given}-{random[:8]}" if given else name)
+    http.scope["started"]()  # what follows waits for others: threads, the engine
+    is_handed_over = False
+    try:
+        async with while_client_waits(http.receive):
+            await answering.start()
+            if not is_streamed:
+                answers = await answering.answers()
+                make = partial(_whole, form, answering, answers)
+                return make() if _num_told(answering, answers) <= MANY_TOLD else await in_text_thread(make)
+            events = form.events(answering)
+            first = await anext(events)
+        is_handed_over = True
+        return Events(first, events)
+    finally:
+        if not is_handed_over:
+            answering.close()

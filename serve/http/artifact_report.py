@@ -1,0 +1,170 @@
+"""What an artifact tells of itself, for the page: its passes, certificate, memory and kernels, and the program after each pass."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from inferc.config import available_cores
+from inferc.cost.formulas import CostLog, PassCost, Step
+from inferc.errors import ArtifactError, InfercError, RequestError
+from inferc.manifest import CERTIFICATE, COSTS
+from inferc.runtime.artifact.load import Artifact
+from inferc.serve.models.long_texts import Turns
+from inferc.serve.models.models import ServedModel
+from inferc.system.json_text import parse_json
+
+log = logging.getLogger(__name__)
+
+GRAPH = re.compile(r"graph/(?:[^/]+/)?((\d+)_([^/]+))\.txt")
+INPUT_LEN, CONTEXT = 1024, 4096  # of the two steps whose bytes are told, as far as the model takes them
+STATS_SECONDS = 1.0
+READING = Turns("what artifacts tell of themselves")
+
+
+async def story(model: ServedModel) -> dict[str, Any]:
+    """All but the programs' texts. `kv_bytes` is null while no engine runs; `unreadable` names files that cannot be read."""
+    found = await READING.run(partial(of_artifact, model.artifact))
+    return {
+        "name": model.name,
+        "fingerprint": model.fingerprint,
+        "state": model.state,
+        **found,
+        "memory": await _memory(model),
+    }
+
+
+def graph_text(artifact: Artifact, name: str) -> bytes:
+    """The program after a pass, as text; `name` as `story` has it. Raises RequestError for one that is not there."""
+    graphs = _graphs(artifact)
+    if name not in graphs:
+        raise RequestError(f"graph {name!r:.80}: this artifact has {', '.join(graphs) or 'none'}")
+    return artifact.read(graphs[name])
+
+
+def _graphs(artifact: Artifact) -> dict[str, str]:
+    """Names of programs, in order of their passes, and their files; of several ranks those of the first."""
+    matches = (GRAPH.fullmatch(name) for name in artifact.manifest["files"])
+    found: dict[str, str] = {}
+    for match in sorted(filter(None, matches), key=lambda match: (int(match[2]), match[0])):
+        found.setdefault(match[1], match[0])
+    return found
+
+
+def of_artifact(artifact: Artifact) -> dict[str, Any]:
+    """What its files tell."""
+    manifest, files = artifact.manifest, artifact.manifest["files"]
+    model, graphs = manifest["model"], list(_graphs(artifact))
+    unreadable: list[str] = []
+    certificate = _told_by(artifact, CERTIFICATE, _certificate, unreadable)
+    passes = _told_by(artifact, COSTS, lambda data: _passes(CostLog.from_json(data), graphs), unreadable)
+    if passes is None:
+        rows = [{**row, "decode": None, "prefill": None} for row in manifest["passes"]]
+        passes = {"workload": None, "passes": _with_graphs(rows, graphs[1:])}
+    facts = ("model_type", "architecture", "num_parameters", "num_attention_layers", "vocab_size", "hidden_size")
+    return {
+        "model": {name: model.get(name) for name in (*facts, "quantization")},
+        "targets": manifest["targets"],
+        "host": manifest["host"],
+        "producer": manifest["producer"],
+        "format_version": manifest["format_version"],
+        "sha256": manifest["sha256"],
+        "determinism": manifest.get("determinism"),
+        "config": manifest["config"],
+        **passes,
+        "certificate": certificate,
+        "kernels": manifest["kernels"],
+        "files": {"number": len(files), "bytes": sum(entry["bytes"] for entry in files.values())},
+        "unreadable": unreadable,
+    }
+
+
+def _told_by(
+    artifact: Artifact, name: str, made: Callable[[Any], dict[str, Any]], unreadable: list[str]
+) -> dict[str, Any] | None:
+    """What is made of one of its JSON files; None without one, and of one that was harmed, which is noted and logged."""
+    if name not in artifact.manifest["files"]:
+        return None
+    try:
+        return made(parse_json(artifact.read(name)))
+    except (ArtifactError, ValueError, LookupError, TypeError, AttributeError) as error:
+        log.error("%s of %s cannot be read: %s: %s", name, artifact.path, type(error).__name__, error)
+        unreadable.append(name)
+        return None
+
+
+def _certificate(data: dict[str, Any]) -> dict[str, Any]:
+    """Raises KeyError for one without what the page shows."""
+    rows = [{**row, **{name: row[name] for name in ("name", "ran_by", "ok")}} for row in data["rows"]]
+    shown = {name: data[name] for name in ("ok", "scope", "num_positions", "budgets")}
+    others = {name: value for name, value in data.items() if name != "prompts"}
+    return {**others, **shown, "rows": rows, "num_prompts": len(data["prompts"])}
+
+
+def _passes(costs: CostLog, graphs: list[str]) -> dict[str, Any]:
+    """`workload` says which steps the passes' numbers are of."""
+    longest = costs.facts.max_model_len
+    workload = {"input_len": min(INPUT_LEN, longest), "batch": 1, "context": min(CONTEXT, longest)}
+    steps = {
+        "decode": Step.decode(workload["batch"], workload["context"]),
+        "prefill": Step.prefill(workload["input_len"]),
+    }
+    rows = [_row(row, steps) for row in (costs.captured, *costs.passes)]
+    return {"workload": workload, "passes": _with_graphs(rows, graphs)}
+
+
+def _with_graphs(rows: list[dict[str, Any]], graphs: list[str]) -> list[dict[str, Any]]:
+    names = {name.partition("_")[2]: name for name in graphs}
+    return [{**row, "graph": names.get(row["name"])} for row in rows]
+
+
+def _row(row: PassCost, steps: dict[str, Step]) -> dict[str, Any]:
+    header = {name: getattr(row, name) for name in ("name", "rewrites", "nodes_before", "nodes_after")}
+    return {**header, **{name: _work(row, step) for name, step in steps.items()}}
+
+
+def _work(row: PassCost, step: Step) -> dict[str, int]:
+    """What the kernels of a step read and write, each its inputs and results once, and its arithmetic."""
+
+    def total(*formulas: str) -> int:
+        return round(
+            sum(count * sum(step.evaluate(getattr(op, name)) for name in formulas) for op, count in row.ops.items())
+        )
+
+    return {
+        "kernels": sum(row.ops.values()),
+        "bytes": total("weights", "cache", "activations"),
+        "flops": total("flops"),
+    }
+
+
+async def _memory(model: ServedModel) -> dict[str, Any]:
+    artifact, config = model.artifact, model.config
+    seqs, device = config.max_num_seqs, artifact.manifest["targets"][0].partition(":")[0]
+    tokens = config.token_budget(device)
+    threads = available_cores() if config.num_threads == "auto" else config.num_threads
+    groups = artifact.whole_kv_groups
+    found = {
+        "weights_bytes": sum(len(data) for data in artifact.maps.values()),
+        "arena_bytes": sum(rank.memory.reserved_bytes(tokens, seqs, threads) for rank in artifact.ranks),
+        "arena_for": {"num_tokens": tokens, "num_seqs": seqs, "num_threads": threads},
+        "kv_bytes": None,
+        "kv_tokens": None,
+        "kv_bytes_per_token": sum(rank.kv_bytes_per_token for rank in artifact.ranks),
+        "kv_groups": groups,
+        "block_size": artifact.block_size,
+        "max_model_len": artifact.max_model_len,
+    }
+    try:
+        stats = await asyncio.wait_for(model.engine.stats(), STATS_SECONDS)
+    except (InfercError, asyncio.TimeoutError):
+        return found
+    sizes = [count * stats.block_size for count in stats.num_blocks]
+    if len(sizes) == len(groups):
+        found["kv_bytes"] = sum(size * int(group["bytes_per_token"]) for size, group in zip(sizes, groups, strict=True))
+        found["kv_tokens"] = min(sizes, default=None)
+    return found

@@ -1,0 +1,140 @@
+"""The bodies of HTTP requests: read as JSON, large ones beside the event loop, and described for `/openapi.json`.
+
+What their fields may be is one table for all who take OpenAI's bodies (runtime/openai/fields.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from email.message import Message
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from inferc.errors import RequestError
+from inferc.runtime.openai import fields as openai_fields
+from inferc.runtime.openai.fields import Fields
+from inferc.serve.http import large_json
+from inferc.serve.http.edge import ClientLeft
+
+SMALL_BYTES = 64 << 10  # some milliseconds, whatever it is
+NO_OBJECT = "the body is no JSON object; send one, with the header content-type: application/json"
+# One at a time: threads that are busy all at once would wait for each other, and the event loop for all of them.
+_LARGE = ThreadPoolExecutor(1, "inferc-bodies")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Body:
+    """A request's JSON object."""
+
+    values: Mapping[str, Any]
+    is_large: bool
+
+    async def read_as(self, make: Callable[[Mapping[str, Any]], Result]) -> Result:
+        """What `make` reads in it, beside the event loop where that may take long."""
+        if not self.is_large:
+            return make(self.values)
+        return await asyncio.get_running_loop().run_in_executor(_LARGE, copy_context().run, make, self.values)
+
+
+async def read_body(request: Request) -> Body:
+    """The body of a request. Raises RequestError for one that is no JSON object, HTTPException for one that is compressed, and
+    ClientLeft."""
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise ClientLeft("the client left before all of its body was here") from None
+    if (encoding := request.headers.get("content-encoding", "")) not in ("", "identity"):
+        raise HTTPException(415, f"the body is encoded (content-encoding: {encoding:.40}); send it as it is")
+    if not data or not _is_json(request.headers.get("content-type", "")):
+        raise RequestError(NO_OBJECT)
+    is_large = len(data) > SMALL_BYTES
+    if is_large:
+        request.scope["started"]()  # its turn is another one: small ones do not wait for it
+        value = await asyncio.get_running_loop().run_in_executor(_LARGE, _parse, data)
+    else:
+        value = _parse(data)
+    if not isinstance(value, dict):
+        raise RequestError(NO_OBJECT)
+    return Body(value, is_large)
+
+
+def _is_json(content_type: str) -> bool:
+    """A page of another site cannot send this type without asking, so another type is not taken for it."""
+    message = Message()
+    message["content-type"] = content_type
+    return content_type != "" and (
+        message.get_content_type() == "application/json"
+        or (message.get_content_maintype() == "application" and message.get_content_subtype().endswith("+json"))
+    )
+
+
+def _parse(data: bytes) -> Any:
+    """Raises RequestError for what is no JSON."""
+    try:
+        return json.loads(data) if len(data) <= SMALL_BYTES else large_json.loads(data)
+    except json.JSONDecodeError as error:
+        where = "" if len(data) > SMALL_BYTES else f" at character {error.pos}"
+        raise RequestError(f"the body is not JSON: {error.msg}{where}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not JSON: it is not {error.encoding}: {error.reason}") from None
+    except RecursionError:
+        raise RequestError("the body is not JSON that is read here: it is nested too deeply") from None
+    except ValueError as error:  # of numbers
+        raise RequestError(f"the body is not JSON that is read here: {str(error).partition(';')[0]}") from None
+
+
+# ------------------------------------------------------------------------------------------------- description
+
+BODIES: Mapping[str, Fields] = {
+    "CompletionBody": openai_fields.COMPLETION,
+    "ChatBody": openai_fields.CHAT,
+    "ResponseBody": openai_fields.RESPONSE,
+    "TokenizeBody": openai_fields.TOKENIZE,
+    "DetokenizeBody": openai_fields.DETOKENIZE,
+    "EmbeddingBody": openai_fields.EMBEDDING,
+}
+
+
+def described(name: str) -> dict[str, Any]:
+    """What a route says of its body in the OpenAPI description; the schema itself is `describe`'s."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def describe(app: FastAPI) -> None:
+    """Add the schemas of bodies to the description that an application makes of itself."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = plain()
+        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update({name: _schema(name, fields) for name, fields in BODIES.items()})
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI has it done
+
+
+def _schema(name: str, fields: Fields) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for each, field in fields.items():
+        schema = field.kind.schema
+        if schema and not field.is_required:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        properties[each] = {**schema, **({"description": field.note} if field.note else {})}
+    required = [each for each, field in fields.items() if field.is_required]
+    return {
+        "title": name,
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": True,  # what would change the answer is refused by name
+    }

@@ -1,0 +1,262 @@
+"""What surrounds every HTTP request: its id, limits, errors as OpenAI's objects, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+
+from inferc.errors import InfercError
+from inferc.runtime.openai.answer import field_of
+from inferc.serve.http.address import is_of_this_network
+from inferc.serve.http.web_page import is_page
+from inferc.serve.models.async_engine import SHUTDOWN
+from inferc.serve.models.queue_forecast import ARRIVED_AT
+from inferc.serve.models.streams import EngineUnavailable
+from inferc.serve.observe.trace_context import note_trace
+from inferc.serve.security.access import ANYBODY, CALLER, OPEN, Access, Unauthenticated, secret_of
+from inferc.serve.statuses import OUR_FAULT, Told, told
+from inferc.serve.under_way import UnderWay
+from inferc.system.logging import REQUEST_ID, REQUEST_ID_FORM
+
+log = logging.getLogger(__name__)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 64 << 20
+STARTS_AT_ONCE = 8
+SHORT_BYTES = 8 << 10  # of a body: longer ones take milliseconds to read, and one of them begins at once
+BODIES_AT_ONCE = 16  # of the largest size, in memory
+RETRY = {"retry-after": "1"}
+CLIENT_LEFT = 499  # nobody reads it; logs and counts do
+KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ClientLeft(InfercError):
+    """The client closed its connection before it was answered."""
+
+
+class Edge:
+    """ASGI around the application: gives every request an id, which is the answer's `x-request-id` and `scope["request_id"]`,
+    refuses bodies that are too large, and lets no exception out."""
+
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        max_body_bytes: int,
+        access: Access,
+        ended: Callable[[str, str], None] = lambda path, status: None,
+        checks_host: bool = False,
+        under_way: UnderWay | None = None,
+    ) -> None:
+        """ended: hears of every response that began, by the path of its route and its status. checks_host: refuse what a web page
+        from elsewhere could ask. under_way: counts requests whose body has come."""
+        self._app, self._access, self._ended = app, access, ended
+        # Streams end in waves, and their clients ask again in waves: beyond so many the next ones wait for a turn of the event loop,
+        # or everybody else would wait for all of them.
+        self._gate, self._gate_of_long = asyncio.Semaphore(STARTS_AT_ONCE), asyncio.Semaphore(1)
+        self._max_body_bytes = max_body_bytes
+        self._num_held = 0  # bytes of bodies of requests that are under way
+        self._checks_host = checks_host
+        self._under_way = under_way or UnderWay()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        ARRIVED_AT.set(scope.get("arrived_at") or time.monotonic())  # with its head, as the protocol says
+        scope["path"] = scope["path"].rstrip("/") or "/"  # a redirect would not know what scheme a proxy is asked by
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""
+        name = scope["request_id"] or f"req-{secrets.token_hex(12)}"
+        REQUEST_ID.set(name)
+        of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
+        note_trace((name, value.decode("latin-1")) for name, value in of_trace)
+        has_begun, size, held, caller = False, 0, 0, ANYBODY
+        gate: asyncio.Semaphore | None = None  # a place of which it has, as it starts
+        is_counted = False
+
+        def started() -> None:
+            nonlocal gate
+            if gate is not None:
+                gate.release()
+                gate = None
+
+        scope["started"] = started
+
+        def let_go() -> None:
+            nonlocal held
+            self._num_held, held = self._num_held - held, 0
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal size, held, gate, is_counted
+            message = await receive()
+            count = len(message.get("body", b""))
+            size, held, self._num_held = size + count, held + count, self._num_held + count
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            if self._num_held > BODIES_AT_ONCE * self._max_body_bytes:
+                raise HTTPException(503, "the server holds too much of others' bodies; try again later", RETRY)
+            if size and not message.get("more_body", False) and message["type"] == "http.request":
+                is_counted = True
+                self._under_way.begin()
+                wanted = self._gate if size <= SHORT_BYTES else self._gate_of_long
+                await wanted.acquire()  # with all of the body here: no slow client holds a place
+                gate = wanted
+            return message
+
+        async def named(message: MutableMapping[str, Any]) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                if any(name == b"content-length" for name, _ in message.get("headers", ())):  # all of it was made
+                    let_go()
+                route = scope.get("route")
+                self._ended("other" if route is None else route.path, str(message["status"]))
+                more = [(b"x-request-id", name.encode("latin-1")), *caller.headers()]
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
+
+        try:
+            host = headers.get(b"host", b"").decode("latin-1")
+            if self._checks_host and not is_of_this_network(host):
+                raise HTTPException(
+                    403,
+                    f"Host: found {host!r:.80}, and a server without keys answers to this machine's names only, for its user's sake:"
+                    " ask localhost or an address, or serve with --api-keys, or with --insecure if something in front checks who asks",
+                )
+            length = headers.get(b"content-length", b"0")
+            if length.isdigit() and int(length) > self._max_body_bytes:
+                raise self._too_large()
+            if scope["path"] not in OPEN and not is_page(scope["path"]):
+                caller = self._access.caller(_secret(headers))
+                CALLER.set(caller)
+            await self._app(scope, counted, named)
+        except Unauthenticated as error:
+            await response_of(told(error))(scope, receive, named)
+        except HTTPException as error:
+            await error_of_http(error)(scope, receive, named)
+        except asyncio.CancelledError:  # by the end of the server alone; uvicorn would tell of it as of a mistake
+            if not has_begun:
+                await response_of(told(EngineUnavailable(SHUTDOWN.late)))(scope, receive, named)
+        except Exception:
+            log.exception("an HTTP request failed")
+            if not has_begun:
+                await error_response(500, OUR_FAULT, "server_error")(scope, receive, named)
+        finally:
+            let_go()
+            started()
+            if is_counted:
+                self._under_way.end()
+
+    def _too_large(self) -> HTTPException:
+        limit = self._max_body_bytes
+        return HTTPException(413, f"the body has more than {limit} bytes; send fewer prompts at once, or token ids")
+
+
+def _secret(headers: Mapping[bytes, bytes]) -> str | None:
+    """The API key that came with a request."""
+    if b"authorization" in headers:
+        return secret_of(headers[b"authorization"].decode("latin-1"))
+    return headers[b"x-api-key"].decode("latin-1") if b"x-api-key" in headers else None
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def error_response(
+    status: int,
+    message: str,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # As ASCII: a message may quote half of a surrogate pair that the client sent.
+    return Response(json.dumps(body).encode(), status, headers, "application/json")
+
+
+def response_of(found: Told) -> Response:
+    status, headers = found.status, {}
+    if status.http == 401:
+        headers["www-authenticate"] = "Bearer"
+    if status.http == 429 and found.retry_after is None:
+        headers["x-should-retry"] = "false"  # as OpenAI's clients read it: they try every 429 again otherwise
+    if found.retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(found.retry_after)))  # whole seconds, by the standard
+    return error_response(status.http, found.message, status.kind, field_of(found.message), status.code, headers)
+
+
+def body_of(error: Exception) -> dict[str, Any]:
+    """The object that tells of an error in the middle of a stream."""
+    found = told(error)
+    code = found.status.code or found.status.http
+    return {
+        "error": {
+            "message": found.message,
+            "type": found.status.kind,
+            "param": field_of(found.message),
+            "code": code,
+        }
+    }
+
+
+async def on_inferc_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientLeft):
+        return Response(status_code=CLIENT_LEFT)
+    return response_of(told(error))
+
+
+async def on_our_fault(request: Request, error: Exception) -> Response:
+    """Of what nobody expected; whoever calls the application hears of the error itself."""
+    return error_response(500, OUR_FAULT, "server_error")
+
+
+def error_of_http(error: HTTPException) -> Response:
+    kind = KINDS.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
+    return error_response(error.status_code, str(error.detail), kind, headers=error.headers)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_of_http(error)
+
+
+# ------------------------------------------------------------------------------------------ clients that leave
+
+
+@asynccontextmanager
+async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
+    """Cancel what is inside when the client closes its connection, and raise ClientLeft instead. The body has been read."""
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if has_left:
+            raise ClientLeft("the client left") from None
+        raise
+    finally:
+        watching.cancel()

@@ -1,0 +1,164 @@
+"""One OpenAI request at work: its prompts tokenized, scored where that is asked for, and answered, all at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from inferc.errors import RequestError
+from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
+from inferc.runtime.openai.request import OpenAIRequest, Prompt
+from inferc.runtime.step.plan import Logprobs
+from inferc.serve.http.openai_chunks import Growing
+from inferc.serve.http.told_json import ToldPrompt, check_likely, check_told, told_prompt
+from inferc.serve.models.long_texts import in_text_thread
+from inferc.serve.models.models import TEXTS_AT_ONCE, ServedModel
+from inferc.serve.models.streams import Piece, Stream
+from inferc.serve.models.tasks import gather_some
+
+OPENED_AT_ONCE = 32  # streams: some milliseconds
+MANY_TOLD = 1 << 12  # tokens or characters that an answer tells: some milliseconds
+MANY_LISTED = 1 << 12  # token ids of the parameters of streams that are opened at once
+
+
+class Answering:
+    """The streams of a request; close it when done, whatever happened. Choice i of prompt p has the index p * n + i."""
+
+    def __init__(self, model: ServedModel, request: OpenAIRequest, request_id: str = "") -> None:
+        """Raises as AsyncEngine.check_open."""
+        self.model, self.request = model, request
+        self.params = request.params
+        self._request_id = request_id
+        self._news = asyncio.Event()
+        self._streams: list[Stream] = []
+        self._prompts: list[ToldPrompt] = []
+        self.num_entries = 0  # that all choices tell of their prompts
+        model.check_open(self.params, len(request.prompts))
+
+    async def start(self) -> None:
+        """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open, and RequestError where more would be
+        told than one answer tells."""
+        ids = await self._encoded()
+        num_tokens = sum(map(len, ids))
+        self.num_entries = check_told(self.request, self._top, num_tokens, 0)  # before work for what is too much
+        texts = [await self._text(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)]
+        check_told(self.request, self._top, num_tokens, sum(map(len, texts)))
+        self._prompts = await gather_some(self._told, list(zip(texts, ids, strict=True)), TEXTS_AT_ONCE)
+        if self.request.generates:
+            at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))
+            for number, each in enumerate(ids):
+                if number % at_once == at_once - 1:
+                    await asyncio.sleep(0)  # others have their turn: there may be a thousand
+                name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
+                self._streams.append(self.model.open(each, self.params, name, self._news))
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, int, Piece], None]:
+        """(prompt, choice, piece) of all of them as they come. Raises what ends one of the streams."""
+        n, left = self.params.n, dict(enumerate(self._streams))
+        if not self.request.generates:
+            for index in range(len(self._prompts) * n):
+                await asyncio.sleep(0)  # others have their turn
+                yield index // n, index, Piece(index % n, "", [], "length", [])
+        while left:
+            await self._news.wait()
+            self._news.clear()
+            for number, stream in list(left.items()):
+                while (piece := stream.take()) is not None:
+                    yield number, number * n + piece.index, piece
+                if stream.is_done:
+                    del left[number]
+
+    async def answers(self) -> list[Answer]:
+        """All of it at once. Raises RequestError as soon as it is more than one answer tells."""
+        outputs = [[Growing(index) for index in range(self.params.n)] for _ in self._prompts]
+        num_entries = 0
+        async for number, _, piece in self.pieces():
+            outputs[number][piece.index].add(piece)
+            num_entries += self.num_likely(piece)
+            self.check_likely(num_entries)
+        return [
+            Answer(self._prompts[number].num_tokens, self._num_cached(number), [each.so_far() for each in of_prompt])
+            for number, of_prompt in enumerate(outputs)
+        ]
+
+    def usage(self, counts: dict[int, int]) -> list[Usage]:
+        """What has been counted so far, by prompt; counts: output tokens of each."""
+        return [self.usage_of(number, counts.get(number, 0)) for number in range(len(self._prompts))]
+
+    def usage_of(self, number: int, count: int) -> Usage:
+        """The same of one prompt. count: its output tokens."""
+        return Usage(self._prompts[number].num_tokens, self._num_cached(number), count)
+
+    def num_likely(self, piece: Piece) -> int:
+        """How many tokens and likely tokens a piece tells of."""
+        return len(piece.logprobs) * (1 + (self.params.logprobs or 0))
+
+    def check_likely(self, num_entries: int) -> None:
+        """End the request, and raise RequestError, where it has come to tell more than one answer does."""
+        check_likely(num_entries, self._streams)
+
+    def told(self, number: int) -> ToldPrompt:
+        """What is told of a prompt."""
+        return self._prompts[number]
+
+    def token(self, token_id: int) -> Token:
+        data = self.model.engine.text.token_bytes(token_id)
+        return data.decode(errors="replace"), list(data)
+
+    def _num_cached(self, number: int) -> int:
+        return self._streams[number].num_cached if self._streams else 0
+
+    async def _encoded(self) -> list[list[int]]:
+        """Token ids of all prompts. Raises RequestError for one that is too long."""
+        prompts: Any = self.request.prompts
+        if self.request.kind == "chat":
+            return [await self.model.encode_chat(messages, self.request.template) for messages in prompts]
+        room = 1 if self.request.generates else 0
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                self.model.check_length(len(prompt), room)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        of_texts = iter(await self.model.encode_all(texts, self.request.add_special_tokens))
+        return [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    @property
+    def _top(self) -> int | None:
+        """Likely tokens of each place of a prompt; None: its log probabilities are not asked for."""
+        of_echo = self.params.logprobs if self.request.echo else None
+        wanted = [top for top in (of_echo, self.request.prompt_logprobs) if top is not None]
+        return max(wanted, default=None)
+
+    async def _text(self, prompt: Prompt, ids: list[int]) -> str:
+        """A prompt's text, where it is echoed."""
+        if not self.request.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else await in_text_thread(partial(self.model.decode, ids, False))
+
+    async def _told(self, prompt: tuple[str, list[int]]) -> ToldPrompt:
+        """What is told of a prompt of this text, where it is echoed, and these ids."""
+        text, ids = prompt
+        request, params, top = self.request, self.params, self._top
+        rows: list[Logprobs] | None = None if top is None else []  # nothing comes before the only token
+        if top is not None and not ids:
+            raise RequestError("prompt: it is empty; give at least one token")
+        if top is not None and len(ids) > 1:
+            rows = (await self.model.score(ids, max(top, 1), cache_salt=params.cache_salt, n=params.n)).rows
+        elif not request.generates:
+            self.model.count(len(ids), params.n)
+
+        def make() -> ToldPrompt:
+            offsets: list[int] = []
+            if request.echo and rows is not None:
+                offsets = prompt_offsets(text, ids, self.token, self.model.engine.text.special_ids)
+            wanted = [replace(row, top=()) for row in rows] if rows and not top else rows
+            return told_prompt(request, EchoedPrompt(text, ids, wanted, offsets), self.token)
+
+        is_much = len(text) + len(ids) * (1 + (top or 0)) > MANY_TOLD
+        return await in_text_thread(make) if is_much else make()

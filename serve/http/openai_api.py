@@ -1,0 +1,274 @@
+"""OpenAI's HTTP interface over the models of a server, and vLLM's additions that clients use."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from inferc import __version__
+from inferc.errors import RequestError, shown
+from inferc.runtime.openai import fields as openai_fields
+from inferc.runtime.openai.answer import Answer, response_body
+from inferc.runtime.openai.fields import check_fields
+from inferc.runtime.openai.request import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    OpenAIRequest,
+    check_is_no_chat,
+    embedding_inputs,
+    model_of,
+    parse_request,
+)
+from inferc.runtime.step.sampling_params import of_chat
+from inferc.serve.http.answers import STREAMED, Json, answered
+from inferc.serve.http.bodies import described, read_body
+from inferc.serve.http.edge import body_of, while_client_waits
+from inferc.serve.http.openai_answering import MANY_TOLD, Answering
+from inferc.serve.http.openai_chunks import DONE, Chunks, event
+from inferc.serve.http.responses_api import responses_routes
+from inferc.serve.http.told_json import chat_lists, items, listed
+from inferc.serve.models import text_calls
+from inferc.serve.models.embedding import Vectors, embed
+from inferc.serve.models.long_texts import BY_TURNS, in_text_thread
+from inferc.serve.models.models import Models, ServedModel
+from inferc.serve.security.access import CALLER
+
+OWNER = "inferc"
+
+
+def openai_routes(models: Models) -> APIRouter:
+    """Every path of the interface."""
+    routes = APIRouter()
+
+    # ------------------------------------------------------------------------------------------ generating
+
+    @routes.post(COMPLETIONS, tags=["openai"], responses=STREAMED, openapi_extra=described("CompletionBody"))
+    async def completions(request: Request) -> Response:
+        """Continue one prompt or several."""
+        return await _generate(models, COMPLETIONS, request)
+
+    @routes.post(CHAT, tags=["openai"], responses=STREAMED, openapi_extra=described("ChatBody"))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation, by the model's chat template."""
+        return await _generate(models, CHAT, request)
+
+    routes.include_router(responses_routes(models))
+
+    @routes.post(EMBEDDINGS, tags=["openai"], response_model=None, openapi_extra=described("EmbeddingBody"))
+    async def embeddings(request: Request) -> Response:
+        """Vectors of texts, where the model makes them."""
+        body = await read_body(request)
+        inputs = await body.read_as(embedding_inputs)
+        values = body.values
+        model = models.get(values.get("model") or "")
+        form = values.get("encoding_format") or "float"
+        if form not in ("float", "base64"):
+            raise RequestError(f"encoding_format is {shown(form, 40)}; expected float or base64")
+        request.scope["started"]()  # what follows waits for the engine
+        async with while_client_waits(request.receive):
+            vectors = await embed(model, inputs, values.get("dimensions"))
+        return await in_text_thread(partial(_embeddings, model.name, vectors, form))
+
+    # -------------------------------------------------------------------------------------------- models
+
+    @routes.get("/v1/models", tags=["openai"])
+    async def list_models() -> Json:
+        """The models that are served."""
+        return Json({"object": "list", "data": [_model(model) for model in models.served]})
+
+    @routes.get("/v1/models/{name:path}", tags=["openai"])
+    async def get_model(name: str) -> Json:
+        return Json(_model(models.get(name)))
+
+    # ---------------------------------------------------------------------------------------------- text
+
+    @routes.post("/tokenize", tags=["text"], openapi_extra=described("TokenizeBody"))
+    async def tokenize(http: Request) -> Json:
+        """Token ids of a prompt or a conversation, as the model would get them."""
+        body = await read_body(http)
+        values = body.values
+        check_fields(values, openai_fields.TOKENIZE)
+        model = models.get(values.get("model") or "")
+        prompt = values.get("prompt")
+        if (prompt is None) == (values.get("messages") is None):
+            http.scope["started"]()
+            raise RequestError("prompt: expected one of prompt and messages")
+        if prompt is not None:
+            check_is_no_chat(values)
+            http.scope["started"]()
+            special = values.get("add_special_tokens") is not False
+            async with while_client_waits(http.receive):
+                ids = await text_calls.tokenize(model, prompt, special)
+        else:
+            request = await body.read_as(partial(parse_request, CHAT, is_served=True))
+            http.scope["started"]()
+            messages: Any = request.prompts[0]
+            async with while_client_waits(http.receive):
+                ids = await text_calls.tokenize_chat(model, messages, request.template)
+        make = partial(_tokens, model, ids, bool(values.get("return_token_strs")))
+        async with while_client_waits(http.receive):
+            return make() if len(ids) <= MANY_TOLD else await BY_TURNS.run(make)
+
+    @routes.post("/detokenize", tags=["text"], openapi_extra=described("DetokenizeBody"))
+    async def detokenize(http: Request) -> Json:
+        """The text of token ids."""
+        body = await read_body(http)
+        await body.read_as(partial(check_fields, fields=openai_fields.DETOKENIZE))
+        values = body.values
+        model = models.get(values.get("model") or "")
+        http.scope["started"]()
+        skip, ids = bool(values.get("skip_special_tokens")), values["tokens"]
+        async with while_client_waits(http.receive):
+            return await text_calls.detokenize(model, ids, lambda: Json({"prompt": model.decode(ids, skip)}))
+
+    @routes.get("/tokenizer_info", tags=["text"])
+    async def tokenizer_info(model: str = "") -> Json:
+        """Special tokens and the chat template."""
+        served = models.get(model)
+        text, facts = served.engine.text, served.engine.facts
+        return Json(
+            {
+                **text.facts,
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": facts.max_model_len,
+                "vocab_size": facts.vocab_size,
+                "eos_token_ids": list(facts.eos_token_ids),
+                "chat_template": text.template_source,
+            }
+        )
+
+    # -------------------------------------------------------------------------------------------- server
+
+    @routes.get("/health", tags=["server"], response_class=Response)
+    @routes.get("/ready", include_in_schema=False)
+    @routes.head("/health", include_in_schema=False)
+    @routes.head("/ready", include_in_schema=False)
+    async def health() -> Response:
+        """200 while requests are taken, else 503."""
+        return Response(status_code=200 if models.is_serving else 503)
+
+    @routes.get("/live", tags=["server"], response_class=Response)
+    @routes.head("/live", include_in_schema=False)
+    async def live() -> Response:
+        """200 as long as the server needs no restart: 503 once an engine was given up."""
+        return Response(status_code=503 if models.is_broken else 200)
+
+    @routes.get("/version", tags=["server"])
+    async def version() -> Json:
+        return Json({"version": __version__})
+
+    return routes
+
+
+def _model(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.info.created,
+        "owned_by": OWNER,
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.engine.facts.max_model_len,
+    }
+
+
+def _embeddings(model: str, vectors: Vectors, form: str) -> Json:
+    """The answer, written a vector at a time: all at once would keep others waiting for a third of a second."""
+    data = []
+    for index, row in enumerate(vectors.values):
+        value: Any = row.tolist() if form == "float" else base64.b64encode(row.astype("<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": msgspec.Raw(msgspec.json.encode(value))})
+    usage = {"prompt_tokens": vectors.num_tokens, "total_tokens": vectors.num_tokens}
+    return Json({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _tokens(model: ServedModel, ids: list[int], is_spelled: bool) -> Json:
+    """What a text was tokenized to."""
+
+    def spelled(part: Sequence[int]) -> list[str]:
+        return [model.engine.text.token_bytes(token).decode(errors="replace") for token in part]
+
+    facts = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len}
+    strings = {"token_strs": listed(items(ids, spelled))} if is_spelled else {}
+    return Json({**facts, "tokens": listed(items(ids)), **strings})
+
+
+async def _generate(models: Models, url: str, http: Request) -> Response:
+    body = await read_body(http)
+    model = models.get(model_of(body.values))
+    of_model = model.engine.facts.defaults
+    defaults = CALLER.get().limits.defaults(of_chat(of_model) if url == CHAT else of_model)
+    request = await body.read_as(partial(parse_request, url, is_served=True, defaults=defaults))
+    form = _Completions(secrets.token_hex(12), int(time.time()), model, body.values.get("stream_options") or {})
+    return await answered(http, model, request, form.id_of(request), form, bool(body.values.get("stream")))
+
+
+@dataclass(frozen=True)
+class _Completions:
+    """Completions and chats: an object, or its chunks. name: makes its id. options: of the stream."""
+
+    name: str
+    created: int
+    model: ServedModel
+    options: Mapping[str, Any]
+
+    def id_of(self, request: OpenAIRequest) -> str:
+        return f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{self.name}"
+
+    def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
+        """What is long was made JSON in pieces, and is put in as that."""
+        request, token = answering.request, answering.token
+        outputs = [output for answer in answers for output in answer.outputs]
+        plain = [replace(each, outputs=[replace(output, logprobs=None) for output in each.outputs]) for each in answers]
+        found = response_body(request, plain, self.name, self.model.name, self.created, token)
+        for index, (choice, output) in enumerate(zip(found["choices"], outputs, strict=True)):
+            if request.kind == "completion":
+                choice.update(answering.told(index // request.num_outputs).choice(output, token))
+            elif output.logprobs is not None:
+                choice["logprobs"] = chat_lists(output.logprobs, token)
+        of_chat = answering.told(0).fields if request.kind == "chat" else {}
+        return {**found, **of_chat, "system_fingerprint": self.model.fingerprint}
+
+    async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """The stream's events; what is wrong before the first of them is raised, later it is an event of its own."""
+        head = {
+            "id": self.id_of(answering.request),
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
+        }
+        with_usage = bool(self.options.get("include_usage"))
+        continuous = bool(self.options.get("continuous_usage_stats"))
+        chunks = Chunks(answering.request, head, answering.token, with_usage, continuous)
+        counts: dict[int, int] = {}
+        has_begun = False
+        try:
+            async with aclosing(answering.pieces()) as pieces:
+                async for number, index, piece in pieces:
+                    counts[number] = counts.get(number, 0) + len(piece.token_ids)
+                    usage = answering.usage_of(number, counts[number]) if continuous else None
+                    told = answering.told(number)
+                    if answering.num_entries > MANY_TOLD and not chunks.has_begun(index):
+                        yield await in_text_thread(partial(chunks.of, index, piece, told, usage))
+                    else:
+                        yield chunks.of(index, piece, told, usage)
+                    has_begun = True
+            if with_usage:
+                yield chunks.usage(answering.usage(counts))
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield event(body_of(error))
+        finally:
+            answering.close()
+        yield DONE

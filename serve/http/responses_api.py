@@ -1,0 +1,192 @@
+"""OpenAI's Responses API over the models of a server: text in, text out, nothing stored."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.openai.answer import Answer, Usage, chat_logprobs
+from inferc.runtime.openai.request import model_of
+from inferc.runtime.openai.responses import (
+    RESPONSES,
+    ResponseHead,
+    parse_response_request,
+    status_of,
+    text_part,
+)
+from inferc.runtime.step.sampling_params import of_chat
+from inferc.serve.http.answers import STREAMED, answered
+from inferc.serve.http.bodies import described, read_body
+from inferc.serve.http.edge import body_of
+from inferc.serve.http.openai_answering import MANY_TOLD, Answering
+from inferc.serve.http.openai_chunks import Growing
+from inferc.serve.http.told_json import chat_lists
+from inferc.serve.models.long_texts import in_text_thread
+from inferc.serve.models.models import Models
+from inferc.serve.security.access import CALLER
+
+FIRST_PART: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def responses_routes(models: Models) -> APIRouter:
+    """Every path of the interface."""
+    routes = APIRouter()
+
+    @routes.post(RESPONSES, tags=["openai"], responses=STREAMED, openapi_extra=described("ResponseBody"))
+    async def create_response(http: Request) -> Response:
+        """Answer a conversation; nothing of it is stored."""
+        body = await read_body(http)
+        model = models.get(model_of(body.values))
+        defaults = CALLER.get().limits.defaults(of_chat(model.engine.facts.defaults))
+        request = await body.read_as(partial(parse_response_request, defaults=defaults))
+        form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, body.values)
+        return await answered(http, model, request, f"resp_{form.name}", form, bool(body.values.get("stream")))
+
+    @routes.get(f"{RESPONSES}/{{response_id}}", tags=["openai"])
+    @routes.delete(f"{RESPONSES}/{{response_id}}", tags=["openai"])
+    @routes.post(f"{RESPONSES}/{{response_id}}/cancel", tags=["openai"])
+    @routes.get(f"{RESPONSES}/{{response_id}}/input_items", tags=["openai"])
+    async def stored_response(response_id: str) -> Response:
+        """404: nothing is stored."""
+        raise HTTPException(
+            404, f"there is no response {response_id!r:.80}: nothing is stored here; keep what {RESPONSES} answers"
+        )
+
+    return routes
+
+
+@dataclass(frozen=True)
+class _ResponseForm:
+    """A response, or the typed events of its stream. name: makes its ids."""
+
+    name: str
+    created: int
+    model: str
+    body: Mapping[str, Any]
+
+    def _head(self, answering: Answering) -> ResponseHead:
+        params = answering.params
+        return ResponseHead(
+            f"resp_{self.name}",
+            f"msg_{self.name}",
+            self.created,
+            self.model,
+            self.body,
+            float(params.temperature),
+            float(params.top_p),
+        )
+
+    def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
+        (output,) = answers[0].outputs
+        return _whole(self._head(answering), _part(output, answering), output, answering)
+
+    async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """What is wrong before the first of them is raised, later it is how the response fails."""
+        head, output = self._head(answering), Growing(0)
+        events = _Events(head.message_id)
+        begun, num_entries = b"", 0
+        try:
+            async with aclosing(answering.pieces()) as pieces:
+                async for _, _, piece in pieces:
+                    num_entries += answering.num_likely(piece)
+                    answering.check_likely(num_entries)
+                    begin = b"" if begun else _begin(events, head)
+                    begun = begun or begin
+                    output.add(piece)
+                    delta = b""
+                    if piece.text or piece.logprobs:
+                        rows = chat_logprobs(piece.logprobs, answering.token)["content"]
+                        delta = events.of_part("response.output_text.delta", delta=piece.text, logprobs=rows)
+                    if data := begin + delta:
+                        yield data
+            ends = _ends(events, head, output.so_far(), answering)
+            while data := await _made(partial(next, ends, b""), num_entries):
+                yield data
+        except Exception as error:
+            if not begun:
+                raise
+            yield await _made(partial(_failed, events, head, output.so_far(), answering, error), num_entries)
+        finally:
+            answering.close()
+
+
+async def _made(make: Callable[[], bytes], num_entries: int) -> bytes:
+    """What `make` makes of so many tokens and likely tokens, beside the event loop where they are many."""
+    return make() if num_entries <= MANY_TOLD else await in_text_thread(make)
+
+
+class _Events:
+    """Makes events one after another, with their numbers."""
+
+    def __init__(self, message_id: str) -> None:
+        self._message_id = message_id
+        self._count = 0
+
+    def of(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._count, **fields}
+        self._count += 1
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(body))
+
+    def of_part(self, kind: str, **fields: Any) -> bytes:
+        """Of the one part of the one message."""
+        return self.of(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
+
+
+def _begin(events: _Events, head: ResponseHead) -> bytes:
+    response = head.response("in_progress")
+    return b"".join(
+        (
+            events.of("response.created", response=response),
+            events.of("response.in_progress", response=response),
+            events.of("response.output_item.added", output_index=0, item=head.message("in_progress")),
+            events.of_part("response.content_part.added", part=FIRST_PART),
+        )
+    )
+
+
+def _part(output: CompletionOutput, answering: Answering) -> dict[str, Any]:
+    """The part that is the text, with its log probabilities as JSON that was made in pieces."""
+    part = text_part(replace(output, logprobs=None), answering.token)
+    return {**part, "logprobs": chat_lists(output.logprobs or (), answering.token)["content"]}
+
+
+def _whole(
+    head: ResponseHead, part: Mapping[str, Any], output: CompletionOutput, answering: Answering
+) -> dict[str, Any]:
+    """The response that is over."""
+    status = status_of(output)
+    return head.response(status, [head.message(status, [part])], _usage(output, answering))
+
+
+def _ends(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> Iterator[bytes]:
+    """The last events, each made as it is asked for: all of the text, and its log probabilities, are in every one."""
+    part, status = _part(output, answering), status_of(output)
+    yield events.of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+    yield events.of_part("response.content_part.done", part=part)
+    yield events.of("response.output_item.done", output_index=0, item=head.message(status, [part]))
+    yield events.of(f"response.{status}", response=_whole(head, part, output, answering))
+
+
+def _failed(
+    events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering, error: Exception
+) -> bytes:
+    found = body_of(error)["error"]
+    kind = "rate_limit_exceeded" if found["type"] == "rate_limit_error" else "server_error"
+    message = found["message"].encode("ascii", "backslashreplace").decode()  # which may quote half of a surrogate pair
+    item = head.message("incomplete", [_part(output, answering)])
+    response = head.response("failed", [item], _usage(output, answering), {"code": kind, "message": message})
+    return events.of("response.failed", response=response)
+
+
+def _usage(output: CompletionOutput, answering: Answering) -> Usage:
+    return answering.usage_of(0, len(output.token_ids))

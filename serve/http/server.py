@@ -1,0 +1,133 @@
+"""The HTTP endpoint: OpenAI's interface (openai_api.py) by FastAPI and uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from inferc import __version__
+from inferc.errors import InfercError
+from inferc.serve.http.acceptor import Acceptor
+from inferc.serve.http.bodies import describe
+from inferc.serve.http.connections import Connection, Connections
+from inferc.serve.http.edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_our_fault
+from inferc.serve.http.openai_api import openai_routes
+from inferc.serve.http.slow_clients import Protocol
+from inferc.serve.http.web_page import page_routes
+from inferc.serve.models.models import Models
+from inferc.serve.observe.metrics_page import MetricsPage
+from inferc.serve.security.access import Access
+from inferc.serve.under_way import UnderWay
+
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
+
+
+def make_app(
+    models: Models,
+    metrics: MetricsPage,
+    access: Access,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    checks_host: bool = False,
+    under_way: UnderWay | None = None,
+) -> Any:
+    """The ASGI application of a server's models. checks_host, under_way: as Edge's."""
+    app = FastAPI(
+        title="inferc",
+        description="OpenAI's interface over compiled models.",
+        version=__version__,
+        # The pages about it would fetch scripts from elsewhere; /openapi.json is there for tools.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the edge takes them away
+    )
+    app.include_router(openai_routes(models))
+    app.include_router(page_routes(models))
+    describe(app)
+    app.add_route("/metrics", _metrics_route(metrics), include_in_schema=False)
+    app.add_exception_handler(InfercError, on_inferc_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_our_fault)
+
+    def ended(path: str, status: str) -> None:
+        metrics.responses[path, status] += 1
+
+    return Edge(app, max_body_bytes, access, ended, checks_host, under_way)
+
+
+def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Response]]:
+    async def page(request: Request) -> Response:
+        data, content_type = await metrics.render(request.headers.get("accept", ""))
+        return Response(data, media_type=content_type)
+
+    return page
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application on a socket that is bound already, and leaves signals to whoever runs it."""
+
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        context: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        """context: of TLS. max_connections: at the same time; None: any number. max_body_bytes: as the application's."""
+        self.connections = Connections(max_connections)
+        config = uvicorn.Config(
+            app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        config.load()
+        config.ssl = context
+        super().__init__(config)
+        self._listener, self._max_body_bytes = listener, max_body_bytes
+        self._acceptor: Acceptor | None = None  # while connections are taken
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])  # uvicorn has none to accept on: that is done here
+        self._acceptor = Acceptor(self._listener, self.connections, self._begin, self.config.ssl is None)
+
+    async def _begin(self, connection: Connection) -> None:
+        config, state = self.config, self.lifespan.state
+        make = partial(
+            Protocol, config, self.server_state, state, connection=connection, max_body_bytes=self._max_body_bytes
+        )
+        await asyncio.get_running_loop().connect_accepted_socket(make, connection, ssl=config.ssl)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
+
+    async def run_until_stopped(self) -> None:
+        """Returns after `stop`, when the open requests have ended."""
+        with suppress(SystemExit):  # uvicorn's way to say that it could not start, which it has logged
+            await self.serve([self._listener])
+
+    def stop(self, at_once: bool = False) -> None:
+        """Take no more connections and end when the open requests have, or cut them off."""
+        self.should_exit = True
+        self.force_exit = self.force_exit or at_once

@@ -1,0 +1,101 @@
+"""The page at `/`: a playground, a dashboard and the artifact's story.
+
+Its files are as they are written, without a build step, and ask nobody but this server. They need no key; what they
+ask for with a key that somebody typed in does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+from inferc.errors import ArtifactError
+from inferc.serve.http.artifact_report import READING, graph_text, story
+from inferc.serve.models.models import Models
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).with_name("web")
+FILES = "/web/"  # where the page's files are
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Nothing from elsewhere is loaded or asked, no other site may frame it, and no text that a model wrote runs.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # asked for again each time, and answered with 304: an upgraded server has one page
+}
+
+
+@dataclass(frozen=True)
+class PageFile:
+    data: bytes
+    media_type: str
+    etag: str
+
+    @staticmethod
+    def read(path: Path) -> PageFile:
+        data = path.read_bytes()
+        return PageFile(data, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:32]}"')
+
+    def answer(self, headers: Mapping[str, str]) -> Response:
+        more = {**HEADERS, "etag": self.etag}
+        if self.etag in headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=more)
+        return Response(self.data, media_type=self.media_type, headers=more)
+
+
+def is_page(path: str) -> bool:
+    """Whether it is a part of the page, which needs no key."""
+    return path == "/" or path.startswith(FILES)
+
+
+def page_routes(models: Models) -> APIRouter:
+    """The page's files, and what an artifact tells of itself."""
+    files = {path.name: PageFile.read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES}
+    routes = APIRouter()
+
+    @routes.get("/", include_in_schema=False)
+    async def index(request: Request) -> Response:
+        return files["index.html"].answer(request.headers)
+
+    @routes.get(FILES + "{name}", include_in_schema=False)
+    async def file(name: str, request: Request) -> Response:
+        if name not in files:
+            raise HTTPException(404, f"the page has no file {name!r:.80}")
+        return files[name].answer(request.headers)
+
+    @routes.get("/artifact", tags=["server"])
+    async def artifact(model: str = "") -> Response:
+        """What the compiler did: passes, certificate, memory, kernels."""
+        found = await story(models.get(model))
+        return Response(json.dumps(found).encode(), media_type="application/json")
+
+    @routes.get("/artifact/graphs/{name}", tags=["server"])
+    async def graph(name: str, model: str = "") -> Response:
+        """The program after a pass, as text."""
+        try:
+            text = await READING.run(partial(graph_text, models.get(model).artifact, name))
+        except ArtifactError as error:
+            log.error("%s", error)
+            raise HTTPException(503, f"graph {name!r:.80} cannot be read: its file is damaged or gone") from None
+        return Response(text, media_type="text/plain; charset=utf-8")
+
+    return routes

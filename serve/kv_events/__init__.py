@@ -1,0 +1,1 @@
+"""KV events for those who route by them."""

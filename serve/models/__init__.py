@@ -1,0 +1,1 @@
+"""The models of a server and the requests at work on them."""

@@ -1,0 +1,70 @@
+"""Vectors of several texts at once, for both interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferc.errors import RequestError
+from inferc.runtime.step.sampling_params import check_integer
+from inferc.serve.models.long_texts import in_text_thread
+from inferc.serve.models.models import ServedModel
+
+MAX_INPUTS = 2048
+MAX_DIMENSIONS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """[inputs, dimensions], and the tokens that were read for them."""
+
+    values: NDArray[np.float32]
+    num_tokens: int
+
+
+async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimensions: Any = None) -> Vectors:
+    """The vector of each input, cut to `dimensions`. Raises RequestError, and as ServedModel.embed."""
+    check_inputs(model, len(inputs))
+    if dimensions is not None:
+        check_integer("dimensions", dimensions, 1, MAX_DIMENSIONS)
+    for each in inputs:
+        if not isinstance(each, str):
+            model.check_length(len(each), room=0)
+    of_texts = iter(await model.encode_all([each for each in inputs if isinstance(each, str)]))
+    ids = [next(of_texts) if isinstance(each, str) else each for each in inputs]
+    rows = await model.embed(ids)
+    values = await in_text_thread(lambda: np.stack([np.array(each, np.float32) for each in rows]))
+    if dimensions is not None:
+        if dimensions > values.shape[1]:
+            raise RequestError(f"dimensions is {dimensions}; the model's vectors have {values.shape[1]}")
+        values = values[:, :dimensions]
+        if model.pooling is not None and model.pooling.normalize:
+            values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
+    return Vectors(values, sum(map(len, ids)))
+
+
+def check_inputs(model: ServedModel, count: int) -> None:
+    """Raise RequestError for a model that makes no vectors, and for more texts than are taken at once."""
+    _check_embeds(model)
+    if not 1 <= count <= MAX_INPUTS:
+        raise RequestError(f"input: found {count} texts; expected 1 to {MAX_INPUTS}")
+
+
+def _check_embeds(model: ServedModel) -> None:
+    """Raise RequestError for a model that makes no vectors: it was not made for them, or is not run where they are made."""
+    if model.embeds:
+        return
+    if model.artifact.model.get("pooling") is None:
+        raise RequestError(
+            f"input: model {model.name} makes no vectors of texts, it generates text; use a model that was made for it"
+        )
+    target, ranks = model.artifact.manifest["targets"][0], len(model.artifact.ranks)
+    found = f"target {target}" if ranks == 1 else f"target {target} in {ranks} ranks"
+    raise RequestError(
+        f"input: model {model.name} was made for vectors of texts, but compiled for {found} it makes none: that takes the cpu"
+        " target in one rank, and a last norm whose rows are floating-point numbers"
+    )

@@ -1,0 +1,389 @@
+"""Requests at work: an answer as it comes, a text that is being scored, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from inferc.errors import InfercError, ObjectiveError, RequestError
+from inferc.runtime.engine.loop import Event, Sink
+from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.step.sequence import Output
+from inferc.runtime.text.tokenizer import TextStream
+from inferc.serve.models.metrics import Ended, Outcome
+from inferc.serve.models.queue_forecast import ARRIVED_AT
+from inferc.serve.models.tasks import RequestTimeout
+
+if TYPE_CHECKING:
+    from inferc.serve.models.async_engine import AsyncEngine
+
+
+LIKELY_AT_ONCE = 1 << 12  # of a piece: to make it an event takes some milliseconds
+MAX_UNREAD = 1 << 20  # of an answer that is not read as fast as it comes, each some 120 bytes
+
+
+class EngineUnavailable(InfercError):
+    """The engine takes no requests: the server shuts down, or the engine died. retry_after: seconds until it may be back."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class NoPlace(EngineUnavailable):
+    """The model sleeps, and none of those that are awake made room in time."""
+
+
+class QueueFull(InfercError):
+    """Too many sequences are running or waiting. retry_after: seconds until there may be room."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestAborted(InfercError):
+    """Somebody else ended the request."""
+
+
+class RequestIdInUse(RequestError):
+    """A request of this id is still running."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came for output `index` since the piece before it. The last piece of an output has a finish_reason."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[Logprobs]
+
+
+@dataclass
+class _Pending:
+    """What of an output the reader has not taken yet."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    num_likely: int = 0  # tokens and likely tokens that these tell of
+    finish_reason: str | None = None
+    shows: bool = False  # says anything: text, log probabilities, the end
+
+    def piece(self, index: int) -> Piece:
+        return Piece(index, "".join(self.texts), self.token_ids, self.finish_reason, self.logprobs)
+
+
+class EngineLike(Protocol):
+    """What AsyncEngine asks of an engine (an EngineClient); nothing here waits. Sinks are called on any thread."""
+
+    @property
+    def stopped(self) -> str | None: ...
+
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str: ...
+
+    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def embed(self, token_ids: Sequence[int], sink: Sink) -> str: ...
+
+    def ask_stats(self, sink: Sink) -> str: ...
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the serving side must know of the model."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
+
+
+class StepNote(NamedTuple):
+    """A step that brought something: when it came here, the engine's number of it, how long it took on the device, and what
+    for."""
+
+    at: float
+    step: int
+    seconds: float
+    output: int
+    num_tokens: int
+
+
+class Stream:
+    """One request's answer, to be iterated once.
+
+    request_id is the client's name for it; the engine's own (`engine_id`) is never used twice, so what is still on its
+    way for a request of the same name cannot come here. What the reader has not taken is merged, into pieces of LIKELY_AT_ONCE
+    likely tokens at most, so that a slow reader stalls nobody; who leaves MAX_UNREAD of them is given up.
+
+    news: set when there is something to take; several streams that are read together share one.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        news: asyncio.Event | None = None,
+        owner: str = "",
+        on_over: Callable[[int], None] = lambda output_tokens: None,
+    ) -> None:
+        """owner: whose it is, and who may abort it. on_over is called once, when it is over."""
+        self.request_id = request_id
+        self.owner = owner
+        self.on_over = on_over
+        self.timer: asyncio.TimerHandle | None = None  # of its time limit
+        self.traced: object = None  # what traces it keeps with it
+        self.steps: list[StepNote] | None = None  # noted where it is traced
+        self.engine_id = ""  # until it is started
+        self.num_starts = 0
+        self.num_sequences = params.n
+        self.num_listed = params.num_listed
+        self.prompt_len = len(prompt_token_ids)
+        self.opened_at = time.monotonic()
+        self.arrived_at = ARRIVED_AT.get() or self.opened_at  # at the server: before its prompt was tokenized
+        self._first_at = [math.nan] * params.n
+        self._last_at = [math.nan] * params.n
+        self._counts = [0] * params.n
+        self._queue_seconds: float | None = None
+        self._reason = ""  # of an output that ended
+        self.num_cached = 0  # of the prompt's tokens
+        self.num_forgotten: dict[int, int] = {}  # tokens that the last one of each sequence did not see
+        self._engine = engine
+        self._prompt: Sequence[int] | None = prompt_token_ids  # until something came: it is not started again then
+        self._params = params
+        self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
+        self._running = set(range(params.n))
+        self._pending: dict[int, deque[_Pending]] = {}
+        self._num_unread = 0  # likely tokens in there
+        self._error: InfercError | None = None
+        self._news = news or asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._running) and self._error is None
+
+    def ended(self) -> Ended:
+        """What is to be counted of it, now that it is over."""
+        outcome: Outcome = "left"
+        if isinstance(self._error, RequestAborted):
+            outcome = "aborted"
+        elif isinstance(self._error, RequestError):
+            outcome = "invalid"
+        elif isinstance(self._error, ObjectiveError | QueueFull | NoPlace):
+            outcome = "refused"
+        elif self._error is not None:
+            outcome = "error"
+        elif not self._running:
+            outcome = "length" if self._reason == "length" else "stop"
+        return Ended(
+            outcome,
+            self.arrived_at,
+            self.prompt_len,
+            self.num_cached,
+            self._first_at,
+            self._last_at,
+            self._counts,
+            self._queue_seconds,
+            self._params.ttft_ms,
+            self._params.tbt_ms,
+            "objective" if isinstance(self._error, ObjectiveError) else "",
+            self.opened_at - self.arrived_at,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Outputs of which nothing has come."""
+        return self._counts.count(0)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(self._counts)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether it can be started (again): its reader has seen nothing of it."""
+        return self._prompt is not None
+
+    def start(self, client: EngineLike, sink: Sink) -> None:
+        assert self._prompt is not None
+        self.engine_id = client.add(self._prompt, self._params, sink, self.request_id)
+
+    def take_event(self, event: Event, now: float) -> None:
+        if isinstance(event, Output):
+            self.push(event, now)
+
+    def push(self, output: Output, now: float) -> None:
+        """Take what a step brought, at this time of the monotonic clock."""
+        if output.index not in self._running or self._error is not None:  # it ended while this was on its way
+            return
+        self._prompt = None
+        if output.num_cached is not None and output.index == 0:
+            self.num_cached, self._queue_seconds = output.num_cached, output.queue_seconds
+        self._count(output.index, len(output.token_ids), now)
+        if self.steps is not None:
+            note = StepNote(now, output.step, output.step_seconds, output.index, len(output.token_ids))
+            self.steps.append(note)
+        if output.num_forgotten:
+            self.num_forgotten[output.index] = output.num_forgotten
+        delta = self._texts[output.index].push(output.token_ids, output.finish_reason)
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+            self._running.discard(output.index)
+            if output.finish_reason is None:
+                self._engine.abort_in_engine(self, output.index)
+        waiting = self._pending.get(output.index)
+        if waiting is None:
+            waiting = self._pending[output.index] = deque((_Pending(),))
+        elif waiting[-1].num_likely >= LIKELY_AT_ONCE:
+            waiting.append(_Pending())
+        pending = waiting[-1]
+        pending.texts.append(delta.text)
+        pending.token_ids += output.token_ids
+        if output.logprobs:
+            pending.logprobs += output.logprobs
+            self._count_likely(pending, len(output.logprobs) * (1 + (self._params.logprobs or 0)))
+        pending.finish_reason = delta.finish_reason
+        # What shows nothing yet (half a character, a possible stop string) waits for what completes it.
+        if delta.text or pending.logprobs or delta.finish_reason is not None:
+            pending.shows = True
+            self._news.set()
+
+    def _count(self, index: int, num_tokens: int, now: float) -> None:
+        if self._counts[index]:
+            self._engine.metrics.tbt.observe((now - self._last_at[index]) / max(1, num_tokens), num_tokens)
+        elif num_tokens:
+            self._first_at[index] = now
+            self._engine.queue.first_token(now)
+            if index == 0:
+                self._engine.metrics.ttft.observe(now - self.arrived_at)
+        self._counts[index] += num_tokens
+        self._last_at[index] = now
+
+    def _count_likely(self, pending: _Pending, count: int) -> None:
+        pending.num_likely += count
+        self._num_unread += count
+        if self._num_unread > MAX_UNREAD:
+            self.end(
+                RequestTimeout(
+                    f"{self._num_unread} tokens and likely tokens of this answer wait to be read; read faster"
+                )
+            )
+
+    def fail(self, error: InfercError) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+    def end(self, error: InfercError) -> None:
+        """End the request, if it still runs, for this reason."""
+        if self.is_open:
+            self._engine.abort_in_engine(self)
+            self.fail(error)
+
+    def close(self) -> None:
+        """End the request if it still runs. Call it when done, whatever happened."""
+        if self.is_open:
+            self._engine.abort_in_engine(self)
+        self._engine.forget(self)
+
+    def take(self) -> Piece | None:
+        """What there is of one of the outputs, or None. Raises what ended the request once all else is taken."""
+        for index in sorted(self._pending) if len(self._pending) > 1 else self._pending:
+            waiting = self._pending[index]
+            if waiting[0].shows:
+                pending = waiting.popleft()
+                if not waiting:
+                    del self._pending[index]
+                self._num_unread -= pending.num_likely
+                return pending.piece(index)
+        if self._error is not None:
+            raise self._error
+        return None
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more comes."""
+        return not self._running and not self._pending
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while True:
+            await self._news.wait()
+            if (piece := self.take()) is not None:
+                return piece
+            if not self._running:
+                raise StopAsyncIteration
+            self._news.clear()
+
+
+Result = TypeVar("Result")
+
+
+class Errand(Generic[Result]):
+    """A text that is computed and brings one thing: `result` waits for it.
+
+    start: sends it off, as EngineLike's method of the same kind; found: what an event brings, None for an event of another kind.
+    """
+
+    num_sequences = 1
+    num_listed = 0
+    can_start = True
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        send: Callable[[EngineLike, Sink], str],
+        found: Callable[[Event], Result | None],
+        request_id: str,
+        owner: str,
+    ) -> None:
+        self.request_id = request_id
+        self.owner = owner
+        self.engine_id = ""
+        self.num_starts = 0
+        self.opened_at = time.monotonic()
+        self._engine, self._send, self._found = engine, send, found
+        self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._result.done()
+
+    def start(self, client: EngineLike, sink: Sink) -> None:
+        self.engine_id = self._send(client, sink)
+
+    def take_event(self, event: Event, now: float) -> None:
+        found = self._found(event)
+        if found is not None and not self._result.done():
+            self._result.set_result(found)
+
+    def fail(self, error: InfercError) -> None:
+        if not self._result.done():
+            self._result.set_exception(error)
+
+    async def result(self) -> Result:
+        """What it brought; whoever is cancelled while waiting ends the work."""
+        try:
+            return await self._result
+        finally:
+            if self.is_open or self._result.cancelled():
+                self._engine.abort_in_engine(self)
+            self._engine.forget(self)
+
+
+Work: TypeAlias = Stream | Errand[Any]

@@ -1,0 +1,52 @@
+"""Text to token ids and back, asked for on their own, over both interfaces. Each is a request of its key's, and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from inferc.errors import RequestError
+from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.serve.models.long_texts import BY_TURNS, check_characters
+from inferc.serve.models.models import ServedModel
+from inferc.serve.security.access import CALLER
+
+MAX_TOKENS = 1 << 20
+
+Result = TypeVar("Result")
+
+
+async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Raises RequestError for a text that is too long, and as Caller.begin."""
+    check_characters(len(text), model.engine.facts.max_model_len)
+    with _counted():
+        return await model.encode(text, add_special_tokens, is_prompt=False)
+
+
+async def tokenize_chat(
+    model: ServedModel, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """The same of a conversation. variables: of its template."""
+    with _counted():
+        return await model.encode_chat(messages, variables, is_prompt=False)
+
+
+async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callable[[], Result]) -> Result:
+    """What `made` makes of the ids, in a thread, as there may be many. Raises RequestError for too many, and as Caller.begin."""
+    limit = max(MAX_TOKENS, model.engine.facts.max_model_len)
+    if len(token_ids) > limit:
+        raise RequestError(f"tokens: found {len(token_ids)}; at most {limit} are turned into text at once, send parts")
+    with _counted():
+        return await BY_TURNS.run(made)
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """As a request of no tokens: none are computed."""
+    caller = CALLER.get()
+    caller.begin(0, SamplingParams(max_tokens=1))
+    try:
+        yield
+    finally:
+        caller.end(0)

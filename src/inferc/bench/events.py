@@ -1,0 +1,158 @@
+"""Server-sent events of OpenAI's interface, and how many tokens came when.
+
+A few microseconds for each read of the connection: the load is made on the machine that it measures.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from inferc.bench.answers import CountedBy, shared_out
+
+DONE = b"[DONE]"
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        delta = self.delta
+        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Chunk(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+class StreamError(Exception):
+    """The server said within the stream that it failed, or sent what is no chunk."""
+
+
+class Events:
+    """Cuts a stream into the data of its events, wherever its parts begin and end."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """The data of the events that end in this part."""
+        lines = (self._rest + part).split(b"\n")
+        self._rest = lines.pop()
+        found = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                found.append(b"\n".join(self._data))
+                self._data.clear()
+        return found
+
+    def close(self) -> list[bytes]:
+        """The stream is over: an event that only lacks its empty line counts."""
+        return self.feed(b"\n\n") if self._rest or self._data else []
+
+
+class TokenCounter:
+    """How many tokens came when, of the chunks of one stream."""
+
+    def __init__(self) -> None:
+        self.is_done = False  # by a finish reason or the mark of the end
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self._events = Events()
+        self._decode = msgspec.json.Decoder(Chunk).decode
+        self._reads: list[tuple[float, int, int]] = []  # when, chunks with text, tokens so far
+        self._total: int | None = None
+        self._ended_at = 0.0
+        self._is_told: bool | None = None  # whether each chunk says how many tokens there are
+
+    def feed(self, part: bytes, now: float) -> None:
+        """Raises StreamError."""
+        self._take(self._events.feed(part), now)
+
+    def close(self, now: float) -> None:
+        self._take(self._events.close(), now)
+        self._ended_at = now
+
+    def _take(self, events: list[bytes], now: float) -> None:
+        chunks = 0
+        try:
+            for data in events:
+                chunks += self._chunk(data)
+        finally:  # also of those before an error
+            if chunks or self._is_told:
+                self._reads.append((now, chunks, self._total or 0))
+
+    def _chunk(self, data: bytes) -> int:
+        """How many choices in it have text."""
+        if data == DONE:
+            self.is_done = True
+            return 0
+        try:
+            chunk = self._decode(data)
+        except msgspec.DecodeError:  # of which a field of the wrong type is one
+            raise StreamError(f"not a chunk: {data[:120].decode(errors='replace')}") from None
+        if chunk.error is not None and bytes(chunk.error) != b"null":
+            raise StreamError(bytes(chunk.error)[:300].decode(errors="replace"))
+        count = sum(choice.has_text for choice in chunk.choices)
+        is_last = any(choice.finish_reason is not None for choice in chunk.choices)
+        tokens = None if chunk.usage is None else chunk.usage.completion_tokens
+        # The first chunk that is more than the role shows whether all tell. Its token may be no text: half of a character.
+        if self._is_told is None and (count or is_last or (chunk.choices and tokens)):
+            self._is_told = tokens is not None
+        self.is_done = self.is_done or is_last
+        if chunk.usage is not None:
+            self._note(chunk.usage)
+        return count
+
+    def _note(self, usage: Usage) -> None:
+        self._total = self._total if usage.completion_tokens is None else usage.completion_tokens
+        if usage.prompt_tokens is not None:
+            self.prompt_tokens = usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+    def messages(self) -> tuple[list[tuple[float, int]], CountedBy]:
+        """When tokens came, and how many, and how that is known."""
+        if self._is_told:
+            found, before = [], 0
+            for when, _, total in self._reads:
+                if total > before:
+                    found.append((when, total - before))
+                    before = total
+            return found, "told"
+        whens = [when for when, chunks, _ in self._reads for _ in range(chunks)] or self._at_the_end()
+        if not whens:
+            return [], "chunks"
+        counted: CountedBy = "chunks" if not self._total else "told" if self._total == len(whens) else "shared"
+        merged: dict[float, int] = {}
+        for when, count in zip(whens, shared_out(self._total or len(whens), len(whens)), strict=True):
+            merged[when] = merged.get(when, 0) + count
+        return [(when, count) for when, count in merged.items() if count], counted
+
+    def _at_the_end(self) -> list[float]:
+        """When the tokens of an answer came that shows none of them."""
+        return [self._ended_at] if self._total else []

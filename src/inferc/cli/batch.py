@@ -1,0 +1,215 @@
+"""`inferc batch`: a file of requests, answered by an artifact here or by a running server."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inferc.cli.common import (
+    INTERRUPTED,
+    Deterministic,
+    Isa,
+    Json,
+    KVMemory,
+    MaxBatchedTokens,
+    MaxSeqs,
+    Pin,
+    Policy,
+    PrefixCache,
+    SpecialTokensInText,
+    Threads,
+    TrustedKeys,
+    engine_options,
+    fail,
+    print_json,
+    progress,
+)
+from inferc.cli.top import ApiKey, Ca
+from inferc.errors import ConfigError, InfercError
+
+if TYPE_CHECKING:
+    from inferc.runtime.openai.batch_run import Backend, BatchRun
+
+ENDPOINT = re.compile(r"(?P<scheme>https?://)?(?P<address>(\[[^\]]+\]|[^/\\\s:]+):\d{1,5})/?")
+MAX_CONCURRENCY = 1024
+# Options of an engine in this process.
+OF_AN_ENGINE = (
+    *("threads", "isa", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "pin", "deterministic"),
+    *("prefix_cache", "policy", "trusted_keys", "special_tokens_in_text"),
+)
+OF_A_SERVER = ("api_key", "ca")
+
+
+def batch(
+    ctx: typer.Context,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN.jsonl",
+            help='Requests, an object a line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or'
+            ' "/v1/completions", "body": {"messages": […], "max_tokens": 64, …}}.',
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="OUT.jsonl", help="Answers, an object a line, by custom_id."),
+    ],
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            metavar="OUT|HOST:PORT",
+            help="An artifact, run in this process, or the gRPC endpoint of a running `inferc serve` (with TLS:"
+            " https://HOST:PORT), whose other clients go first.",
+        ),
+    ],
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            metavar="N",
+            help="Sequences that are open at once (a request has n for each prompt). In this process twice"
+            " --max-num-seqs if not given, on a server what it runs at once and an eighth more.",
+        ),
+    ] = None,
+    keep_order: Annotated[
+        bool,
+        typer.Option(
+            "--keep-order",
+            help="Ask in the order of the file. Else requests whose prompts begin alike go one after the other, so that"
+            " the prefix cache finds them.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace OUT.jsonl, and begin anew where OUT.jsonl.partial is of other requests."),
+    ] = False,
+    api_key: ApiKey = None,
+    ca: Ca = None,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    max_num_seqs: MaxSeqs = 64,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    kv_memory: KVMemory = "auto",
+    pin: Pin = False,
+    deterministic: Deterministic = False,
+    prefix_cache: PrefixCache = True,
+    policy: Policy = "fcfs",
+    special_tokens_in_text: SpecialTokensInText = "allow",
+    trusted_keys: TrustedKeys = None,
+    as_json: Json = False,
+) -> int:
+    """Answer a file of requests in OpenAI's batch form.
+
+    Answers come as they are done, into OUT.jsonl.partial, which becomes OUT.jsonl when all are there. After ^C, or whatever
+    else, the same command goes on where it was. A request that cannot be served is answered with status_code 400 and the
+    reason, and the others go on; a file that is not of this form is refused before anything is done.
+
+    The body's `model` is not looked at: --engine says who answers, and the answer names it. A server lets its other
+    clients go first: see docs/batch.md.
+    """
+    from inferc.runtime.openai.batch_file import BatchInput, BatchOutput
+    from inferc.runtime.openai.batch_run import BatchRun
+
+    if concurrency is not None and not 1 <= concurrency <= MAX_CONCURRENCY:
+        raise ConfigError(f"--concurrency {concurrency}: expected 1 to {MAX_CONCURRENCY}")
+    endpoint = None if Path(engine).exists() else _Endpoint.parse(engine, api_key, ca)
+    options = engine_options(
+        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache, policy),
+        trusted_keys=trusted_keys,
+    )
+    options["special_tokens_in_text"] = special_tokens_in_text
+    _check_options(ctx, engine, endpoint)
+    with progress("check") as report, BatchInput(source, report) as requests:
+        if out.exists() and out.samefile(source):
+            raise ConfigError(f"{out} is the file of requests; give the answers another name")
+        with BatchOutput(out, requests.fingerprint, force) as answers:
+            num_before = answers.totals.requests
+            try:
+                with _backend(engine, endpoint, concurrency, options) as backend:
+                    run = BatchRun(requests, answers, backend, report)
+                    run.run(requests.order(keep_order))
+            except KeyboardInterrupt:
+                done, total = answers.totals.requests, len(requests.lines)
+                return fail(f"interrupted; {done} of {total} are answered, the same command goes on", INTERRUPTED)
+            except InfercError as error:
+                if error.exit_code != 1 or not answers.answered:
+                    raise
+                raise InfercError(f"{error}; what is answered is kept, the same command goes on") from error
+    _summarize(run, num_before, as_json)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    """A server's gRPC endpoint, and what it takes to be let in."""
+
+    address: str
+    is_tls: bool
+    api_key: str | None
+    ca: str | None
+
+    @staticmethod
+    def parse(text: str, api_key: str | None, ca: str | None) -> _Endpoint | None:
+        """None for what is no endpoint."""
+        found = ENDPOINT.fullmatch(text)
+        return None if found is None else _Endpoint(found["address"], found["scheme"] == "https://", api_key, ca)
+
+
+def _check_options(ctx: typer.Context, engine: str, endpoint: _Endpoint | None) -> None:
+    """Refuse options of the other kind of engine. A key from the environment is for whoever asks for one."""
+    names = OF_A_SERVER if endpoint is None else OF_AN_ENGINE
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        option = name.replace("_", "-")
+        if endpoint is None:
+            raise ConfigError(f"--{option} is for a server, and {engine} is run in this process; leave it out")
+        raise ConfigError(f"--{option} is of an engine in this process, and {engine} has its own; leave it out")
+    if endpoint is not None and endpoint.ca is not None and not endpoint.is_tls:
+        raise ConfigError(f"--ca is for TLS, which {engine} does without; write --engine https://{endpoint.address}")
+
+
+@contextmanager
+def _backend(
+    engine: str, endpoint: _Endpoint | None, concurrency: int | None, options: dict[str, Any]
+) -> Iterator[Backend]:
+    if endpoint is not None:
+        from inferc.client.batch_endpoint import EndpointBackend
+        from inferc.client.client import Tls
+
+        tls = Tls(ca=endpoint.ca) if endpoint.is_tls else None
+        with EndpointBackend(endpoint.address, concurrency, api_key=endpoint.api_key, tls=tls) as server:
+            yield server
+        return
+    from inferc.runtime.engine.llm import LLM
+    from inferc.runtime.openai.batch_run import LocalBackend
+
+    with LLM(engine, **options) as llm:
+        yield LocalBackend(llm, Path(engine), concurrency or 2 * options["max_num_seqs"])
+
+
+def _summarize(run: BatchRun, num_before: int, as_json: bool) -> None:
+    """One line on standard error, or an object on standard output. The speed is this run's, the rest is of all answers."""
+    totals, seconds = run.output.totals, run.seconds
+    speed = run.num_tokens / max(seconds, 1e-9)
+    if as_json:
+        numbers = {name: getattr(totals, name) for name in ("requests", "failed", "prompt_tokens", "output_tokens")}
+        numbers.update(cached_tokens=totals.cached_tokens, resumed=num_before, seconds=round(seconds, 3))
+        print_json({**numbers, "output_tokens_per_s": round(speed, 3), "output": str(run.output.path)})
+        return
+    failed = f" ({totals.failed} failed)" if totals.failed else ""
+    resumed = f", {num_before} of them before" if num_before else ""
+    print(
+        f"{run.output.path}: {totals.requests} requests{failed}{resumed}, {totals.prompt_tokens} prompt tokens"
+        f" ({totals.cached_tokens} cached), {totals.output_tokens} output tokens, {seconds:.1f} s, {speed:.0f} tokens/s",
+        file=sys.stderr,
+    )

@@ -1,0 +1,384 @@
+"""What the modules of the command line share: options, streams, errors turned into exit codes, an engine at hand."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import functools
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from inferc.errors import ConfigError, InfercError, RequestError
+
+if TYPE_CHECKING:
+    from inferc.runtime.artifact.load import Artifact
+    from inferc.runtime.engine.engine import Engine
+    from inferc.runtime.engine.loop import EngineThread
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+MAX_COUNT = 2**31 - 1  # steps count in int32
+MAX_BYTES = 2**63 - 1
+Command = TypeVar("Command", bound=Callable[..., int | None])
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The artifact: a folder that `inferc compile` wrote.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="CPU threads; one for each core if not given.")
+]
+Pin = Annotated[
+    bool,
+    typer.Option(
+        "--pin/--no-pin", help="Each thread stays on a core of its own: for a machine with nothing else to do."
+    ),
+]
+Isa = Annotated[
+    str,
+    typer.Option(
+        "--isa",
+        metavar="avx2|avx512|amx|neon|neon_bf16|auto",
+        help="Instruction set; auto: the best of the artifact's that this machine runs.",
+    ),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="On a GPU: kernels whose results depend neither on the batch nor on how prompts are cut. A CPU's never do.",
+    ),
+]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Keep K and V that were computed, for prompts that begin with the same tokens.",
+    ),
+]
+KVDisk = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-disk",
+        metavar="DIR",
+        help="Keep K and V in files there as well: of what the memory has no room for, and for the next run.",
+    ),
+]
+KVDiskSize = Annotated[
+    str,
+    typer.Option("--kv-disk-size", metavar="BYTES", help="Of these files: 16GiB, at most half of what is free there."),
+]
+KVEvict = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-evict",
+        metavar="sinks:N+window:M|heavy-hitters:N",
+        help="Each sequence forgets all but its first N tokens and its last M, or all but N tokens, half of which are the"
+        " last and half those that attention looks at most: it never ends for want of memory, and what it says is not the"
+        " model's own any more; answers tell how much was forgotten.",
+    ),
+]
+SpecialTokensInText = Annotated[
+    str,
+    typer.Option(
+        "--special-tokens-in-text",
+        metavar="allow|refuse|escape",
+        help="Control tokens (<|im_end|>) that a prompt or a message spells: taken for what they are, refused, or read as"
+        " the text that they are.",
+    ),
+]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="Who goes first: fcfs (first come), priority, mlq (multi-level queue), sjf (shortest job), lpm (longest"
+        " prefix match), slo (by the requests' objectives); static or window:50ms, batches that nobody joins.",
+    ),
+]
+TbtMs = Annotated[
+    float | None,
+    typer.Option(
+        "--tbt-ms",
+        metavar="MS",
+        help="Cut prompts, and let no more sequences decode at once, so that no step takes longer while tokens are being"
+        " generated.",
+    ),
+]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        "--record",
+        metavar="FILE",
+        help="Write every request that ends to FILE, with its seed, tokens and log probabilities: `inferc replay FILE`"
+        " runs it again and compares each bit.",
+    ),
+]
+Tap = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tap",
+        metavar="NAME",
+        help="Keep the values of a node, for example layers.3.attention.out or 'layers.*.attention.out'; may be repeated."
+        " program.json lists them under observable.",
+    ),
+]
+TrustedKeys = Annotated[
+    Path | None,
+    typer.Option(
+        "--trusted-keys",
+        metavar="FILE",
+        help="Load only what one of the keys of FILE signed (`inferc sign`); lines as in a .pub file of OpenSSH.",
+    ),
+]
+MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
+MaxBatchedTokens = Annotated[
+    int | None,
+    typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step: 512, on a GPU 8192."),
+]
+KVMemory = Annotated[str, typer.Option("--kv-memory", metavar="BYTES", help="KV cache size, for example 2GiB.")]
+
+
+class OutputError(InfercError):
+    """Standard output takes no more."""
+
+
+def command(
+    group: typer.Typer, name: str, environment: str | None = None, foreign: Mapping[str, str] | None = None
+) -> Callable[[Command], Command]:
+    """Register a command. It may return an exit code; its errors become one line on standard error and a code.
+
+    environment: the prefix of the variables that its options may be given by. foreign: options of other commands and programs
+    that somebody may type by habit, and what to say of each.
+    """
+    settings = {"auto_envvar_prefix": environment}
+    kind = type("Guided", (_Guided,), {"foreign": foreign or {}})
+
+    def register(run: Command) -> Command:
+        @group.command(name, cls=kind, context_settings=settings if environment else None)
+        @functools.wraps(run)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            code: int | None = 0
+            try:
+                code = run(*args, **kwargs)
+                with writing():
+                    sys.stdout.flush()
+            except KeyboardInterrupt:
+                code = fail("interrupted", INTERRUPTED)
+            except BrokenPipeError:  # the reader of our output left, as `head` does
+                _discard_output()
+            except InfercError as error:
+                log.info("the command failed", exc_info=error)
+                code = fail(str(error), error.exit_code)
+            except ModuleNotFoundError as error:
+                code = fail(missing(error), 1)
+            except Exception as error:
+                log.info("the command failed", exc_info=error)
+                if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+                    code = fail(out_of_memory(), 1)
+                else:  # a fault of ours: one line for the user, the rest on request
+                    code = fail(f"{type(error).__name__}: {error}; INFERC_DEBUG=1 shows where, please report it", 1)
+            if code:
+                raise typer.Exit(code)
+
+        return run
+
+    return register
+
+
+class _Guided(TyperCommand):
+    """A command that says in one line what to do instead of a foreign option."""
+
+    foreign: ClassVar[Mapping[str, str]] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [each.partition("=")[0] for each in args]  # parsing takes them off the list
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            unknown = getattr(error, "option_name", None) or ""  # of -ngl 99 its first letter, as of -c4096
+            candidates = [each for each in (*given, unknown) if unknown and each.startswith(unknown)]
+            option = next((each for each in candidates if each in self.foreign), None)
+            if option is None:
+                raise
+            raise typer.Exit(fail(self.foreign[option], 2)) from None
+
+
+def fail(message: str, code: int) -> int:
+    print(f"inferc: {message}", file=sys.stderr)
+    return code
+
+
+def missing(error: ModuleNotFoundError) -> str:
+    """What to say of a package that a command needs and does not find: which of inferc's extras brings it."""
+    package = (error.name or "").split(".")[0]
+    extras = {
+        "compile": ("torch", "transformers", "safetensors"),
+        "serve": ("grpc", "grpc_health", "grpc_reflection", "google", "zmq", "cryptography"),
+        "bench": ("aiohttp",),
+        "cuda": ("triton",),
+    }
+    extra = next((name for name, packages in extras.items() if package in packages), "dev")
+    return f"this command needs the package {package}, which is not installed; pip install 'inferc[{extra}]'"
+
+
+def out_of_memory() -> str:
+    from inferc.config import available_memory_bytes
+
+    return f"not enough memory: {available_memory_bytes() / 1e9:.1f} GB are free"
+
+
+# ----------------------------------------------------------------------------------------- standard streams
+
+
+def open_streams() -> None:
+    """Make the standard streams usable: one that is closed reads and writes nothing, and every character can leave."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open to the end of the process)
+    if not _takes_unicode() and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def say(text: str = "", end: str = "\n", flush: bool = False) -> None:
+    """Print on standard output. Raises OutputError if it takes no more."""
+    with writing():
+        print(text, end=end, flush=flush)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    say(json.dumps(value, ensure_ascii=not _takes_unicode(), default=str), flush=True)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Writes to standard output and to nothing else: an OSError is then an OutputError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_output()
+        raise OutputError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def decode_utf8(data: bytes, source: str) -> str:
+    """Text that came from `source`, with line ends as in any text file. Raises RequestError if it is not UTF-8."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise RequestError(f"{source} is not UTF-8: {found}; convert it first, with iconv for example") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _takes_unicode() -> bool:
+    return codecs.lookup(sys.stdout.encoding).name.startswith("utf-")
+
+
+def _discard_output() -> None:
+    """What is still in the buffer would fail again when the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ------------------------------------------------------------------------------------------------- at work
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on standard error; nothing where that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda stage, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            # A stage of one part has nothing to measure: the bar then only moves.
+            bars.update(task, description=stage, completed=done, total=total if total > 1 else None)
+
+        yield report
+
+
+def engine_options(
+    threads: int | None,
+    isa: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int | None,
+    kv_memory: str = "auto",
+    pin: bool = False,
+    deterministic: bool = False,
+    prefix_cache: bool = True,
+    policy: str = "fcfs",
+    tbt_ms: float | None = None,
+    kv_disk: Path | None = None,
+    kv_disk_size: str = "auto",
+    kv_evict: str | None = None,
+    record: Path | None = None,
+    tap: list[str] | None = None,
+    tap_out: Path | None = None,
+    trusted_keys: Path | None = None,
+) -> dict[str, Any]:
+    """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
+    from inferc.config import parse_bytes
+    from inferc.runtime.scheduler.policies import parse_policy
+
+    parse_policy(policy)
+    options: dict[str, Any] = {
+        "num_threads": "auto" if threads is None else threads,
+        "isa": isa,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": "auto" if max_num_batched_tokens is None else max_num_batched_tokens,
+        "kv_memory_bytes": "auto" if kv_memory == "auto" else parse_bytes(kv_memory),
+        "pin_threads": pin,
+        "deterministic": deterministic,
+        "prefix_cache": prefix_cache,
+        "policy": policy,
+        "tbt_ms": tbt_ms,
+        "kv_disk": None if kv_disk is None else str(kv_disk),
+        "kv_disk_bytes": "auto" if kv_disk_size == "auto" else parse_bytes(kv_disk_size),
+        "kv_evict": kv_evict,
+        "record": None if record is None else str(record),
+        "tap": tuple(tap or ()),
+        "tap_out": None if tap_out is None else str(tap_out),
+        "trusted_keys": None if trusted_keys is None else str(trusted_keys),
+    }
+    for name, value in options.items():
+        limit = MAX_BYTES if name.endswith("_bytes") else MAX_COUNT
+        if isinstance(value, int) and value > limit:
+            raise ConfigError(f"{name} is {value}, expected at most {limit}")
+    return options
+
+
+@contextmanager
+def engine(
+    artifact: Artifact, options: dict[str, Any], on_start: Callable[[Engine], None] | None = None
+) -> Iterator[EngineThread]:
+    """An engine in a thread of this process, for work on token ids. on_start: sees it before its first step."""
+    from inferc.runtime.engine.load import load_engine
+    from inferc.runtime.engine.loop import EngineThread
+
+    def load() -> Engine:
+        made = load_engine(artifact, **options)
+        if on_start is not None:
+            on_start(made)
+        return made
+
+    client = EngineThread(load)
+    try:
+        yield client
+    finally:
+        client.close()

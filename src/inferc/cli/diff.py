@@ -1,0 +1,119 @@
+"""`inferc diff`: one request on the engine and on the Hugging Face model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inferc.cli.common import Isa, Json, MaxBatchedTokens, Out, Threads, engine_options, print_json, progress, say
+from inferc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from inferc.runtime.artifact.load import Artifact
+    from inferc.runtime.step.sampling_params import SamplingParams
+
+
+def diff(
+    out: Out,
+    reference: Annotated[
+        str, typer.Option("--reference", metavar="MODEL", help="What OUT was compiled from: a folder, or a hub id.")
+    ],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Continued greedily.")] = None,
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="FILE", help="Take a recorded request instead of --prompt.")
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option("--request", metavar="ID", help="Which one; its first output, with its seed.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most, of --prompt.")] = 32,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    as_json: Json = False,
+) -> int:
+    """Run one request on OUT and on the Hugging Face model, and show where the numbers part.
+
+    Compared are the tokens that both find greedily; then, for the tokens of the engine, the log probabilities at every
+    new one, and the hidden state behind every layer (taken from the running engine by taps). The model runs in the
+    artifact's dtype and, where it fits in memory, in float32, which is the judge.
+
+    Exit codes: 0 within the artifact's budget, 1 beyond it, 2 bad input.
+    """
+    from inferc.runtime.artifact.load import load_artifact
+
+    if (prompt is None) == (record is None) or (record is None) != (request is None):
+        raise ConfigError("give either --prompt TEXT, or --record FILE with --request ID")
+    artifact = load_artifact(out)
+    kv_evict = None
+    if record is not None:
+        ids, params, kv_evict = _recorded(record, request)
+    else:
+        ids, params = _asked(artifact, prompt or "", max_tokens)
+    options = engine_options(threads, isa, 1, max_num_batched_tokens, kv_evict=kv_evict)
+    with progress("diff") as report:
+        from inferc.compiler.diff import diff as diff_
+
+        result = diff_(artifact, reference, ids, params, options, lambda stage: report(stage, 0, 1))
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    return 1 if result["ok"] is False else 0
+
+
+def _asked(artifact: Artifact, prompt: str, max_tokens: int) -> tuple[list[int], SamplingParams]:
+    from inferc.runtime.step.sampling_params import SamplingParams
+    from inferc.runtime.text.tokenizer import Text
+
+    return Text(artifact.tokenizer).encode(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+
+def _recorded(file: Path, wanted: str | None) -> tuple[list[int], SamplingParams, str | None]:
+    """Prompt and parameters of a request's first output, and what the engine then forgot."""
+    from inferc.runtime.measure.replay import choose, replay_params
+    from inferc.runtime.record.format import read_recording
+
+    recording = read_recording(file)
+    request = choose(recording.requests, wanted)[0]
+    if not request.sequences[0].token_ids:
+        raise ConfigError(f"request {request.label} has no token: it ended as {request.sequences[0].finish_reason}")
+    params = replay_params(request, request.sequences[0])
+    return request.prompt, params, recording.header.identity.kv_evict
+
+
+def _show(result: dict[str, Any]) -> None:
+    tokens = result["tokens"]
+    count, first = len(tokens["engine"]), tokens["first_difference"]
+    if tokens["reference"] is None:
+        say(f"tokens    {count} of the engine, sampled: the model finds none of its own")
+    elif first is None:
+        say(f"tokens    {count} of {count} equal")
+    else:
+        ours, theirs = tokens["engine"][first], tokens["reference"][first]
+        say(f"tokens    {first} of {count} equal; then the engine has {ours}, the model {theirs}")
+    say(f"\n{'logits':26}{'max abs':>11}{'relative':>11}{'chosen':>11}{'KL':>11}{'top-1':>8}  first other top-1")
+    for row in result["logits"]:
+        cells = "".join(_cell(row[name]) for name in ("max_abs_error", "relative_error", "chosen_max_abs_error", "kl"))
+        first = row["first_top1_difference"]
+        where = "" if first is None else f"new token {first}"
+        say(f"{row['of'] + ' to ' + row['to']:26}{cells}{row['top1_agreement']:8.1%}  {where}")
+    has_judge = any("engine_to_float32" in row for row in result["layers"])
+    dtype = result["dtype"]
+    judged = f"{'engine to float32':>21}{dtype + ' to float32':>24}" if has_judge else ""
+    say(f"\n{'hidden state':14}{'engine to ' + dtype + ': max abs, relative':>44}{judged}")
+    for row in result["layers"]:
+        own = "".join(_cell(row["engine_to_model"][name]) for name in ("max_abs_error", "relative_error"))
+        cells = f"{own:>44}"
+        if has_judge:
+            cells += f"{_cell(row['engine_to_float32']['relative_error']):>21}"
+            cells += f"{_cell(row['model_to_float32']['relative_error']):>24}"
+        mark = "  < parts here" if row["layer"] == result["parts_at"] else ""
+        say(f"layer {row['layer']:<8}{cells}{mark}")
+    verdict = {True: "within", False: "beyond", None: "not judged against"}[result["ok"]]
+    say(f"\n{verdict} the artifact's budget" + (f": {result['reason']}" if result["reason"] else ""))
+
+
+def _cell(value: float | None) -> str:
+    return f"{'not finite' if value is None else format(value, '.2e'):>11}"

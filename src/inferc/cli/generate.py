@@ -1,0 +1,269 @@
+"""`inferc generate` and `inferc chat`: text from an artifact, in this process."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inferc.cli.common import (
+    Deterministic,
+    Isa,
+    Json,
+    KVDisk,
+    KVDiskSize,
+    KVEvict,
+    KVMemory,
+    MaxBatchedTokens,
+    MaxSeqs,
+    Out,
+    Policy,
+    PrefixCache,
+    Record,
+    SpecialTokensInText,
+    Tap,
+    TbtMs,
+    Threads,
+    TrustedKeys,
+    decode_utf8,
+    engine_options,
+    print_json,
+    say,
+)
+from inferc.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from inferc.runtime.engine.llm import LLM, Prompt
+    from inferc.runtime.step.sampling_params import SamplingParams
+
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", metavar="N", help="New tokens at most; by default the model's own limit, else 128 (chat: 512)."
+    ),
+]
+Temperature = Annotated[float | None, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Nucleus sampling; 1 is off.")]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="The K most likely tokens; 0 is off.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")]
+
+
+def generate(
+    out: Out,
+    prompt: Annotated[
+        list[str],
+        typer.Option("--prompt", metavar="TEXT|-", help="May be given many times; - is standard input, in UTF-8."),
+    ],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the text.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    max_num_seqs: MaxSeqs = 64,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    kv_memory: KVMemory = "auto",
+    deterministic: Deterministic = False,
+    prefix_cache: PrefixCache = True,
+    policy: Policy = "fcfs",
+    tbt_ms: TbtMs = None,
+    kv_disk: KVDisk = None,
+    kv_disk_size: KVDiskSize = "auto",
+    kv_evict: KVEvict = None,
+    record: Record = None,
+    tap: Tap = None,
+    tap_out: Annotated[
+        Path | None,
+        typer.Option("--tap-out", metavar="FILE.npz", help="Where --tap's values go (numpy.load reads it)."),
+    ] = None,
+    special_tokens_in_text: SpecialTokensInText = "allow",
+    trusted_keys: TrustedKeys = None,
+    as_json: Json = False,
+) -> None:
+    """Continue one or more prompts. What is not given takes the model's generation defaults."""
+    if stream and as_json:
+        raise ConfigError("--stream and --json exclude each other: JSON comes whole; leave one out")
+    if stream and len(prompt) > 1:
+        raise ConfigError(f"--stream takes one --prompt, found {len(prompt)}; leave --stream out")
+    if prompt.count("-") > 1:
+        raise ConfigError(f"--prompt - was given {prompt.count('-')} times: standard input is one prompt; give it once")
+    check_tap(tap, tap_out)
+    from inferc.runtime.engine.llm import LLM
+
+    asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap))
+    texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
+    with LLM(
+        out,
+        special_tokens_in_text=special_tokens_in_text,
+        **engine_options(
+            *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory),
+            deterministic=deterministic,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            tbt_ms=tbt_ms,
+            kv_disk=kv_disk,
+            kv_disk_size=kv_disk_size,
+            kv_evict=kv_evict,
+            record=record,
+            tap=tap,
+            trusted_keys=trusted_keys,
+        ),
+    ) as llm:
+        params = llm.sampling_params(**asked, max_tokens=_limit(llm, max_tokens, 128))
+        if stream:
+            for piece in _pieces(llm, texts[0], params):
+                say(piece, end="", flush=True)
+            say()
+            _keep_tapped(llm, tap_out)
+            return
+        answers = llm.generate(texts, params, progress=sys.stderr.isatty())
+        tapped = _keep_tapped(llm, tap_out)
+    if as_json:
+        rows = [(answer.prompt, output) for answer in answers for output in answer.outputs]
+        keys = ["text", "token_ids", "finish_reason", *(["num_forgotten_tokens"] if kv_evict is not None else [])]
+        outputs = [{"prompt": p, **{key: getattr(o, key) for key in keys}} for p, o in rows]
+        print_json({"outputs": outputs, **({"tapped": tapped} if tapped else {})})
+        return
+    for answer in answers:
+        say(answer.outputs[0].text)
+
+
+def _limit(llm: LLM, given: int | None, otherwise: int) -> int:
+    """New tokens at most: as given, else as the model's makers say, else a number that suits the command."""
+    return given if given is not None else int(llm.defaults.get("max_tokens", otherwise))
+
+
+def check_tap(tap: list[str] | None, tap_out: Path | None) -> None:
+    if bool(tap) != (tap_out is not None):
+        raise ConfigError("--tap NAME says which values are kept and --tap-out FILE.npz where; give both or none")
+    if tap_out is not None and tap_out.suffix != ".npz":
+        raise ConfigError(f"--tap-out {tap_out}: expected a name that ends in .npz")
+
+
+def _keep_tapped(llm: LLM, path: Path | None) -> dict[str, Any]:
+    """Write the tapped values of all prompts, and say what they are; empty where nothing is tapped."""
+    if path is None:
+        return {}
+    from inferc.runtime.record.tapped import write_tapped
+
+    sequences = llm.tapped()
+    write_tapped(path, sequences)
+    rows = sum(len(each.token_ids) for each in sequences)
+    first = sequences[0].values
+    print(f"{path}: {len(first)} values of {rows} tokens, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+    for name, value in first.items():
+        print(f"  {name:40} {value.dtype}[{', '.join(map(str, ('rows', *value.shape[1:])))}]", file=sys.stderr)
+    return {"file": str(path), "rows": rows, "values": {name: list(value.shape[1:]) for name, value in first.items()}}
+
+
+def chat(
+    out: Out,
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="How the model shall behave.")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    kv_memory: KVMemory = "auto",
+    deterministic: Deterministic = False,
+    special_tokens_in_text: SpecialTokensInText = "allow",
+    trusted_keys: TrustedKeys = None,
+    as_json: Json = False,
+) -> None:
+    """Talk with the model. /clear forgets the conversation, /exit or end of input ends it.
+
+    ^C ends an answer that is being given, and else the chat. A message that the model cannot take, because the
+    conversation has become too long for example, is left out of it.
+
+    With --json, each line of standard input is a message, and the conversation is printed at its end, whatever ends it.
+    """
+    from inferc.runtime.engine.llm import LLM
+
+    asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    start = [{"role": "system", "content": system}] if system else []
+    options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
+    with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
+        if not llm.text.has_chat_template:
+            raise ConfigError(f"{out} has no chat template: its model does not chat; use `inferc generate`")
+        params = llm.sampling_params(**asked, max_tokens=_limit(llm, max_tokens, 512))
+        messages = list(start)
+        try:
+            for line in _lines(as_json):
+                if line == "/exit":
+                    break
+                if line == "/clear":
+                    messages = list(start)
+                    continue
+                messages.append({"role": "user", "content": line})
+                try:
+                    said = _answer(llm, messages, params, is_shown=not as_json)
+                except RequestError as error:
+                    messages.pop()
+                    print(f"inferc: {error}; /clear forgets the conversation", file=sys.stderr)
+                else:
+                    messages.append({"role": "assistant", "content": said})
+        finally:
+            if as_json:
+                print_json({"messages": messages})
+
+
+def _lines(as_json: bool) -> Iterator[str]:
+    """What the user types or pipes in, without empty lines, until the end of input."""
+    is_typed = sys.stdin.isatty()
+    is_edited = is_typed and sys.stdout.isatty() and not as_json  # else the prompt has no place on standard output
+    if is_typed:
+        print("/clear forgets the conversation, /exit ends it", file=sys.stderr)
+    if is_edited:
+        import readline  # noqa: F401  (gives input() its line editing)
+
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # the tokenizer then says what is wrong
+    for number in itertools.count(1):
+        if is_edited:
+            try:
+                line = input("> ")
+            except EOFError:
+                return
+        else:
+            if is_typed:
+                print("> ", end="", file=sys.stderr, flush=True)
+            data = sys.stdin.buffer.readline()
+            if not data:
+                return
+            line = decode_utf8(data, f"line {number} of standard input")
+        if line := line.strip():
+            yield line
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, is_shown: bool) -> str:
+    """The answer to a conversation, printed as it comes if it is shown; ^C ends it where it is."""
+    said = ""
+    try:
+        for piece in _pieces(llm, llm.text.encode_chat(messages), params):
+            said += piece
+            if is_shown:
+                say(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass  # what was said stays in the conversation
+    if is_shown:
+        say()
+    return said
+
+
+def _pieces(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
+    """The text of an answer as it comes. Closing the iterator ends the answer."""
+    length = 0
+    for answer in llm.stream_sync(prompt, params):
+        text = answer.outputs[0].text
+        yield text[length:]
+        length = len(text)

@@ -1,0 +1,417 @@
+"""The command line. Every stage is imported by the command that needs it, so `inferc --help` loads none.
+
+Standard output has a command's result and nothing else (with --json one JSON object); progress, logs and errors go to
+standard error. Exit codes: 0 done, 1 the work failed, 2 bad usage or bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inferc import __version__
+from inferc.cli.batch import batch
+from inferc.cli.bench import bench_app
+from inferc.cli.common import (
+    Isa,
+    Json,
+    KVEvict,
+    MaxBatchedTokens,
+    Out,
+    OutputError,
+    Threads,
+    command,
+    decode_utf8,
+    engine,
+    engine_options,
+    fail,
+    log,
+    open_streams,
+    print_json,
+    progress,
+    say,
+    writing,
+)
+from inferc.cli.config_file import ENVIRONMENT
+from inferc.cli.diff import diff
+from inferc.cli.doctor import doctor
+from inferc.cli.explain import explain
+from inferc.cli.generate import chat, generate
+from inferc.cli.keys import keys_app
+from inferc.cli.replay import replay
+from inferc.cli.serve import FOREIGN, serve
+from inferc.cli.sign import sign
+from inferc.cli.simulate import simulate
+from inferc.cli.top import top
+from inferc.cli.verify import verify
+from inferc.errors import ConfigError
+from inferc.system import env as debug
+
+if TYPE_CHECKING:
+    from inferc.expert_loads import ExpertLoads
+    from inferc.runtime.engine.engine import Engine
+
+app = typer.Typer(
+    name="inferc",
+    help="Ahead-of-time compiler and runtime for LLM inference: compile a model once, then run it anywhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
+
+
+def main() -> None:
+    """The `inferc` command."""
+    open_streams()
+    try:
+        with writing():  # of help texts: commands report what happens to theirs
+            app()
+    except OutputError as error:
+        sys.exit(fail(str(error), error.exit_code))
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        say(f"inferc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    level = logging.INFO if debug.level() else logging.WARNING
+    log.setLevel(level)  # `serve` raises the root's; tracebacks stay for INFERC_DEBUG
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+# ------------------------------------------------------------------------------------------------- compile
+
+
+@command(app, "compile")
+def compile_model(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a hub id.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The folder to write.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            metavar="cpu|cuda:sm_90|onnx|onnx:cuda|onnx:standard|tensorrt:sm_86|tensorrt-paged:sm_86|reference",
+            help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine. onnx:standard"
+            " does without onnxruntime's own ops, and is slower; tensorrt is the whole step as one plan, tensorrt-paged TensorRT around"
+            " our own attention.",
+        ),
+    ] = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="bfloat16|float32|float16|auto",
+            help="Of weights and activations; float16 for onnx and tensorrt.",
+        ),
+    ] = "auto",
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="SCHEME",
+            help="Store weights in 8 or 4 bits, rounded to nearest. int8: a scale for each output, half the bytes of"
+            " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections and experts read become int8 too,"
+            " with a scale for each token: faster with many tokens, further from the model. fp8: projections and their"
+            " rows in E4M3, for tensorrt and tensorrt-paged on sm_89 and later. int4, int4-g32, int4-g64, int4-g128"
+            " (W4A8): projections and experts in four bits with a scale for each 32 (int4), 64 or 128 of them, rows as"
+            " in w8a8, embedding and LM head as in int8. Norms and routers stay in DTYPE, the KV cache is in --kv-dtype"
+            " (docs/quantization.md).",
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-dtype",
+            metavar="int8|auto",
+            help="Of the KV cache. int8: K and V of each head and token with a scale, about half the bytes of bfloat16"
+            " (docs/quantization.md); auto: DTYPE.",
+        ),
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")
+    ] = None,
+    certify: Annotated[
+        str, typer.Option("--certify", metavar="full|layers|none|auto", help="How to prove the artifact's numbers.")
+    ] = "auto",
+    allow_drift: Annotated[
+        bool, typer.Option("--allow-drift", help="Keep an artifact whose numbers moved too far.")
+    ] = False,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            metavar="MODULE:NAME",
+            help="A pass of your own, by the Python module and the object in it, or FILE.py:NAME; may be repeated."
+            " It runs behind split_head, where all is fused, unless it says otherwise (docs/extending.md).",
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Split every layer over N tensor ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", metavar="N", help="Split the layers into N pipeline stages.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", metavar="N", help="Spread the experts of MoE layers over N ranks.")] = 1,
+    expert_loads: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-loads",
+            metavar="FILE",
+            help="Place experts by how many tokens each got: a profile that `inferc eval --record-expert-loads` wrote.",
+        ),
+    ] = None,
+    redundant_experts: Annotated[
+        int,
+        typer.Option("--redundant-experts", metavar="N", help="With --expert-loads: replicas of the most loaded."),
+    ] = 0,
+    add_target: Annotated[
+        bool,
+        typer.Option(
+            "--add-target", help="OUT is there: add code for the chips of --target, and leave its weights alone."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compile MODEL into the artifact OUT. With --tp, --pp or --ep it holds a program for each rank (docs/parallel.md)."""
+    from inferc.config import CompileConfig, from_dict
+
+    config = from_dict(
+        CompileConfig,
+        {
+            "target": target,
+            "dtype": dtype,
+            "quantize": quantize,
+            "kv_dtype": kv_dtype,
+            "max_model_len": "auto" if max_model_len is None else max_model_len,
+            "certify": certify,
+            "allow_drift": allow_drift,
+            "passes": tuple(passes or ()),
+            "tp": tp,
+            "pp": pp,
+            "ep": ep,
+            "expert_loads": expert_loads,
+            "redundant_experts": redundant_experts,
+        },
+    )
+    if passes:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+    with progress("load torch") as report:
+        if add_target:
+            from inferc.compiler.add_target import add_target as compile_
+        else:
+            from inferc.compiler.build import compile as compile_
+
+        summary = compile_(model, out, config, progress=report)
+    if as_json:
+        print_json(summary.to_json())
+        return
+    megabytes = summary.artifact_bytes / 1e6
+    kv_dtype = summary.config.kv_dtype
+    kv = f", KV cache in {kv_dtype}" if kv_dtype != summary.config.dtype else ""
+    dtype = " ".join(filter(None, (summary.config.dtype, summary.config.quantize)))
+    say(f"{out}: {summary.config.target}, {dtype}{kv}, {megabytes:.1f} MB, {summary.seconds:.1f} s")
+    if debug.level():
+        for record in summary.passes:
+            print(f"  {record.name:24} {record.rewrites:5} rewrites  {record.seconds:7.3f} s", file=sys.stderr)
+
+
+command(app, "explain")(explain)
+
+
+command(app, "sign")(sign)
+
+
+@command(app, "inspect")
+def inspect(out: Out, as_json: Json = False) -> None:
+    """Show what an artifact holds: targets, sizes, KV groups, the form of messages, who signed it, kernels and their
+    resources, certificate."""
+    from inferc.chat_form import form_of
+    from inferc.runtime.artifact.load import inspect_artifact
+
+    facts = inspect_artifact(out)
+    if as_json:
+        print_json(facts)
+        return
+    config, model = facts["config"], facts["model"]
+    rows = {
+        "model": f"{model['model_type']}, {config['dtype']}, up to {config['max_model_len']} tokens",
+        "targets": ", ".join(facts["targets"]),
+        "weights": f"{facts['weights_bytes'] / 1e6:.1f} MB{_quantized(model, config['dtype'])}",
+        "arena": f"{facts['arena_bytes'] / 1e6:.1f} MB",
+        "KV cache": f"{facts['kv_bytes_per_token']} bytes a token",
+        **({"chat": str(form_of(facts["chat"]))} if facts["chat"] is not None else {}),
+        "format": f"version {facts['format_version']}, by {facts['producer']}",
+        "signature": _signature(facts["signature"]),
+        **({"passes": ", ".join(config["passes"]) + " (besides inferc's own)"} if config.get("passes") else {}),
+    }
+    for name, value in rows.items():
+        say(f"{name:10}{value}")
+    for rank in facts["programs"] if len(facts["programs"]) > 1 else []:
+        where = "  ".join(
+            f"{name} {rank[key]}"
+            for name, key in (("tp", "tp_rank"), ("pp", "pp_stage"), ("ep", "ep_rank"))
+            if config[name] > 1
+        )
+        sizes = f"{rank['weights_bytes'] / 1e6:.1f} MB of weights, {rank['arena_bytes'] / 1e6:.1f} MB arena"
+        say(f"  {where:14}{sizes}, {rank['kv_bytes_per_token']} KV bytes a token")
+    for group in facts["kv_groups"]:
+        reach = f"{group['kind']} {group['window']}" if group["window"] else group["kind"]
+        count = group["num_kv_heads"]
+        each = " on each rank" if len(facts["programs"]) > 1 else ""
+        scaled = " with a float32 scale" if group["dtype"] == "int8" else ""
+        heads = f"{count} head{'s' if count > 1 else ''} of {group['head_dim']}{each}, {group['dtype']}{scaled}"
+        count = len(group["layers"])
+        layers = f"{count} layer{'s' if count > 1 else ''} ({_ranges(group['layers'])})"
+        say(f"  {reach:14}{layers}, {heads}, {group['bytes_per_token']} bytes a token")
+    if "tensorrt" in facts:
+        _say_plan(facts["tensorrt"])
+    say("kernels")
+    width = max((len(kernel["name"]) for kernel in facts["kernels"]), default=0)
+    for kernel in facts["kernels"]:
+        rest = "  ".join(f"{key}={value}" for key, value in kernel.items() if key not in ("name", "target"))
+        say(f"  {kernel['name']:{width}} {kernel['target']:12} {rest}")
+
+
+def _say_plan(plan: Mapping[str, Any]) -> None:
+    """Of an artifact for TensorRT."""
+    by, plans = f"{plan['package']} {plan['version']} for {plan['arch']}", plan.get("plans", [])
+    if plans:
+        say(
+            f"plans     {by}, {len(plans)} without weights, for {sum(each['calls'] for each in plans)} segments of a step"
+        )
+    else:
+        say(f"plan      {by}, {plan['plan_bytes'] / 1e6:.1f} MB, weights included")
+    for profile in plan["profiles"]:
+        keys = (key for key in ("max_num_seqs", "max_num_tokens", "max_num_rows") if key in profile)
+        say(f"  {profile['name']:14}at most {', '.join(f'{profile[key]} {key[8:]}' for key in keys)} a call")
+    for each in plans:
+        calls = f"{each['calls']} call{'s' if each['calls'] > 1 else ''}"
+        say(f"  {each['name']:14}{each['plan_bytes'] / 1e6:.2f} MB, {calls}: {_layers(each)}")
+    if not plans:
+        say(f"  {'layers':14}{_layers(plan)}")
+
+
+def _layers(plan: Mapping[str, Any]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in plan["layers"].items())
+
+
+def _quantized(model: Mapping[str, Any], dtype: str) -> str:
+    """What is quantized and what is not."""
+    if "quantization" not in model:
+        return ""
+    done = model["quantization"]
+    kept = "".join(f", {what}" + (f" ({count})" if count > 1 else "") for what, count in done["kept"].items())
+    return f"; {done['scheme']}: {done['products']} products quantized; in {dtype}: norms{kept}"
+
+
+def _signature(facts: dict[str, Any] | None) -> str:
+    """Who says that the artifact is theirs; whether it is true shows with --trusted-keys."""
+    if facts is None:
+        return "none"
+    stale = "" if facts["is_current"] else ", of what the artifact was before: sign it again"
+    return f"by {', '.join(facts['keys'])}{stale} (nothing is proven without --trusted-keys)"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Rising numbers, shortened: "0-3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# ---------------------------------------------------------------- generate, chat, batch, serve, replay, diff, eval
+
+command(app, "generate")(generate)
+command(app, "chat")(chat)
+command(app, "batch")(batch)
+command(app, "serve", ENVIRONMENT, foreign=FOREIGN)(serve)
+command(app, "simulate")(simulate)
+command(app, "top")(top)
+command(app, "doctor")(doctor)
+command(app, "replay")(replay)
+command(app, "diff")(diff)
+command(app, "verify")(verify)
+
+
+@command(app, "eval")
+def evaluate(
+    out: Out,
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="The text, UTF-8.")],
+    window: Annotated[
+        int | None,
+        typer.Option("--window", metavar="N", help="Tokens in a window; 1024, or the model's length if less."),
+    ] = None,
+    record_expert_loads: Annotated[
+        Path | None,
+        typer.Option(
+            "--record-expert-loads",
+            metavar="FILE",
+            help="Write how many tokens each expert got: `inferc compile --ep N --expert-loads FILE` places by it.",
+        ),
+    ] = None,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    kv_evict: KVEvict = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity of an artifact on a text.
+
+    The text is tokenized whole, with BOS if the model's tokenizer adds one, and cut into windows that do not overlap.
+    Every token of a window but its first is scored, given those before it in the window.
+    """
+    from inferc.config import EngineConfig
+    from inferc.runtime.artifact.load import load_artifact
+    from inferc.runtime.measure.evaluate import WINDOW, kv_cache_bytes, perplexity
+    from inferc.runtime.text.tokenizer import Text
+
+    content = _read_text(text)
+    artifact = load_artifact(out)
+    size = min(WINDOW, artifact.max_model_len) if window is None else window
+    if not 2 <= size <= artifact.max_model_len:
+        raise ConfigError(f"--window {size}: expected 2 to {artifact.max_model_len}, what the artifact is compiled for")
+    ids = Text(artifact.tokenizer).encode(content)
+    # As many sequences as tokens, so that a step scores every row it computes; but no cache for as many.
+    budget = EngineConfig().token_budget() if max_num_batched_tokens is None else max_num_batched_tokens
+    options = engine_options(threads, isa, budget, budget, kv_evict=kv_evict)
+    options["kv_memory_bytes"] = kv_cache_bytes(artifact, size)
+    profiles: list[ExpertLoads] = []
+
+    def record(started: Engine) -> None:
+        from inferc.runtime.measure.expert_loads import record_loads
+
+        profiles.append(record_loads(artifact, started))
+
+    on_start = None if record_expert_loads is None else record
+    with engine(artifact, options, on_start) as client, progress("eval") as report:
+        result = perplexity(client, ids, size, lambda done, total: report("eval", done, total))
+    if record_expert_loads is not None:
+        profiles[0].save(record_expert_loads)
+    if as_json:
+        print_json(dataclasses.asdict(result))
+        return
+    say(f"perplexity {result.perplexity:.4f}  nll {result.nll:.6f}  tokens {result.tokens}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return decode_utf8(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -1,0 +1,353 @@
+"""`inferc serve`: artifacts for clients, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inferc.cli.common import (
+    Deterministic,
+    Isa,
+    Json,
+    KVDisk,
+    KVDiskSize,
+    KVEvict,
+    KVMemory,
+    MaxBatchedTokens,
+    MaxSeqs,
+    Pin,
+    Policy,
+    PrefixCache,
+    Record,
+    SpecialTokensInText,
+    Tap,
+    TbtMs,
+    Threads,
+    TrustedKeys,
+    engine_options,
+    print_json,
+    say,
+)
+from inferc.cli.config_file import read_config, resolved, said
+from inferc.errors import ConfigError
+from inferc.system.logging import configure
+
+log = logging.getLogger(__name__)
+
+STARTED = time.perf_counter()
+
+# How `inferc compile` says what other programs, and some of its users, say where a model is served.
+AT_COMPILE = {
+    "--dtype DTYPE": ("--dtype",),
+    "--quantize SCHEME": ("--quantize", "--quantization", "-q"),
+    "--kv-dtype int8": ("--kv-dtype", "--kv-cache-dtype"),
+    "--max-model-len N": ("--max-model-len", "--context-length", "--ctx-size", "-c"),
+    "--target cuda:sm_90": ("--target", "--device", "--n-gpu-layers", "--gpu-layers", "-ngl"),
+    "--tp N": ("--tp", "--tp-size", "--tensor-parallel-size", "-tp"),
+    "--pp N": ("--pp", "--pp-size", "--pipeline-parallel-size", "-pp"),
+    "--ep N": ("--ep", "--ep-size", "--enable-expert-parallel"),
+    "--expert-loads FILE": ("--expert-loads",),
+    "--redundant-experts N": ("--redundant-experts",),
+    "--pass MODULE:NAME": ("--pass",),
+    "--certify full": ("--certify",),
+    "--allow-drift": ("--allow-drift",),
+}
+ARTIFACT = "give the artifact as an argument: inferc serve OUT"
+KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
+NAME = "give a model's name before its artifact: inferc serve NAME=OUT"
+PORTS = "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC"
+FOREIGN = {
+    **{
+        option: f"{option} is fixed when a model is compiled: inferc compile MODEL -o OUT {ours}"
+        for ours, options in AT_COMPILE.items()
+        for option in options
+    },
+    **dict.fromkeys(("--model", "--model-path", "-m"), ARTIFACT),
+    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), KV_MEMORY),
+    **dict.fromkeys(("--served-model-name", "--alias"), NAME),
+    "--port": PORTS,
+    "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",
+    "--enforce-eager": "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",
+    "--trust-remote-code": "code of a checkpoint is never run; leave --trust-remote-code out",
+    "--enable-prefix-caching": "the prefix cache is on (--no-prefix-cache: off); leave --enable-prefix-caching out",
+}
+
+
+def serve(
+    context: typer.Context,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]OUT…", help="Artifacts. Clients call each as its folder, or NAME.", show_default=False
+        ),
+    ] = [],  # noqa: B006 (typer's way to say that none is needed)
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            callback=read_config,
+            is_eager=True,
+            help='TOML with options by their names (max-num-seqs = 64; models = ["OUT"]). Variables INFERC_SERVE_… go'
+            " before it, and flags before those.",
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the configuration, with where each value is from, and stop.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="0.0.0.0 takes calls from elsewhere; that needs keys or mTLS.")
+    ] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option("--grpc-port", metavar="PORT", help="0 takes a free one.")] = 50051,
+    http_port: Annotated[int, typer.Option("--http-port", metavar="PORT", help="0 takes a free one.")] = 8000,
+    http: Annotated[bool, typer.Option("--http/--no-http", help="OpenAI's interface beside gRPC.")] = True,
+    model_folder: Annotated[
+        Path | None,
+        typer.Option("--model-folder", metavar="DIR", help="Artifacts that clients may load by name while it runs."),
+    ] = None,
+    trusted_keys: TrustedKeys = None,
+    max_awake: Annotated[
+        int | None,
+        typer.Option(
+            "--max-awake",
+            metavar="N",
+            help="Models that are awake at once; the others sleep. A request for one of these wakes it, and the one that"
+            " was used longest ago sleeps.",
+        ),
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option("--api-keys", metavar="FILE", help="Let in who has a key of this file (`inferc keys create`)."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", metavar="FILE", help="PEM with the certificate and its chain; read again when it changes."
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM with its key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-client-ca", metavar="FILE", help="Let in clients with a certificate of these authorities alone."
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine though anybody may ask.")
+    ] = False,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option("--max-prompt-tokens", metavar="N", help="Of a request; more is refused.")
+    ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option("--max-output-tokens", metavar="N", help="Of an output; more is refused.")
+    ] = None,
+    max_n: Annotated[int | None, typer.Option("--max-n", metavar="N", help="Outputs of a prompt.")] = None,
+    max_request_seconds: Annotated[
+        float | None, typer.Option("--max-request-seconds", metavar="S", help="A request that takes longer is ended.")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="BYTES", help="Of a request.")] = 64 << 20,
+    max_queue_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--max-queue-seconds",
+            metavar="S",
+            help="Refuse a request at once that would wait longer for its first token, as far as can be foreseen.",
+        ),
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", metavar="S", help="For running requests to end after SIGTERM.")
+    ] = 30.0,
+    hang_seconds: Annotated[
+        float,
+        typer.Option(
+            "--hang-seconds",
+            metavar="S",
+            help="An engine whose step lasts longer is killed and started again; 0: never.",
+        ),
+    ] = 60.0,
+    threads: Threads = None,
+    isa: Isa = "auto",
+    max_num_seqs: MaxSeqs = 64,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    kv_memory: KVMemory = "auto",
+    pin: Pin = False,
+    deterministic: Deterministic = False,
+    prefix_cache: PrefixCache = True,
+    policy: Policy = "fcfs",
+    tbt_ms: TbtMs = None,
+    kv_disk: KVDisk = None,
+    kv_disk_size: KVDiskSize = "auto",
+    kv_evict: KVEvict = None,
+    special_tokens_in_text: SpecialTokensInText = "allow",
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-events",
+            metavar="ENDPOINT|grpc",
+            help="Tell what the prefix cache stores and evicts, prompts' tokens included, to subscribers at ENDPOINT"
+            " (ZeroMQ, tcp://127.0.0.1:5557) and of SubscribeKvEvents; grpc: to the latter alone.",
+        ),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None,
+        typer.Option("--kv-events-replay", metavar="ENDPOINT", help="Where subscribers ask for what they missed."),
+    ] = None,
+    kv_events_topic: Annotated[
+        str, typer.Option("--kv-events-topic", metavar="TOPIC", help="The first frame of each ZeroMQ message.")
+    ] = "",
+    record: Record = None,
+    tap: Tap = None,
+    tap_out: Annotated[
+        Path | None,
+        typer.Option("--tap-out", metavar="DIR", help="Where --tap's values go: DIR/REQUEST.npz for each that asks."),
+    ] = None,
+    goodput_ttft_ms: Annotated[
+        float,
+        typer.Option(
+            "--goodput-ttft-ms", metavar="MS", help="A request that names no ttft_ms is good if it keeps this; 0: any."
+        ),
+    ] = 500.0,
+    goodput_tbt_ms: Annotated[
+        float,
+        typer.Option("--goodput-tbt-ms", metavar="MS", help="The same of the mean time between its tokens."),
+    ] = 100.0,
+    metrics_compat: Annotated[
+        str,
+        typer.Option("--metrics-compat", metavar="none|vllm", help="Show metrics under vLLM's names besides."),
+    ] = "none",
+    log_format: Annotated[
+        str, typer.Option("--log-format", metavar="text|json", help="json: an object a line, with the request's id.")
+    ] = "text",
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests/--no-log-requests", help="A line for each request that is over.")
+    ] = False,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--otlp-endpoint", metavar="URL", help="Send traces to an OpenTelemetry collector, http://127.0.0.1:4318."
+        ),
+    ] = None,
+    trace_ratio: Annotated[
+        float,
+        typer.Option("--trace-ratio", metavar="R", help="Share of requests traced whose clients decided nothing."),
+    ] = 1.0,
+    as_json: Json = False,
+) -> int:
+    """Serve artifacts until SIGTERM: over gRPC (inferc.v1.InferenceService, KServe's protocol, health, reflection) and
+    over HTTP (OpenAI's interface).
+
+    Prints `ready grpc=HOST:PORT http=HOST:PORT seconds=S` when requests are taken; S counts from the start of the process.
+    """
+    for name, port in (("--grpc-port", grpc_port), ("--http-port", http_port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{name} {port}: expected 1 to 65535, or 0 for a free one")
+    if tap and tap_out is None:
+        raise ConfigError("--tap without --tap-out DIR: say where the values of requests that ask for it shall go")
+    for name, value in (("--goodput-ttft-ms", goodput_ttft_ms), ("--goodput-tbt-ms", goodput_tbt_ms)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} {value:g}: expected a number of milliseconds, 0 or more")
+    if not 0 <= trace_ratio <= 1:
+        raise ConfigError(f"--trace-ratio {trace_ratio:g}: expected 0 to 1")
+    if otlp_endpoint is not None and not otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint {otlp_endpoint}: expected http://HOST:PORT, for example http://127.0.0.1:4318"
+        )
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format {log_format}: expected text or json")
+    if metrics_compat not in ("none", "vllm"):
+        raise ConfigError(f"--metrics-compat {metrics_compat}: expected none or vllm")
+    if max_awake is not None and max_awake < 1:
+        raise ConfigError(f"--max-awake {max_awake}: expected 1 or more; leave it out for no limit")
+    if max_body_bytes < 1:
+        raise ConfigError(f"--max-body-bytes {max_body_bytes}: expected 1 or more")
+    if max_queue_seconds is not None and not 0 <= max_queue_seconds < math.inf:
+        raise ConfigError(f"--max-queue-seconds {max_queue_seconds:g}: expected a number of seconds, 0 or more")
+    if not 0 <= hang_seconds < math.inf:
+        raise ConfigError(f"--hang-seconds {hang_seconds:g}: expected a number of seconds, 0 or more")
+    if not 0 <= drain_seconds < math.inf:
+        raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
+    from inferc.config import EngineConfig, from_dict
+    from inferc.runtime.text.control_tokens import parse_in_text
+    from inferc.serve.kv_events.log import KvPublisherConfig
+    from inferc.serve.models.metrics import Objectives
+    from inferc.serve.models.models import ModelOptions, ModelSource
+    from inferc.serve.security.access import Limits
+    from inferc.serve.server import Addresses, ServeConfig
+    from inferc.serve.server import serve as serve_
+
+    configure("json" if log_format == "json" else "text", logging.INFO)
+    options = engine_options(
+        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache),
+        policy=policy,
+        tbt_ms=tbt_ms,
+        kv_disk=kv_disk,
+        kv_disk_size=kv_disk_size,
+        kv_evict=kv_evict,
+        record=record,
+        tap=tap,
+        tap_out=tap_out,
+        trusted_keys=trusted_keys,
+    )
+    if print_config:
+        say(resolved(context))
+        return 0
+    publisher = None
+    if kv_events not in (None, "grpc"):
+        publisher = KvPublisherConfig(kv_events, kv_events_replay, kv_events_topic)
+    elif kv_events_replay is not None or kv_events_topic:
+        raise ConfigError("--kv-events-replay and --kv-events-topic need an endpoint; give --kv-events one")
+    engine = from_dict(EngineConfig, {**options, "kv_events": kv_events is not None})
+    settings = ServeConfig(
+        models=tuple(map(ModelSource.parse, models)),
+        host=host,
+        grpc_port=grpc_port,
+        http_port=http_port if http else None,
+        options=ModelOptions(
+            engine,
+            max_queue_seconds=max_queue_seconds,
+            drain_seconds=drain_seconds,
+            hang_seconds=hang_seconds,
+            max_awake=max_awake,
+            log_format="json" if log_format == "json" else "text",
+            log_requests=log_requests,
+            special_tokens_in_text=parse_in_text(special_tokens_in_text),
+            objectives=Objectives(goodput_ttft_ms or None, goodput_tbt_ms or None),
+        ),
+        metrics_compat="vllm" if metrics_compat == "vllm" else "none",
+        api_keys=api_keys,
+        limits=Limits(max_prompt_tokens, max_output_tokens, max_n, max_request_seconds),
+        max_body_bytes=max_body_bytes,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        insecure=insecure,
+        otlp_endpoint=otlp_endpoint,
+        trace_ratio=trace_ratio,
+        model_folder=model_folder,
+        kv_publisher=publisher,
+    )
+
+    def report(addresses: Addresses) -> None:
+        seconds = round(_seconds_since_start(), 3)
+        log.info("%s", ", ".join(f"{name}={value}" for name, value in said(context).items()))
+        if as_json:
+            print_json({"grpc": addresses.grpc, "http": addresses.http, "seconds": seconds})
+        else:
+            say(f"ready grpc={addresses.grpc} http={addresses.http or 'off'} seconds={seconds}", flush=True)
+
+    return serve_(settings, report)
+
+
+def _seconds_since_start() -> float:
+    """Since the start of this process; where the kernel does not tell, since this module was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.perf_counter() - STARTED

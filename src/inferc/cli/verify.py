@@ -1,0 +1,49 @@
+"""`inferc verify`: how far passes and kernels are from the Hugging Face model, here and now."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from inferc.cli.common import Json, Out, print_json, progress, say
+
+
+def verify(
+    out: Out,
+    reference: Annotated[
+        str, typer.Option("--reference", metavar="MODEL", help="What OUT was compiled from: a folder, or a hub id.")
+    ],
+    as_json: Json = False,
+) -> int:
+    """Compute OUT's certificate anew on this machine: every pass by the references, then OUT by what runs it here.
+
+    Each row is beside the Hugging Face model in float32 and is held to the budget of the artifact's dtype or scheme. It is
+    for artifacts that were compiled elsewhere, without a certificate, or for a random copy of a large model. The model is held
+    in float32 twice. `inferc diff` compares one request, layer by layer, and needs less memory.
+
+    Exit codes: 0 all rows are within their budget, 1 one is not, 2 bad input.
+    """
+    with progress("verify") as report:
+        from inferc.compiler.verify import verify as verify_
+
+        result = verify_(out, reference, report)
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    return 0 if result["ok"] else 1
+
+
+def _show(result: dict[str, Any]) -> None:
+    say(f"{'row':26}{'max abs':>11}{'relative':>11}{'KL':>11}{'top-1':>8}  run by")
+    for row in result["passes"]:
+        cells = "".join(_cell(row[name]) for name in ("max_abs_error", "relative_error", "kl"))
+        mark = "" if row["ok"] else "  < over its budget"
+        say(f"{row['name']:26}{cells}{row['top1_agreement']:8.1%}  {row['ran_by']}{mark}")
+    say(f"\ngreedy tokens are transformers' own in {result['greedy_equal']} of {result['num_prompts']} prompts")
+    say("within the artifact's budget" if result["ok"] else f"beyond the artifact's budget: {result['reason']}")
+
+
+def _cell(value: float | None) -> str:
+    return f"{'not finite' if value is None else format(value, '.2e'):>11}"

@@ -1,0 +1,204 @@
+"""A running `inferc serve` answers an offline batch, which yields to everybody else there.
+
+Its requests have a low priority and one client's name for all batches, and only as many are open as find a place beside
+those of others: while somebody else waits, none is added.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, final
+
+from typing_extensions import Self
+
+from inferc.client.client import Client, Piece, ServerError, Tls
+from inferc.errors import GenerationError, InfercError, ObjectiveError
+from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.openai.answer import Answer, Token
+from inferc.runtime.openai.batch_run import Result, Ticket, take_all
+from inferc.runtime.openai.request import Prompt, joined
+from inferc.runtime.step.plan import Logprobs
+from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
+
+CLIENT, PRIORITY = "inferc-batch", -100
+CONNECT_SECONDS = 10.0
+LOOK_SECONDS = 0.25  # how often the load is looked at, where nothing of ours ends
+MAX_PAUSE = 4.0  # seconds, between two tries of a request that the server has no room for
+
+
+@final
+class EndpointBackend:
+    """A server at HOST:PORT. At most `concurrency` sequences are there at once (None: as many as it runs at once).
+
+    api_key, tls: as of Client. Raises ServerError if no server answers. Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        concurrency: int | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self._client = Client(address, retries=0, api_key=api_key, tls=tls)  # `_work` has tries of its own
+        try:
+            info = self._connect(has_key=api_key is not None, is_tls=tls is not None)
+        except BaseException:
+            self._client.close()
+            raise
+        self.model = info.model
+        self._max_num_seqs = info.max_num_seqs
+        self._has_limit = info.defaults.HasField("max_tokens")  # of the model's own, for who says none
+        self._spare = max(1, info.max_num_seqs // 8)  # of ours that may wait, so that a place is taken at once
+        self._concurrency = concurrency or self._max_num_seqs + self._spare
+        self._results: queue.SimpleQueue[tuple[Ticket, Future[Answer]]] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(self._concurrency, "inferc-batch")
+        self._lock = threading.Lock()
+        self._num_waiting = 0  # sequences of ours of which no token has come
+        self._closing = threading.Event()
+        self._tokens: dict[int, Token] = {}
+
+    def _connect(self, has_key: bool, is_tls: bool) -> pb.GetModelInfoResponse:
+        """What the server is. One that wants a key, or speaks TLS where we do not, is told by what to do."""
+        address = self._client.address
+        try:
+            self._client.wait_until_ready(CONNECT_SECONDS)
+        except ServerError:
+            hint = f"is this its gRPC port (with TLS: https://{address})?"
+            if is_tls:
+                hint = "is this its gRPC port, does it speak TLS, and is its authority in --ca?"
+            message = f"no server answered at {address} within {CONNECT_SECONDS:g} s; {hint}"
+            raise ServerError("UNAVAILABLE", message) from None
+        try:
+            return self._client.model_info()
+        except ServerError as error:
+            if error.code != "UNAUTHENTICATED" or has_key:
+                raise
+            raise InfercError(
+                f"{address}: the server wants an API key; give --api-key, or set INFERC_API_KEY"
+            ) from None
+
+    def room(self, num_open: int) -> int:
+        with self._lock:
+            ours = self._num_waiting  # before asking: none is added meanwhile, so the server cannot have more
+        loads = self._client.loads()
+        if loads.num_waiting > ours:
+            return 0
+        others = max(0, loads.num_running + loads.num_waiting - num_open)
+        return min(self._concurrency, self._max_num_seqs + self._spare - others) - num_open
+
+    def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
+        values = {**sampling, "client": CLIENT, "priority": PRIORITY}
+        if ticket[0].request.kind == "chat":
+            prompt = joined(prompt)  # type: ignore[arg-type]
+        if values.get("max_tokens", 0) is None and not self._has_limit:
+            values["unlimited"] = True
+        count = ticket[0].request.num_outputs
+        self._count_waiting(count)
+        done = self._pool.submit(self._work, prompt, values, count)
+        done.add_done_callback(lambda future: self._results.put((ticket, future)))
+
+    def finished(self) -> list[tuple[Ticket, Result]]:
+        return [
+            (ticket, future.exception() or future.result()) for ticket, future in take_all(self._results, LOOK_SECONDS)
+        ]
+
+    def token(self, token_id: int) -> Token:
+        if token_id not in self._tokens:
+            data = self._client.token_bytes([token_id])
+            self._tokens[token_id] = data.decode(errors="replace"), list(data)
+        return self._tokens[token_id]
+
+    def close(self) -> None:
+        """End what is open."""
+        self._closing.set()
+        self._client.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------- on the pool's threads
+
+    def _work(self, prompt: Prompt, sampling: Mapping[str, Any], count: int) -> Answer:
+        """Answer one prompt; while the server has no room for it, try again and again."""
+        pause, pending = LOOK_SECONDS, _Pending(count)
+        try:
+            while True:
+                try:
+                    for piece in self._client.generate(prompt, **sampling):
+                        self._count_waiting(-pending.add(piece))
+                    return pending.answer()
+                except ServerError as error:
+                    wait = self._wait_for_room(sampling, error, pause)
+                    if wait is None or self._closing.wait(wait):
+                        raise _error_of_request(error) from None
+                    pause = min(2 * pause, MAX_PAUSE)
+        finally:
+            self._count_waiting(pending.num_started - count)
+
+    def _wait_for_room(self, sampling: Mapping[str, Any], error: ServerError, pause: float) -> float | None:
+        """Seconds until a request that was refused is tried again; None: never."""
+        if error.code != "RESOURCE_EXHAUSTED":
+            return None
+        return pause if self._is_full(sampling) else error.retry_after  # of a key that has used its rate
+
+    def _is_full(self, sampling: Mapping[str, Any]) -> bool:
+        """Whether a request was refused because of those before it, and not because of what it asks."""
+        if "ttft_ms" in sampling or "tbt_ms" in sampling:
+            return False
+        try:
+            return self._client.loads().num_waiting > 0
+        except InfercError:
+            return False
+
+    def _count_waiting(self, change: int) -> None:
+        if change:
+            with self._lock:
+                self._num_waiting += change
+
+
+class _Pending:
+    """The answer to one prompt as it comes."""
+
+    def __init__(self, count: int) -> None:
+        self._outputs = [CompletionOutput(index) for index in range(count)]
+        self._usage = pb.Usage()
+        self.num_started = 0
+
+    def add(self, piece: Piece) -> int:
+        """How many outputs began with it."""
+        output = self._outputs[piece.index]
+        is_first = not output.token_ids
+        output.text += piece.text
+        output.token_ids += piece.token_ids
+        output.finish_reason = piece.finish_reason
+        if piece.logprobs:
+            output.logprobs = (output.logprobs or []) + [_logprobs(each) for each in piece.logprobs]
+        self._usage = piece.usage or self._usage
+        self.num_started += is_first
+        return int(is_first)
+
+    def answer(self) -> Answer:
+        return Answer(self._usage.prompt_tokens, self._usage.cached_tokens, self._outputs)
+
+
+def _logprobs(row: pb.TokenLogprobs) -> Logprobs:
+    top = tuple((each.token_id, each.logprob) for each in row.top)
+    return Logprobs(row.token_id, row.logprob, row.rank, top)
+
+
+def _error_of_request(error: ServerError) -> InfercError:
+    """What the server could not do for this request alone is the request's; else the error itself."""
+    if error.code == "INTERNAL":
+        return GenerationError(str(error))
+    return ObjectiveError(str(error)) if error.code == "RESOURCE_EXHAUSTED" else error

@@ -1,0 +1,191 @@
+"""A server's page of metrics, read from outside: what `inferc top` and `inferc doctor` look at."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from inferc.errors import ConfigError, InfercError
+from inferc.serve.models.metrics import Histogram
+
+TIMEOUT_SECONDS = 5.0
+Labels: TypeAlias = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server's HTTP is. `parse` takes HOST:PORT or a URL."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+    api_key: str | None = None
+    ca: str | None = None
+
+    @staticmethod
+    def parse(text: str, api_key: str | None = None, ca: str | None = None) -> Endpoint:
+        """Raises ConfigError for what is no endpoint."""
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            port, is_port = parts.port, True
+        except ValueError:
+            parts, port, is_port = urlsplit(""), None, False
+        if not is_port or parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            raise ConfigError(f"{text}: expected the HTTP endpoint of a server, HOST:PORT or http(s)://HOST:PORT")
+        is_tls = parts.scheme == "https"
+        return Endpoint(parts.hostname, port or (443 if is_tls else 8000), is_tls, api_key, ca)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+
+    def get(self, path: str, timeout: float = TIMEOUT_SECONDS) -> tuple[int, bytes]:
+        """The status and the body. Raises InfercError if nothing answers."""
+        try:
+            if self.is_tls:
+                context = ssl.create_default_context(cafile=self.ca)
+                connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                    self.host, self.port, timeout=timeout, context=context
+                )
+            else:
+                connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+            headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+            try:
+                connection.request("GET", path, headers=headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
+            finally:
+                connection.close()
+        except ValueError:  # a line break in it, say
+            raise ConfigError(f"{self}: the API key cannot be sent; is it whole, and nothing else?") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise InfercError(f"{self}: no server answers ({reason}); is this its HTTP endpoint?") from None
+
+
+@dataclass(frozen=True)
+class Page:
+    """All samples of a page. at: on the monotonic clock; seconds: that the server took to answer."""
+
+    at: float
+    seconds: float
+    samples: Mapping[str, Mapping[Labels, float]]
+
+    @staticmethod
+    def fetch(endpoint: Endpoint) -> Page:
+        """Raises InfercError if nothing answers, or no page of ours."""
+        start = time.monotonic()
+        status, body = endpoint.get("/metrics")
+        seconds = time.monotonic() - start
+        if status in (401, 403):
+            raise InfercError(f"{endpoint}: the server wants an API key; give --api-key, or set INFERC_API_KEY")
+        if status != 200:
+            raise InfercError(f"{endpoint}: /metrics answered with status {status}; expected a server of inferc's")
+        try:
+            page = Page.parse(body.decode(errors="replace"), start + seconds, seconds)
+        except ValueError:
+            page = Page(start, seconds, {})
+        if "inferc_requests_open" not in page.samples and "inferc_event_loop_lag_seconds" not in page.samples:
+            raise InfercError(f"{endpoint}: /metrics is not that of an inferc server")
+        return page
+
+    @staticmethod
+    def parse(text: str, at: float = 0.0, seconds: float = 0.0) -> Page:
+        found: dict[str, dict[Labels, float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+        return Page(at, seconds, found)
+
+    @property
+    def models(self) -> list[str]:
+        return [dict(labels)["model_name"] for labels in self.samples.get("inferc_requests_open", ())]
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Of all samples of this name that have these labels; 0 where there are none."""
+        wanted = set(labels.items())
+        return math.fsum(value for found, value in self.samples.get(name, {}).items() if wanted <= found)
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """The samples by the value of one label."""
+        wanted = set(labels.items())
+        return {dict(found)[label]: value for found, value in self.samples.get(name, {}).items() if wanted <= found}
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """As it is counted; no bounds where there is none."""
+        buckets = {float(bound): count for bound, count in self.by(f"{name}_bucket", "le", **labels).items()}
+        histogram = Histogram([bound for bound in sorted(buckets) if bound != math.inf])
+        before = 0.0
+        for index, bound in enumerate(sorted(buckets)):
+            histogram.counts[index] = int(buckets[bound] - before)
+            before = buckets[bound]
+        histogram.sum = self.sum(f"{name}_sum", **labels)
+        return histogram
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happened on a model between two pages. A counter that fell began anew, so counts from 0."""
+
+    before: Page
+    after: Page
+    model: str
+
+    @property
+    def seconds(self) -> float:
+        return max(1e-9, self.after.at - self.before.at)
+
+    def gain(self, name: str, **labels: str) -> float:
+        before = self.before.sum(name, model_name=self.model, **labels)
+        after = self.after.sum(name, model_name=self.model, **labels)
+        return after - before if after >= before else after
+
+    def rate(self, name: str, **labels: str) -> float:
+        """A second."""
+        return self.gain(name, **labels) / self.seconds
+
+    def share(self, part: str, whole: str) -> float:
+        """nan where there is nothing of the whole."""
+        total = self.gain(whole)
+        return self.gain(part) / total if total > 0 else math.nan
+
+    def now(self, name: str, **labels: str) -> float:
+        """A gauge."""
+        return self.after.sum(name, model_name=self.model, **labels)
+
+    def mean(self, name: str) -> float:
+        """Of a histogram's values meanwhile."""
+        count = self.gain(f"{name}_count")
+        return self.gain(f"{name}_sum") / count if count > 0 else math.nan
+
+    def quantile(self, name: str, share: float) -> float:
+        """Of a histogram's values meanwhile; nan where there were none."""
+        after = self.after.histogram(name, model_name=self.model)
+        before = self.before.histogram(name, model_name=self.model)
+        if before.count <= after.count and before.bounds == after.bounds:
+            after.counts = [late - early for late, early in zip(after.counts, before.counts, strict=True)]
+        return after.quantile(share)
+
+    @property
+    def state(self) -> str:
+        states = self.after.by("inferc_model_state", "state", model_name=self.model)
+        return next((name for name, value in states.items() if value == 1), "unknown")
+
+    @property
+    def busy(self) -> float:
+        """Share of the time in which the device had a step."""
+        return min(1.0, self.rate("inferc_device_busy_seconds_total"))
+
+    @property
+    def batch_fill(self) -> float:
+        """Mean share of the batch's places that were taken in a step; nan without steps."""
+        places = self.now("inferc_sequences_max")
+        return self.share("inferc_step_sequences_total", "inferc_steps_total") / places if places else math.nan

@@ -1,0 +1,143 @@
+"""`inferc compile MODEL -o OUT --add-target`: code for another chip in an artifact that is there, whose weights stay as they are.
+
+The artifact's own program is compiled again, for what is new; the model is only looked at, to tell that it is the one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from inferc.codegen.artifact_writer import ArtifactWriter
+from inferc.codegen.folder import OutputFolder
+from inferc.codegen.target import Target
+from inferc.codegen.triton.aot.launch import PTX
+from inferc.compiler.build import CompileSummary, Progress, hf_facts, silent
+from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
+from inferc.errors import ArtifactError, ConfigError
+from inferc.frontend.checkpoint.load import load
+from inferc.manifest import SIGNATURE, json_bytes
+from inferc.passes.lower.plan_memory import memory_plan
+from inferc.runtime.artifact.load import Artifact, load_artifact
+
+log = logging.getLogger(__name__)
+
+
+def add_target(
+    model: str | Path, out: str | Path, config: CompileConfig, *, progress: Progress | None = None
+) -> CompileSummary:
+    """Add the chips of `config.target` to the artifact at `out`, in one move; its weight files are shared, not copied.
+
+    Raises ConfigError for another model or other settings than it was compiled with, and for a chip that it has.
+    """
+    start, report = time.perf_counter(), progress or silent
+    artifact = load_artifact(out, to_run=False)
+    added = _added(artifact, Target.parse(config.target))
+    _check_same(artifact, model, config)
+    with OutputFolder(Path(out)) as folder:
+        writer = ArtifactWriter(folder)
+        rows = _write(artifact, added, writer, report)
+        for name, entry in artifact.manifest["files"].items():
+            if name not in writer.files:
+                _link(artifact.path / name, folder.path / name)
+                writer.files[name] = entry
+        manifest = {key: value for key, value in artifact.manifest.items() if key not in ("files", "sha256")}
+        manifest["targets"] = [*manifest["targets"], *added.each]
+        cubins = {**artifact.entry["cubins"], **{arch: f"kernels/{arch}" for arch in added.archs}}
+        manifest["programs"] = [{**artifact.entry, "cubins": cubins}]
+        manifest["kernels"] = [*manifest["kernels"], *rows]
+        manifest["config"] = {
+            **manifest["config"],
+            "target": f"cuda:{','.join(arch for arch in cubins if arch != PTX)}",
+        }
+        writer.write_manifest(manifest)
+        was_signed = (artifact.path / SIGNATURE).exists()
+        folder.commit()
+    if was_signed:
+        log.warning(
+            "%s was signed, and what was added is not: its signature is gone; sign it again: inferc sign %s --key KEY",
+            *(out, out),
+        )
+    return CompileSummary(
+        path=folder.out,
+        seconds=round(time.perf_counter() - start, 3),
+        weights_bytes=sum(entry["bytes"] for entry in writer.files.values() if "xxh3_128" in entry),
+        artifact_bytes=sum(entry["bytes"] for entry in writer.files.values()),
+        config=_resolved(manifest["config"]),
+        passes=[],
+        kernels=manifest["kernels"],
+        certificate=None,
+    )
+
+
+def _added(artifact: Artifact, wanted: Target) -> Target:
+    """The chips to compile for."""
+    have = artifact.manifest["targets"]
+    if wanted.device != "cuda" or not all(target.startswith("cuda:") for target in have):
+        has_plans = any(target.startswith("tensorrt") for target in have)
+        why = "whose plans are for one chip" if has_plans else f"whose weights do not lie as {wanted.spec} reads them"
+        raise ConfigError(
+            f"{artifact.path} is compiled for {', '.join(have)}, {why};"
+            " --add-target adds chips to an artifact for cuda: compile the model into another folder"
+        )
+    there = [target for target in wanted.each if target in have]
+    if there:
+        raise ConfigError(f"{artifact.path} has {', '.join(there)} already; it has: {', '.join(have)}")
+    return wanted
+
+
+def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) -> None:
+    facts, kept = json.loads(json_bytes(hf_facts(load(model)))), artifact.model["hf_config"]
+    if differ := sorted(name for name in {*facts, *kept} if facts.get(name) != kept.get(name)):
+        raise ConfigError(
+            f"{model} is not the model of {artifact.path}: their configs differ in {', '.join(differ[:3])};"
+            " give the model that it was compiled from"
+        )
+    defaults = CompileConfig()
+    for name in ("dtype", "quantize", "kv_dtype", "max_model_len", "block_size"):
+        value, compiled = getattr(config, name), artifact.config[name]
+        if value not in (getattr(defaults, name), compiled):
+            raise ConfigError(
+                f"{artifact.path} was compiled with {name} {compiled}, not {value}; leave --{name.replace('_', '-')} out"
+            )
+
+
+def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Progress) -> list[dict[str, Any]]:
+    """Compile the artifact's program for the new chips; returns their rows of the kernel table."""
+    from inferc.codegen.triton.code import write_code
+    from inferc.codegen.triton.emit import emit
+    from inferc.runtime.runners.reference import graph_of
+
+    program = graph_of(artifact)
+    step = emit(program, memory_plan(program).values)
+    made = json.loads(json_bytes(step.program_json_fields))
+    if any(artifact.program[name] != value for name, value in made.items()):
+        raise ArtifactError(
+            f"{artifact.path} is by {artifact.manifest['producer']}, whose kernels are not this inferc's; compile it again"
+        )
+    _, rows = write_code(
+        step, added.archs, writer.add, lambda done, total: report("compile kernels", done, total), with_ptx=False
+    )
+    return rows
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy of it where the file system has no such thing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        import shutil
+
+        try:
+            shutil.copyfile(source, target)
+        except OSError as error:
+            raise ConfigError(f"cannot write {target.name}: {error.strerror}") from None
+
+
+def _resolved(config: dict[str, Any]) -> ResolvedCompileConfig:
+    return from_dict(ResolvedCompileConfig, {**config, "passes": tuple(config["passes"])})

@@ -1,0 +1,593 @@
+"""`inferc.compile`: the whole line from a Hugging Face model to an artifact. Like the command line it sees every stage.
+
+frontend (capture) → passes (lower) → codegen (kernels, weights, manifest) → certificate → one rename.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inferc import __version__
+from inferc.codegen.artifact_writer import ArtifactWriter, make_manifest, program_entry
+from inferc.codegen.cpp import build as cpp_build
+from inferc.codegen.cpp.emit import CppUnit
+from inferc.codegen.cpp.emit import emit as emit_cpp
+from inferc.codegen.folder import OutputFolder
+from inferc.codegen.kernels import kernel_named
+from inferc.codegen.segments import segments_of
+from inferc.codegen.target import Target
+from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
+from inferc.compiler.check_target import check_target, tensorrt_for
+from inferc.config import CompileConfig, ResolvedCompileConfig, runs_cuda_steps
+from inferc.cost.recorder import CostRecorder
+from inferc.errors import ConfigError, RequestError
+from inferc.expert_loads import ExpertLoads
+from inferc.frontend.check import random_copy
+from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
+from inferc.frontend.export import capture, context_length
+from inferc.frontend.text.generation import eos_token_ids, generation_defaults
+from inferc.frontend.text.pooling import pooling
+from inferc.frontend.text.tokenizer import tokenizer_files
+from inferc.ir import program as program_lib
+from inferc.ir.program import Program
+from inferc.manifest import (
+    CERTIFICATE,
+    COSTS,
+    ONNX_MODEL,
+    PROGRAM,
+    TENSORRT_LAYERS,
+    TENSORRT_PLAN,
+    holds_weights,
+    json_bytes,
+    segment_plan,
+)
+from inferc.passes.lower.plan_memory import NO_PLAN, SAMPLE_ROWS, MemoryPlan, memory_plan
+from inferc.passes.parallel.expert_placement import Placement, placements
+from inferc.passes.parallel.partition import RankProgram, Ranks, lower_ranks, partition, prepare
+from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
+from inferc.passes.user_passes import UserPass, load_passes
+from inferc.runtime.runners.cpu.abi import detect_isa
+from inferc.runtime.step import sampling_params
+from inferc.runtime.text.tokenizer import Text
+
+if TYPE_CHECKING:
+    from inferc.codegen.triton.emit import CudaStep
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
+
+
+@dataclass(frozen=True)
+class CompileSummary:
+    """What a compile made and how long it took."""
+
+    path: Path
+    seconds: float
+    weights_bytes: int
+    artifact_bytes: int
+    config: ResolvedCompileConfig
+    passes: list[PassRecord]
+    kernels: list[dict[str, Any]]
+    certificate: dict[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+def compile(
+    model: str | Path | torch.nn.Module,
+    out: str | Path,
+    config: CompileConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
+) -> CompileSummary:
+    """Compile `model` into the artifact folder `out`.
+
+    model: a Hugging Face folder, a hub id, or a transformers causal language model in memory, which brings its
+    `tokenizer` (transformers' own; without one the artifact takes and gives token ids only).
+    `out` appears complete or not at all; an artifact that is there already is replaced in one move.
+    progress: called with each stage and how much of it is done.
+    """
+    start = time.perf_counter()
+    config = config or CompileConfig()
+    check_target(Target.parse(config.target), config)
+    passes = load_passes(config.passes)
+    with _interrupts() as interrupts, OutputFolder(Path(out)) as folder:
+        report = interrupts.checked(progress or silent)
+        checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
+        num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
+        ranks = _ranks(config)
+        resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
+        too_large = config.certify == "auto" and resolved.certify == "layers"
+        generation = generation_defaults(checkpoint)
+        sampling_params.generation_defaults(generation)  # says what of it no request could have, while it can be mended
+        build = _Build(
+            checkpoint, resolved, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
+        )
+        with _threads_for(num_parameters):
+            certificate = build.run()
+        interrupts.check()
+        folder.commit()
+    return CompileSummary(
+        path=folder.out,
+        seconds=round(time.perf_counter() - start, 3),
+        weights_bytes=sum(entry["bytes"] for name, entry in build.writer.files.items() if holds_weights(name, entry)),
+        artifact_bytes=sum(entry["bytes"] for entry in build.writer.files.values()),
+        config=resolved,
+        passes=build.records,
+        kernels=build.kernels,
+        certificate=certificate,
+    )
+
+
+class _Build:
+    """One artifact in the making. `run` leaves `folder` complete but for the move to its place."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ResolvedCompileConfig,
+        folder: OutputFolder,
+        tokenizer: Any,
+        report: Progress,
+        interrupts: _Interrupts,
+        generation: dict[str, Any],
+        passes: tuple[UserPass, ...],
+        ranks: Ranks,
+        too_large: bool = False,
+    ) -> None:
+        self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
+        self.interrupts, self.generation = interrupts, generation
+        self.writer = ArtifactWriter(folder, config.allow_drift)
+        self.lower_config = LowerConfig(
+            Target.parse(config.target), config.block_size, passes, config.quantize, config.kv_dtype
+        )
+        self.pipeline = build_pipeline(self.lower_config)
+        self.target = self.lower_config.target
+        self.tokenizer, self.ranks, self.too_large = tokenizer, ranks, too_large
+        self.isas = cpp_build.target_isas()
+        self.records: list[PassRecord] = []
+        self.kernels: list[dict[str, Any]] = []
+        self.libraries: dict[str, dict[str, str]] = {}  # by their source
+        self.cubins: list[dict[str, Any]] = []  # rows of the kernel table
+        self.plan: dict[str, Any] | None = None  # what the manifest says of a TensorRT plan
+
+    def _check_chat(self) -> None:
+        """Whether the runtime makes of conversations what transformers does; a model whose template it does not run is still
+        good for plain prompts."""
+        try:
+            Text(self.folder.path / "tokenizer").chat_template  # noqa: B018 (it compares as it is made)
+        except RequestError as error:
+            log.warning("%s: chats will be refused: %s", self.checkpoint.name, error)
+
+    def run(self) -> dict[str, Any] | None:
+        """Write everything; returns the certificate."""
+        if self.target.device == "cpu":
+            cpp_build.check_machine()  # before minutes of work
+        self.report("read the tokenizer", 0, 1)
+        tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
+        for name, data in tokenizer.items():
+            self.writer.add(f"tokenizer/{name}", data)
+        if "chat_template.jinja" in tokenizer:
+            self._check_chat()
+        self.report("capture", 0, 1)
+        program = capture(self.checkpoint, self.config.dtype, self.config.max_model_len)
+        certifier = None
+        if self.config.certify == "full":
+            self._check_lowers(program)
+            encode = encoder(tokenizer.get("tokenizer.json"))
+            certifier = self._certifier(self.checkpoint, program, "the model itself", encode)
+        copied = None
+        if self.config.certify == "layers":
+            copied = random_copy(program, self.checkpoint, self.config.dtype, self.ranks.pp, self.ranks.tp)
+        manifest = self.lower_and_write(program, certifier)
+        if copied is not None:
+            certifier = self._certify_copy(copied)
+        elif certifier is not None:
+            self._certify_kernels(certifier, self.folder.path)
+        if certifier is not None:
+            self.writer.add(CERTIFICATE, json_bytes(certifier.certificate.to_json()))
+            self.writer.write_manifest(manifest)
+        return None if certifier is None else certifier.certificate.to_json()
+
+    def _check_lowers(self, program: Program) -> None:
+        """Raise what lowering will refuse: on a copy, as the reference runs first and may take minutes."""
+        twin = program_lib.from_json(program_lib.to_json(program))
+        if self.ranks.count > 1:
+            self.report("check the kernels", 0, 1)
+            lowered = [each.program for each in lower_ranks(twin, self.lower_config, self.ranks)]
+        else:
+            for each in self.pipeline:
+                self.report("check the kernels", 0, 1)
+                each(twin)
+            lowered = [twin]
+        for own in lowered:
+            if self.target.device == "cpu":
+                self._emit(own, memory_plan(own))
+            if runs_cuda_steps(self.target.device):
+                self._emit_cuda(own, memory_plan(own))
+
+    def _emit(self, program: Program, plan: MemoryPlan) -> CppUnit:
+        return emit_cpp(program, plan.values, plan.pools, self.lower_config.kernels, self.lower_config.own_headers)
+
+    def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
+        """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
+        costs = CostRecorder()
+        ranks = self._lower(program, certifier, costs)
+        first = ranks[0].program
+        self.writer.add(COSTS, json_bytes(costs.log(first).to_json()))
+        stages = [each.program for each in ranks if (each.tp_rank, each.ep_rank) == (0, 0)]
+        self.kernels = _kernel_rows(stages, self.lower_config)
+        weights = {each.prefix + name: weight for each in ranks for name, weight in each.program.weights.items()}
+        self.writer.add_weights(
+            weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
+        )
+        programs = [self._write_rank(each) for each in ranks]
+        self.kernels += self.cubins
+        manifest = make_manifest(
+            self.config,
+            targets=self.target.each,
+            producer=f"inferc {__version__}",
+            host=f"{platform.system()}-{platform.machine()}".lower() if self.libraries else None,
+            model={**self._model_facts(program), **_quantization(stages)},
+            programs=programs,
+            passes=[_pass_row(record) for record in self.records],
+            kernels=self.kernels,
+            plan=self.plan,
+        )
+        self.writer.write_manifest(manifest)
+        return manifest
+
+    def _lower(self, program: Program, certifier: Certifier | None, costs: CostRecorder) -> list[RankProgram]:
+        """The lowered programs of all ranks. The pass log, and the costs, go on with the first rank's."""
+        observe = self._observer(certifier, costs)
+        if self.ranks.count == 1:
+            self.records = lower(program, self.lower_config, observe=observe)
+            return [RankProgram(program, 0, 0)]
+        shared = prepare(program, self.lower_config, observe)
+        first = self.ranks.label(0, 0, 0)
+
+        def observe_rank(label: str) -> Observe:
+            own = self._observer(None, costs if label == first else None, label)
+
+            def observe(index: int, name: str, rewrites: int, program: Program) -> None:
+                name, rewrites = (name, rewrites) if index else ("partition", self.ranks.count)
+                own(len(shared) + 1 + index, name, rewrites, program)
+
+            return observe
+
+        ranks = partition(program, self.lower_config, self.ranks, observe_rank)
+        nodes = [shared[-1].nodes_after, ranks[0].records[0].nodes_before]
+        self.records = [*shared, PassRecord("partition", self.ranks.count, 0.0, *nodes), *ranks[0].records]
+        if certifier is not None:
+            certifier.observe_ranks(ranks)
+        return ranks
+
+    def _write_rank(self, rank: RankProgram) -> dict[str, Any]:
+        """The kernels and the program of one rank; returns its entry in the manifest."""
+        plan = NO_PLAN if self.target.has_dense_cache else memory_plan(rank.program)  # of what plans its memory itself
+        libraries: dict[str, str] = {}
+        cubins: dict[str, str] = {}
+        fields: dict[str, Any] = {"kv_layout": {"order": "canonical"}}
+        arena = plan.formula
+        if self.target.device == "cpu":
+            unit = self._emit(rank.program, plan)
+            libraries, fields, arena = self._write_libraries(unit, rank.label), unit.program_json_fields, unit.arena
+        if runs_cuda_steps(self.target.device):
+            step = self._emit_cuda(rank.program, plan)
+            cubins, fields = self._write_cubins(step), step.program_json_fields
+            of_row = sum(each.get("per_row", 0) for each in step.scratch.values())
+            arena = {**arena, "const": arena["const"] + SAMPLE_ROWS * of_row}
+        if self.target.device == "onnx":
+            self._write_onnx(rank.program)
+        if self.target.device == "tensorrt":
+            self._write_tensorrt(rank.program)
+        if self.target.has_segments:
+            self._write_segments(rank.program)
+        file = f"program-{rank.label}.json" if rank.label else PROGRAM
+        self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
+        return program_entry(
+            rank.program,
+            file=file,
+            ranks={"tp_rank": rank.tp_rank, "pp_stage": rank.pp_stage, "ep_rank": rank.ep_rank},
+            libraries=libraries,
+            cubins=cubins,
+            arena=arena,
+            kv_layout=fields["kv_layout"],
+        )
+
+    def _emit_cuda(self, program: Program, plan: MemoryPlan) -> CudaStep:
+        from inferc.codegen.triton.emit import emit  # and Triton, which no other target needs
+
+        return emit(program, plan.values, self.lower_config.kernels)
+
+    def _write_onnx(self, program: Program) -> None:
+        """The model as one ONNX file, which names the weights' files beside it."""
+        from inferc.codegen.onnx.emit import emit
+
+        weights = {weight.name: weight for weight in self.writer.weights}
+        self.writer.add(ONNX_MODEL, emit(program, weights, f"inferc {__version__}", self.lower_config.kernels))
+
+    def _write_tensorrt(self, program: Program) -> None:
+        """The step as one plan, which takes the weights in: their own files go."""
+        from inferc.codegen.tensorrt.emit import emit
+
+        (arch,) = self.target.archs
+        self.report("build the plan", 0, 1)
+        start = time.perf_counter()
+        weights = {weight.name: weight for weight in self.writer.weights}
+        plan = emit(program, weights, self.folder.path, tensorrt_for(arch), arch, self.lower_config.kernels)
+        data = memoryview(plan.data).cast("B")
+        log.info("the plan was built in %.1f s, %d bytes", time.perf_counter() - start, len(data))
+        self.writer.drop_weights()
+        self.writer.add_mapped(TENSORRT_PLAN, data)
+        self.writer.add(TENSORRT_LAYERS, json_bytes(plan.layers))
+        self.plan = plan.facts
+
+    def _write_segments(self, program: Program) -> None:
+        """The plans of the segments between the kernels, without weights."""
+        from inferc.codegen.tensorrt.segments import PROFILES, first_of_each, plans
+
+        (arch,) = self.target.archs
+        library = tensorrt_for(arch, self.target.device)
+        total, rows, layers = len(first_of_each(segments_of(program))), [], {}
+        self.report("build plans", 0, total)
+        start = time.perf_counter()
+        for each in plans(program, library, arch, self.lower_config.kernels):
+            data = memoryview(each.data).cast("B")
+            log.info("plan %s was built in %.1f s, %d bytes", each.name, time.perf_counter() - start, len(data))
+            self.writer.add_mapped(segment_plan(each.name), data)
+            layers[each.name] = each.layers
+            rows.append({"name": each.name, "calls": each.calls})
+            self.report("build plans", len(rows), total)
+            start = time.perf_counter()
+        self.writer.add(TENSORRT_LAYERS, json_bytes(layers))
+        facts = {"package": library.package, "version": library.version, "arch": arch}
+        self.plan = {**facts, "profiles": [each.to_json() for each in PROFILES], "plans": rows}
+
+    def _write_cubins(self, step: CudaStep) -> dict[str, str]:
+        """Compile the kernels for each chip; returns the folder of each."""
+        from inferc.codegen.triton.code import write_code, write_sources
+
+        report = self.report
+        folders, self.cubins = write_code(
+            *(step, self.target.archs, self.writer.add, lambda done, total: report("compile kernels", done, total)),
+            with_ptx=not self.target.has_segments,  # for chips to come, on which no plan runs
+        )
+        write_sources(step, self.writer.add)
+        return folders
+
+    def _write_libraries(self, unit: CppUnit, label: str) -> dict[str, str]:
+        """Compile the step for each instruction set; returns the library files by ISA, best first.
+
+        Ranks whose step is the same text share the files of the first.
+        """
+        if unit.source in self.libraries:
+            return self.libraries[unit.source]
+        self.report("compile kernels", len(self.libraries), self.ranks.count)
+        folder = f"kernels/{label}" if self.libraries else "kernels"
+        libraries = {}
+        for isa, built in cpp_build.build_program(unit, self.isas).items():
+            libraries[isa] = f"{folder}/cpu-{isa}.so"
+            self.writer.add(libraries[isa], built.read_bytes())
+        self.writer.add(f"{folder}/cpp/unit.cpp", unit.whole.encode())
+        if not self.libraries:
+            for header in unit.headers:
+                self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
+            for header, text in unit.own_headers.items():
+                self.writer.add(f"kernels/cpp/{header}", text.encode())
+        self.libraries[unit.source] = libraries
+        return libraries
+
+    def _observer(self, certifier: Certifier | None, costs: CostRecorder | None, label: str = "") -> Observe:
+        """Keeps the text and the costs after every pass, and lets the certificate see it."""
+        folder = f"graph/{label}" if label else "graph"
+
+        def observe(index: int, name: str, rewrites: int, program: Program) -> None:
+            self.report("lower" if certifier is None else "lower and certify", index, len(self.pipeline))
+            self.writer.add(f"{folder}/{index:02}_{name}.txt", program.to_text().encode())
+            if costs is not None:
+                costs(index, name, rewrites, program)
+            if certifier is not None:
+                certifier.observe(index, name, rewrites, program)
+
+        return observe
+
+    def _certifier(
+        self, checkpoint: Checkpoint, program: Program, scope: str, encode: Callable[[str], list[int]] | None
+    ) -> Certifier:
+        self.report("run the reference", 0, 1)
+        config = self.config
+        prompts = make_prompts(encode, int(program.info["vocab_size"]), config.max_model_len)
+        return Certifier(
+            checkpoint,
+            config.dtype,
+            prompts,
+            scope,
+            max_model_len=config.max_model_len,
+            allow_drift=config.allow_drift,
+            kernels_round=self.target.rounds_rows,
+        )
+
+    def _certify_copy(self, copied: Checkpoint) -> Certifier:
+        """The certificate of a small random copy, compiled the same way beside the real artifact and thrown away."""
+        layers = copied.config.num_hidden_layers
+        log.info("certificate: on a random copy of the first %d layers", layers)
+        with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
+            quiet = self.interrupts.checked(silent)
+            build = _Build(
+                copied,
+                self.config,
+                folder,
+                None,
+                quiet,
+                self.interrupts,
+                self.generation,
+                self.lower_config.passes,
+                replace(self.ranks, placements={at: each for at, each in self.ranks.placements.items() if at < layers}),
+            )
+            build.isas = detect_isa()[:1]  # the one that runs here
+            program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
+            scope = f"a random copy of the first {layers} layers, which hold every kind of layer of the model"
+            if self.too_large:
+                scope += "; its float32 reference does not fit in the memory of the machine that compiled it"
+            certifier = self._certifier(copied, program, scope, None)
+            build.lower_and_write(program, certifier)
+            self._certify_kernels(certifier, folder.path)
+        return certifier
+
+    def _certify_kernels(self, certifier: Certifier, artifact: Path) -> None:
+        if self.target.spec in ("cpu", "onnx", "onnx:standard"):  # a GPU's kernels are certified where there is one
+            self.report("certify the kernels", 0, 1)
+            ran_by, logits, greedy = run_kernels(artifact, certifier.certificate.prompts, certifier.greedy_tokens)
+            certifier.add_kernels(ran_by, logits, greedy)
+
+    def _model_facts(self, program: Program) -> dict[str, Any]:
+        """What the runtime must know of the model."""
+        defaults = self.generation
+        return {
+            **program.info,
+            "bos_token_id": defaults.get("bos_token_id"),
+            "eos_token_ids": eos_token_ids(defaults),
+            "generation": defaults,
+            "pooling": pooling(self.checkpoint),
+            "hf_config": hf_facts(self.checkpoint),
+        }
+
+
+SMALL_MODEL = 50_000_000  # parameters
+# Of a Hugging Face config: where it was and what wrote it, which say nothing of the model.
+VOLATILE_FACTS = ("_name_or_path", "transformers_version")
+
+
+def hf_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the Hugging Face config says of the model."""
+    config = checkpoint.config.to_dict()
+    return {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS}
+
+
+def _ranks(config: CompileConfig) -> Ranks:
+    """Over how many ranks to spread the model. Raises ConfigError for sizes that do not go together."""
+    placed: dict[int, Placement] = {}
+    if config.expert_loads is not None:
+        if config.ep == 1:
+            raise ConfigError(f"--expert-loads {config.expert_loads}: it places experts on --ep ranks; give --ep N")
+        loads = ExpertLoads.load(Path(config.expert_loads))
+        placed = placements(loads, config.ep, config.redundant_experts)
+    return Ranks(config.tp, config.pp, config.ep, placed)
+
+
+def _quantization(stages: Sequence[Program]) -> dict[str, Any]:
+    """What the pass `quantize` says it did, of all stages together."""
+    done = [program.info["quantization"] for program in stages if "quantization" in program.info]
+    if not done:
+        return {}
+    kept: Counter[str] = Counter()
+    for each in done:
+        kept.update(each["kept"])
+    products = sum(each["products"] for each in done)
+    return {"quantization": {"scheme": done[0]["scheme"], "products": products, "kept": dict(kept)}}
+
+
+def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[str, Any]]:
+    """The kernel table: each kernel that a node uses, and how many do."""
+    nodes = [node for program in programs for node in program.graph.nodes]
+    counts = Counter(str(node.meta["kernel"]) for node in nodes if "kernel" in node.meta)
+    return [
+        {"name": kernel.name, "target": config.target.spec, "op": kernel.op, "nodes": count}
+        for kernel, count in ((kernel_named(name, config.kernels), count) for name, count in counts.items())
+    ]
+
+
+def _pass_row(record: PassRecord) -> dict[str, Any]:
+    """A line of the manifest's pass log: without the time it took, as equal input gives equal bytes."""
+    return {name: value for name, value in dataclasses.asdict(record).items() if name != "seconds"}
+
+
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """The progress of nobody watching."""
+
+
+@contextmanager
+def _threads_for(num_parameters: int) -> Iterator[None]:
+    """One torch thread for a small model: handing its tiny products around costs more than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if num_parameters < SMALL_MODEL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass
+class _Interrupts:
+    """Whether a signal asked to stop.
+
+    The exception that the handler raises may land in a `__del__` or a weakref's callback, where Python only tells of it
+    (`told`); so every stage, and the last step before the artifact appears, look here too.
+    """
+
+    seen: bool = False
+
+    def handle(self, _number: int, _frame: Any) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+
+    def told(self, tell: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
+        """`tell`, but for the exception that the handler raised: whoever sent the signal is answered when it is looked for."""
+
+        def hook(found: sys.UnraisableHookArgs) -> None:
+            if not (self.seen and found.exc_type is KeyboardInterrupt):
+                tell(found)
+
+        return hook
+
+    def checked(self, progress: Progress) -> Progress:
+        """`progress` behind a check."""
+
+        def report(stage: str, done: int, total: int) -> None:
+            self.check()
+            progress(stage, done, total)
+
+        return report
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    """Let SIGTERM and SIGINT unwind, so that what is half-written goes away. Only the main thread may do so."""
+    interrupts = _Interrupts()
+    usual: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    ours = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    for number in ours:
+        signal.signal(number, interrupts.handle)
+    plain = sys.unraisablehook
+    sys.unraisablehook = interrupts.told(plain)
+    try:
+        yield interrupts
+    finally:
+        sys.unraisablehook = plain
+        for number in ours:
+            signal.signal(number, usual[number])

@@ -1,0 +1,308 @@
+"""One request on an artifact's engine and on the Hugging Face model: where the numbers part.
+
+The engine runs the request as it serves it, with taps on what each layer hands to the next and on the logits. The model
+then reads the same tokens, in the artifact's dtype and, where that fits in memory, in float32, which is the judge: an
+artifact may be as far from it as `drift` allows its dtype or its scheme. Like certify.py this module sees every stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import inferc
+from inferc.compiler import drift
+from inferc.config import available_memory_bytes, has_dense_cache
+from inferc.errors import ConfigError, RequestError, UnsupportedError
+from inferc.frontend.checkpoint.load import Checkpoint, load
+from inferc.frontend.reference import reference_greedy, reference_model, reference_states
+from inferc.passes.quantize.schemes import KV_INT8, SCHEMES, Budget, together
+from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.record.tapped import TappedSequence
+from inferc.runtime.runners.cpu.taps import Node, all_nodes
+from inferc.runtime.step.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.8  # of what is free, that the float32 model may take
+PARTS = 2.0  # numbers part where the engine is this many times as far from float32 as the model in its own dtype,
+PARTS_FLOOR = 1e-4  # and at least so far, relative
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the engine answered, and the values of its layers: [rows, hidden_size] at `positions`."""
+
+    prompt_len: int
+    ids: list[int]  # the prompt's and the answer's
+    sampled: Tensor  # positions behind which a token was sampled
+    logits: Tensor  # at these, [samples, vocab_size]
+    layers: dict[int, tuple[Tensor, Tensor]]  # positions and values
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a model has for the same tokens, at every position."""
+
+    logits: Tensor
+    layers: list[Tensor]
+
+
+def diff(
+    artifact: Artifact,
+    model: str,
+    prompt: list[int],
+    params: SamplingParams,
+    options: Mapping[str, Any],
+    report: Report,
+) -> dict[str, Any]:
+    """Compare, as JSON: `ok` (None where nothing judges), `reason`, `tokens`, `logits`, `layers`, `parts_at`.
+
+    options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and what taps and models raise.
+    """
+    target = str(artifact.manifest["targets"][0])
+    if has_dense_cache(target):
+        raise UnsupportedError(
+            f"{artifact.path} is for {target}, whose values are not seen; inferc verify compares its logits"
+        )
+    checkpoint = load(model)
+    check_same(artifact, checkpoint)
+    outputs = layer_outputs(artifact.program, int(artifact.model["hidden_size"]))
+    report("run the engine")
+    found = _run_engine(artifact, prompt, params, outputs, options)
+    report("run the model")
+    dtype = str(artifact.config["dtype"])
+    hugging = reference_model(checkpoint, dtype, artifact.max_model_len)
+    own = Reference(*reference_states(hugging, found.ids[:-1]))
+    count = len(found.ids) - found.prompt_len
+    greedy = reference_greedy(hugging, prompt, count) if _is_greedy(params) else None
+    del hugging
+    wide = own if dtype == "float32" else _judge(artifact, checkpoint, found.ids, report)
+    ok, reason = _verdict(artifact, found, own, wide)
+    layers = list(_layer_rows(found, own, wide, outputs))
+    names = {"engine": found.logits, dtype: own.logits[found.sampled]}
+    rows = [_logits_row(found, "engine", names["engine"], dtype, names[dtype])]
+    if wide is not None and wide is not own:
+        judge = wide.logits[found.sampled]
+        rows += [_logits_row(found, name, logits, "float32", judge) for name, logits in names.items()]
+    return {
+        "ok": ok,
+        "reason": reason,
+        "dtype": dtype,
+        "prompt_tokens": found.prompt_len,
+        "tokens": _token_rows(found.ids[found.prompt_len :], greedy),
+        "logits": rows,
+        "layers": layers,
+        "parts_at": next((row["layer"] for row in layers if row["parts"]), None),
+    }
+
+
+def check_same(artifact: Artifact, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError unless the checkpoint is, as far as its config tells, what the artifact was compiled from."""
+    config, facts = checkpoint.config, artifact.model
+    for name in ("model_type", "vocab_size", "hidden_size"):
+        found = getattr(config, name, None)
+        if found is not None and found != facts[name]:
+            raise ConfigError(
+                f"{checkpoint.name} is not the model of {artifact.path}: found {name} {found}, expected {facts[name]};"
+                " give the one that the artifact was compiled from with --reference"
+            )
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    """Whether the model's own most likely tokens are what is asked for."""
+    plain = SamplingParams()
+    names = (
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "banned_token_ids",
+        "min_tokens",
+    )
+    return params.greedy and all(getattr(params, name) == getattr(plain, name) for name in names)
+
+
+# ------------------------------------------------------------------------------------------------ engine
+
+
+def layer_outputs(program: Mapping[str, Any], hidden_size: int) -> dict[int, tuple[Node, ...]]:
+    """Of each layer, the values whose sum the next one begins with: one, or two that the next layer's norm adds.
+
+    A layer that hands on anything else is left out.
+    """
+    nodes, entries = all_nodes(program), program["program"]["nodes"]
+    readers: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for entry in entries:
+        for source in _sources(entry["args"]):
+            readers[source].append(entry)
+    ends: dict[int, list[tuple[Node, set[str]]]] = defaultdict(list)
+    for entry in entries:
+        node = nodes.get(entry.get("name"))
+        if node is None or node.layer is None or node.shape != (hidden_size,) or entry["target"] == "aten.index_select":
+            continue
+        others = {each["id"] for each in readers[entry["id"]] if each["op"] != "output" and each["layer"] != node.layer}
+        if others:
+            ends[node.layer].append((node, others))
+    found = {}
+    for layer, each in sorted(ends.items()):
+        if len(each) == 1 or (len(each) == 2 and each[0][1] & each[1][1]):
+            found[layer] = tuple(node for node, _ in each)
+    return found
+
+
+def _sources(value: Any) -> Iterator[str]:
+    """Ids of the nodes that an argument holds, at any depth."""
+    if isinstance(value, Mapping):
+        if "node" in value:
+            yield value["node"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _sources(each)
+
+
+def _run_engine(
+    artifact: Artifact,
+    prompt: list[int],
+    params: SamplingParams,
+    outputs: Mapping[int, tuple[Node, ...]],
+    options: Mapping[str, Any],
+) -> Found:
+    vocab_size = int(artifact.model["vocab_size"])
+    logits = [
+        node for node in all_nodes(artifact.program).values() if node.by_logits_row and node.shape == (vocab_size,)
+    ]
+    names = [node.name for nodes in outputs.values() for node in nodes]
+    with inferc.LLM(artifact.path, **{"max_num_seqs": 1, **options, "tap": (*names, logits[-1].name)}) as llm:
+        (answer,) = llm.generate([prompt], replace(params, n=1, tap=True))
+        (tapped,) = llm.tapped()
+    ids = [*prompt, *answer.outputs[0].token_ids]
+    if len(ids) == len(prompt):
+        raise RequestError("the engine's answer has no token: there is nothing to compare")
+    new = len(ids) - len(prompt)  # a stop string may have ended it behind the engine's back
+    return Found(
+        len(prompt),
+        ids,
+        torch.from_numpy(tapped.sampled[:new].copy()),
+        torch.from_numpy(tapped.values[logits[-1].name][:new].copy()),
+        {layer: _values(tapped, nodes, len(ids) - 1) for layer, nodes in outputs.items()},
+    )
+
+
+def _values(tapped: TappedSequence, nodes: tuple[Node, ...], end: int) -> tuple[Tensor, Tensor]:
+    """Positions before `end` and the sum of the values there, of nodes with equal rows."""
+    rows = tapped.sampled if nodes[0].by_logits_row else torch.arange(len(tapped.token_ids)).numpy()
+    count = int((rows < end).sum())
+    whole = torch.stack([torch.from_numpy(tapped.values[node.name][:count].copy()).float() for node in nodes]).sum(0)
+    return torch.from_numpy(rows[:count].copy()), whole
+
+
+# ------------------------------------------------------------------------------------------------- judge
+
+
+def _judge(artifact: Artifact, checkpoint: Checkpoint, ids: list[int], report: Report) -> Reference | None:
+    """The model in float32, if it fits in memory."""
+    needed, free = 4 * int(artifact.model["num_parameters"]), available_memory_bytes()
+    if needed > MEMORY_SHARE * free:
+        log.warning("no judge: the float32 model takes %.1f GB, and %.1f GB are free", needed / 1e9, free / 1e9)
+        return None
+    report("run the model in float32")
+    return Reference(*reference_states(reference_model(checkpoint, "float32", artifact.max_model_len), ids[:-1]))
+
+
+def _verdict(artifact: Artifact, found: Found, own: Reference, wide: Reference | None) -> tuple[bool | None, str]:
+    """Whether the engine's logits are within the artifact's budget, and why not."""
+    judge = own if wide is None else wide
+    ours = drift.measure([found.logits], [judge.logits[found.sampled]])
+    budget = _budget(artifact)
+    if not ours.is_finite:
+        return False, "its logits are not all finite numbers"
+    if budget is not None:
+        count = len(ours.kl)
+        missed = round(count * (1.0 - ours.top1_agreement))
+        # A share of a few positions, rounded up: one of six is no more than a tenth of many.
+        is_few = missed <= math.ceil(count * (1.0 - budget.min_top1))
+        reason = drift.over_budget(float(ours.kl.mean()), 1.0 if is_few else ours.top1_agreement, budget)
+    elif wide is None:
+        return None, "no float32 model fits in memory, which is what would judge this dtype"
+    elif wide is own:
+        reason = drift.over_float32(ours.relative_error)
+    else:
+        of_model = drift.measure([own.logits[found.sampled]], [judge.logits[found.sampled]])
+        has_router = any(each.get("target") == "inferc.moe_experts" for each in artifact.program["program"]["nodes"])
+        name = f"transformers' own in {artifact.config['dtype']}"
+        reason = drift.over_own(ours.kl, of_model.kl, name, has_router)
+    return not reason, reason
+
+
+def _budget(artifact: Artifact) -> Budget | None:
+    """Of the lossy passes that the artifact has been through together; None if there were none."""
+    lossy = [KV_INT8] if any(group["dtype"] == "int8" for group in artifact.kv_groups) else []
+    done = artifact.model.get("quantization")
+    lossy += [SCHEMES[done["scheme"]].budget] if done and done["products"] else []
+    return together(lossy) if lossy else None
+
+
+# -------------------------------------------------------------------------------------------------- rows
+
+
+def _token_rows(engine: list[int], greedy: list[int] | None) -> dict[str, Any]:
+    first = None
+    if greedy is not None:
+        first = next((at for at, pair in enumerate(zip(engine, greedy, strict=True)) if pair[0] != pair[1]), None)
+    return {"engine": engine, "reference": greedy, "first_difference": first}
+
+
+def _logits_row(found: Found, name: str, logits: Tensor, to: str, reference: Tensor) -> dict[str, Any]:
+    """How far the logits of the answer's tokens are from a reference's."""
+    found_drift = drift.measure([logits], [reference])
+    answer = torch.tensor(found.ids[found.prompt_len :])[:, None]
+    ours, theirs = (each.double().log_softmax(-1).gather(1, answer) for each in (logits, reference))
+    differs = (logits.argmax(-1) != reference.argmax(-1)).nonzero().flatten().tolist()
+    return {
+        "of": name,
+        "to": to,
+        "max_abs_error": _figure(found_drift.max_abs_error),
+        "relative_error": _figure(found_drift.relative_error),
+        "chosen_max_abs_error": _figure(float((ours - theirs).abs().max())),
+        "kl": _figure(float(found_drift.kl.mean())),
+        "top1_agreement": round(found_drift.top1_agreement, 4),
+        "first_top1_difference": differs[0] if differs else None,
+    }
+
+
+def _layer_rows(
+    found: Found, own: Reference, wide: Reference | None, outputs: Mapping[int, tuple[Node, ...]]
+) -> Iterator[dict[str, Any]]:
+    for layer, (positions, values) in found.layers.items():
+        theirs = own.layers[layer][positions]
+        row: dict[str, Any] = {"layer": layer, "values": [node.name for node in outputs[layer]], "rows": len(positions)}
+        to_own = _distance(values, theirs)
+        row["engine_to_model"], limit, off = to_own, PARTS_FLOOR, to_own["relative_error"]
+        if wide is not None and wide is not own:
+            judge = wide.layers[layer][positions]
+            row["engine_to_float32"], row["model_to_float32"] = _distance(values, judge), _distance(theirs, judge)
+            off, limit = row["engine_to_float32"]["relative_error"], row["model_to_float32"]["relative_error"]
+        row["parts"] = off is None or limit is None or off > max(PARTS_FLOOR, PARTS * limit)
+        yield row
+
+
+def _distance(values: Tensor, reference: Tensor) -> dict[str, float | None]:
+    error = values.double() - reference.double()
+    relative = float(error.norm()) / max(float(reference.double().norm()), 1e-30)
+    return {"max_abs_error": _figure(float(error.abs().max())), "relative_error": _figure(relative)}
+
+
+def _figure(value: float) -> float | None:
+    """Four digits; JSON has no NaN."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None

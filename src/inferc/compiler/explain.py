@@ -1,0 +1,99 @@
+"""The passes of a model, from its config.json alone: captured and lowered in memory, nothing written."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from inferc.codegen.cpp.emit import emit as emit_cpp
+from inferc.codegen.target import Target
+from inferc.compiler.check_target import check_config
+from inferc.config import CompileConfig, ResolvedCompileConfig
+from inferc.cost.formulas import CostLog, extended
+from inferc.cost.recorder import CostRecorder
+from inferc.errors import UnsupportedError, VerifyError
+from inferc.frontend.checkpoint.load import Checkpoint, load_config
+from inferc.frontend.export import capture, context_length
+from inferc.frontend.layers import layer_kinds, repetition, shortened
+from inferc.passes.lower.plan_memory import memory_plan
+from inferc.passes.pipeline import LowerConfig, build_pipeline, run_passes
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a compile of the model would stop: the pass it would stop in, and what that says."""
+
+    pass_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExplainedModel:
+    costs: CostLog
+    config: ResolvedCompileConfig
+    refusal: Refusal | None
+    captured_layers: tuple[int, ...]  # how many layers each model that was captured has
+
+
+def explain_model(path: str | Path, config: CompileConfig, progress: Progress) -> ExplainedModel:
+    """Capture and lower the model of `path`, a Hugging Face folder, a config.json or a hub id. Reads no weights.
+
+    Where layers repeat, two shortened models are captured and the rest of the layers is counted (see `layers`).
+    Raises what a compile does that refuses the model before the passes; what a pass refuses is in the result.
+    """
+    progress("read config.json", 0, 1)
+    check_config(Target.parse(config.target), config)
+    checkpoint = load_config(path)
+    config = dataclasses.replace(config, certify="none")
+    resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 0)
+    repeated = repetition(layer_kinds(checkpoint))
+    if repeated is not None:
+        fewer, more = shortened(checkpoint, repeated.short), shortened(checkpoint, repeated.longer)
+        sizes = [_num_elements(each) for each in (checkpoint, fewer, more)]
+        if sizes[0] == sizes[1] + repeated.times * (sizes[2] - sizes[1]):
+            short, _ = _lowered(fewer, resolved, progress, check=False)
+            # It has every layer of the short one, so it alone needs to be checked against transformers.
+            longer, refusal = _lowered(more, resolved, progress, check=True)
+            if len(short.passes) == len(longer.passes):
+                costs = extended(short, longer, repeated.times)
+                return ExplainedModel(costs, resolved, refusal, (repeated.short, repeated.longer))
+        log.info("%s: its layers are not as equal as they look; capturing all of them", checkpoint.name)
+    costs, refusal = _lowered(checkpoint, resolved, progress, check=True)
+    return ExplainedModel(costs, resolved, refusal, (costs.facts.num_layers,))
+
+
+def _num_elements(checkpoint: Checkpoint) -> int:
+    return sum(math.prod(shape) for shape, _ in checkpoint.tensors.values())
+
+
+def _lowered(
+    checkpoint: Checkpoint, config: ResolvedCompileConfig, progress: Progress, *, check: bool
+) -> tuple[CostLog, Refusal | None]:
+    """The costs after each pass, up to one that refuses the model."""
+    progress(f"capture {checkpoint.config.num_hidden_layers} layers", 0, 1)
+    program = capture(checkpoint, config.dtype, config.max_model_len, check=check)
+    target = Target.parse(config.target)
+    lower_config = LowerConfig(target, config.block_size, quantize=config.quantize, kv_dtype=config.kv_dtype)
+    pipeline = build_pipeline(lower_config)
+    recorder = CostRecorder()
+    try:
+        run_passes(program, pipeline, observe=recorder)
+    except (UnsupportedError, VerifyError) as error:
+        stopped = pipeline[len(recorder.rows) - 1].name
+        return recorder.log(program), Refusal(stopped, str(error))
+    refusal = None
+    if target.device == "cpu":
+        plan = memory_plan(program)
+        try:
+            emit_cpp(program, plan.values, plan.pools)
+        except UnsupportedError as error:
+            refusal = Refusal("emit", str(error))
+    return recorder.log(program), refusal

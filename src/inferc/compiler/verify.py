@@ -1,0 +1,103 @@
+"""`inferc verify`: an artifact's certificate anew, on this machine, with what runs the artifact here.
+
+Like certify.py this module sees every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from inferc.codegen.target import Target
+from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
+from inferc.compiler.diff import check_same
+from inferc.config import available_memory_bytes
+from inferc.errors import UnsupportedError
+from inferc.frontend.checkpoint.load import load
+from inferc.frontend.export import capture
+from inferc.ir.program import Program
+from inferc.passes.parallel.partition import prepare
+from inferc.passes.pipeline import LowerConfig, lower
+from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine.load import load_engine
+
+COPIES = 2  # of the model in float32: Hugging Face's and the program's weights
+Report = Callable[[str, int, int], None]
+
+
+def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
+    """The rows of a certificate, as JSON: `ok`, `reason`, the kernels' `max_abs_error`, `kl`, `top1_agreement`, `greedy_equal`,
+    and `passes`, all rows.
+
+    model: what OUT was compiled from. The passes of this inferc lower it again, and after each that changes something the
+    references compute its logits; then OUT itself is run. Every row is beside Hugging Face's model in float32, and is
+    judged as at compile time. Raises ConfigError for another model, UnsupportedError for what cannot be verified here.
+    """
+    artifact = load_artifact(out)
+    target = Target.parse(str(artifact.config["target"]))
+    if target.device == "reference":
+        raise UnsupportedError(f"{out} runs by the references, by which verify would judge it; use inferc diff")
+    if target.device == "cuda" or target.has_segments:
+        raise UnsupportedError(
+            f"{out} runs on a GPU, whose kernels verify does not see yet; inferc eval OUT has its loss"
+        )
+    if artifact.config["passes"]:
+        raise UnsupportedError(
+            f"{out} was compiled with --pass {', '.join(artifact.config['passes'])}, which verify does not run; use inferc diff"
+        )
+    needed, free = COPIES * 4 * int(artifact.model["num_parameters"]), available_memory_bytes()
+    if needed > free:
+        raise UnsupportedError(
+            f"{out}: verify holds the model in float32 twice, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free;"
+            " use inferc diff, or a machine with more memory"
+        )
+    report("try the artifact", 0, 1)
+    load_engine(artifact, max_num_seqs=1).close()  # what is missing here is said now, not after the references
+    report("read the model", 0, 1)
+    checkpoint = load(model)
+    check_same(artifact, checkpoint)
+    dtype, max_model_len = str(artifact.config["dtype"]), artifact.max_model_len
+    program = capture(checkpoint, dtype, max_model_len, check=False)
+    report("run the reference", 0, 1)
+    encode = encoder(artifact.tokenizer.contents.get("tokenizer.json"))
+    certifier = Certifier(
+        checkpoint,
+        dtype,
+        make_prompts(encode, int(program.info["vocab_size"]), max_model_len),
+        "the model itself",
+        max_model_len=max_model_len,
+        allow_drift=True,
+        kernels_round=target.rounds_rows,
+    )
+    config = LowerConfig(
+        target,
+        int(artifact.config["block_size"]),
+        quantize=artifact.config["quantize"],
+        kv_dtype=str(artifact.config["kv_dtype"]),
+    )
+
+    def observe(index: int, name: str, rewrites: int, lowered: Program) -> None:
+        report("lower and certify", index, len(artifact.manifest["passes"]))
+        certifier.observe(index, name, rewrites, lowered)
+
+    if len(artifact.ranks) > 1:
+        prepare(program, config, observe)
+    else:
+        lower(program, config, observe=observe)
+    report("run the artifact", 0, 1)
+    certifier.add_kernels(*run_kernels(out, certifier.certificate.prompts, certifier.greedy_tokens))
+    rows = certifier.certificate.rows
+    kernels = rows[-1]
+    failed = next((row for row in rows if not row.ok), None)
+    return {
+        "ok": failed is None,
+        "reason": "" if failed is None else f"{failed.name}: {failed.reason}",
+        "max_abs_error": kernels.max_abs_error,
+        "kl": kernels.kl,
+        "top1_agreement": kernels.top1_agreement,
+        "greedy_equal": kernels.greedy_equal,
+        "num_prompts": len(certifier.certificate.prompts),
+        "passes": [asdict(row) for row in rows],
+    }

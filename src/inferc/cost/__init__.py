@@ -1,0 +1,1 @@
+"""What a program moves and computes, and what devices can do."""

@@ -1,0 +1,23 @@
+"""Elementwise arithmetic, fused."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inferc.ir.ops.registry import define, like_first
+
+
+@define("silu_mul(Tensor gate, Tensor up) -> Tensor", like_first)
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up` in float32, rounded once. gate, up, result [num_tokens, intermediate_size]."""
+    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+@define("gelu_mul(Tensor gate, Tensor up, str approximate) -> Tensor", like_first)
+def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    """`gelu(gate) * up` in float32, rounded once (GeGLU). approximate: "none" (by erf) or "tanh".
+
+    gate, up, result [num_tokens, intermediate_size]. Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    return (torch.nn.functional.gelu(gate.float(), approximate=approximate) * up.float()).to(gate.dtype)

@@ -1,0 +1,21 @@
+"""Heads of another size than a model gives them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inferc.ir.ops.registry import define
+
+
+def _fake(x: Tensor, size: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], size))
+
+
+@define("resize_heads(Tensor x, int size) -> Tensor", _fake)
+def resize_heads(x: Tensor, size: int) -> Tensor:
+    """The first `size` elements of every head, zeros behind the last of its own.
+
+    x [num_tokens, heads, head_dim]; result [num_tokens, heads, size], contiguous.
+    """
+    return torch.nn.functional.pad(x, (0, size - x.shape[-1])).contiguous()

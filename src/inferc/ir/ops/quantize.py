@@ -1,0 +1,299 @@
+"""Integers and the scales that make numbers of them, and the products of such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inferc.ir.ops.elementwise import silu_mul
+from inferc.ir.ops.norms import layer_norm, rms_norm, rms_norm_add
+from inferc.ir.ops.registry import define
+
+LARGEST = 127  # not -128: so that the negative of every number is one too
+LARGEST_FP8 = 448.0  # the largest number of four bits of exponent and three of mantissa
+LARGEST_INT4 = -8  # what the element of largest magnitude becomes, whatever its sign: all sixteen values are used
+INT32_MOST = 2**31 - 1
+
+
+def _rows_fake(x: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+@define("quantize_rows(Tensor x) -> (Tensor, Tensor)", _rows_fake)
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as int8 with a scale of its own: x [rows, k]; result [rows, k] int8 and [rows] float32, x = int8 * scale.
+
+    The scale is the row's largest magnitude over 127, or 1 for a row of zeros; numbers round to nearest, ties to even.
+    A row with a NaN or an infinity has a scale that is no finite number, so that it is noticed further on.
+    """
+    within, scale = _within(x, LARGEST)
+    return within.round().to(torch.int8), scale
+
+
+def _within(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Each row over its scale, in float32 from -largest to largest, 0 for what is no number; and the scales."""
+    wide = x.float()
+    scale = wide.abs().amax(-1) / largest
+    scale = scale.masked_fill(scale == 0, 1.0)
+    return (wide / scale[:, None]).nan_to_num(0.0).clamp(-largest, largest), scale
+
+
+def _embedding_int8_fake(weight: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((*indices.shape, weight.shape[1]), dtype=dtype)
+
+
+@define("embedding_int8(Tensor weight, Tensor scale, Tensor indices, ScalarType dtype) -> Tensor", _embedding_int8_fake)
+def embedding_int8(weight: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table in int8: weight [vocab_size, size] int8; scale [vocab_size] float32; result [..., size] in `dtype`."""
+    return (weight[indices].float() * scale[indices][..., None]).to(dtype)
+
+
+def _linear_int8_fake(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@define(
+    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None, Tensor? residual=None,"
+    " ScalarType? dtype=None) -> Tensor",
+    _linear_int8_fake,
+)
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear` with weights in int8 (W8A16): the integers are multiplied as they are, each sum by its row's scale.
+
+    x [num_tokens, k]; weight [n, k] int8; scale [n] float32; bias [n]; residual, result [num_tokens, n]. The product
+    with its bias is rounded to `dtype`, that of x if none is given, then the residual is added, as in `linear_add`.
+    """
+    product = torch.nn.functional.linear(x.float(), weight.float()) * scale
+    return _finish(product, bias, residual, dtype or x.dtype)
+
+
+def _linear_w8a8_fake(
+    x: Tensor, _x_scale: Tensor, weight: Tensor, _scale: Tensor, dtype: torch.dtype, *_args: object
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+_OF_ROUNDED = (  # the arguments of products of rows in 8 bits
+    "(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, ScalarType dtype, Tensor? bias=None,"
+    " Tensor? residual=None) -> Tensor"
+)
+
+
+@define("linear_w8a8" + _OF_ROUNDED, _linear_w8a8_fake)
+def linear_w8a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`linear` of rows and weights in int8 (W8A8): sums are exact in int32, then scaled by the row and by the output.
+
+    x [num_tokens, k] int8; x_scale [num_tokens] float32; the rest as in `linear_int8`, the result in `dtype`.
+    """
+    # float64 holds every sum of int32 exactly, and its product is a fast one.
+    sums = torch.nn.functional.linear(x.double(), weight.double()).float()
+    return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
+
+
+def _rows_fp8_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+@define("quantize_rows_fp8(Tensor x) -> (Tensor, Tensor)", _rows_fp8_fake)
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as float8_e4m3fn with a scale of its own: x [rows, k]; result [rows, k] and [rows] float32.
+
+    The scale is the row's largest magnitude over 448, or 1 for a row of zeros; numbers round to nearest, ties to even.
+    A row with a NaN or an infinity has a scale that is no finite number. The format is E4M3 of "FP8 Formats for Deep
+    Learning" (https://arxiv.org/abs/2209.05433).
+    """
+    within, scale = _within(x, LARGEST_FP8)
+    return within.to(torch.float8_e4m3fn), scale
+
+
+@define("linear_fp8" + _OF_ROUNDED, _linear_w8a8_fake)
+def linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`linear` of rows and weights in float8_e4m3fn: products are exact, sums in float32, scaled as in `linear_w8a8`."""
+    sums = torch.nn.functional.linear(x.float(), weight.float())
+    return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
+
+
+def largest_group_scale(k: int) -> int:
+    """The largest integer that scales a group of k: int32 then holds every sum over k of int8, -8 to 7, and scale."""
+    return max(1, min(LARGEST, INT32_MOST // (LARGEST * -LARGEST_INT4 * k)))
+
+
+def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, k] as what `weights.int4_values`, `int4_group_scales` and `int4_scales` are: uint8, int8 and float32.
+
+    A group's scale is the nearest multiple of its row's, which is the largest of them over 127 or less.
+    """
+    rows, k = x.shape
+    groups = -(-k // group)
+    wide = torch.nn.functional.pad(x.float(), (0, groups * group - k)).view(rows, groups, group)
+    exact = wide.gather(-1, wide.abs().argmax(-1, keepdim=True)) / LARGEST_INT4
+    scales = exact.abs().amax(1, keepdim=True) / largest_group_scale(k)
+    scales = scales.masked_fill(scales == 0, 1.0)
+    of_groups = (exact / scales).round()
+    of_groups = torch.where(of_groups == 0, exact.sign(), of_groups).nan_to_num(0.0)
+    by = (of_groups * scales).masked_fill(of_groups == 0, 1.0)
+    values = ((wide / by).round().nan_to_num(0.0).clamp(-8, 7) + 8).to(torch.uint8).view(rows, -1, 2, 4)
+    packed = (values[:, :, 0] | values[:, :, 1] << 4).reshape(rows, -1)
+    return packed, of_groups.to(torch.int8).squeeze(-1), scales.view(rows)
+
+
+def int4_group(values: Tensor, group_scale: Tensor) -> int:
+    """How many neighbours share a scale, of what `quantize_int4` made: values [..., size], group_scale [..., groups]."""
+    return 2 * int(values.shape[-1]) // int(group_scale.shape[-1])
+
+
+def unpack_int4(values: Tensor, k: int) -> Tensor:
+    """The integers, -8 to 7, of bytes [rows, size]: [rows, k] int8."""
+    pairs = values.view(len(values), -1, 1, 4)
+    both = torch.cat((pairs & 15, pairs >> 4), -2)
+    return both.reshape(len(values), -1)[:, :k].to(torch.int8) - 8
+
+
+def _linear_int4_fake(
+    x: Tensor, weight: Tensor, _group_scale: Tensor, scale: Tensor, *args: Any, **named: Any
+) -> Tensor:
+    return _linear_int8_fake(x, weight, scale, *args, **named)
+
+
+@define(
+    "linear_int4(Tensor x, Tensor weight, Tensor group_scale, Tensor scale, Tensor? bias=None, Tensor? residual=None,"
+    " ScalarType? dtype=None) -> Tensor",
+    _linear_int4_fake,
+)
+def linear_int4(
+    x: Tensor,
+    weight: Tensor,
+    group_scale: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear_int8` with weights in four bits (W4A16): x is not rounded; weight and scales are those of `linear_w4a8`."""
+    return linear_int8(x, _with_group_scales(weight, group_scale, x.shape[1]), scale, bias, residual, dtype)
+
+
+def _linear_w4a8_fake(
+    x: Tensor,
+    _x_scale: Tensor,
+    weight: Tensor,
+    _group_scale: Tensor,
+    _scale: Tensor,
+    dtype: torch.dtype,
+    *_args: object,
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@define(
+    "linear_w4a8(Tensor x, Tensor x_scale, Tensor weight, Tensor group_scale, Tensor scale, ScalarType dtype,"
+    " Tensor? bias=None, Tensor? residual=None) -> Tensor",
+    _linear_w4a8_fake,
+)
+def linear_w4a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    group_scale: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`linear` of int8 rows and weights in four bits (W4A8): an integer times its group's is the integer of `linear_w8a8`.
+
+    x [num_tokens, k] int8; x_scale [num_tokens] float32; weight [n, groups * group / 2] uint8, group_scale [n, groups]
+    int8 and scale [n] float32 as `weights.int4_values`, `int4_group_scales` and `int4_scales` make them; the rest as in
+    `linear_w8a8`, whose sums are exact here too.
+    """
+    wide = _with_group_scales(weight, group_scale, x.shape[1])
+    return linear_w8a8(x, x_scale, wide, scale, dtype, bias, residual)
+
+
+def _with_group_scales(weight: Tensor, group_scale: Tensor, k: int) -> Tensor:
+    """The integers of 11 bits that four bits times their group's scale are: [n, k] int16."""
+    group = int4_group(weight, group_scale)
+    return unpack_int4(weight, k).short() * group_scale.short().repeat_interleave(group, 1)[:, :k]
+
+
+def _finish(product: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    result = (product if bias is None else product + bias.float()).to(dtype)
+    return result if residual is None else residual + result
+
+
+@define(
+    "rms_norm_quantize(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, bool round_before_scale=True)"
+    " -> (Tensor, Tensor)",
+    _rows_fake,
+)
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of `rms_norm`: x [num_tokens, size]."""
+    return quantize_rows(rms_norm(x, weight, eps, weight_offset, round_before_scale))
+
+
+def _rms_norm_add_quantize_fake(x: Tensor, residual: Tensor, *_args: object) -> tuple[Tensor, Tensor, Tensor]:
+    return *_rows_fake(x), residual.new_empty(residual.shape)
+
+
+@define(
+    "rms_norm_add_quantize(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset=0.0,"
+    " bool round_before_scale=True) -> (Tensor, Tensor, Tensor)",
+    _rms_norm_add_quantize_fake,
+)
+def rms_norm_add_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize_rows` of what `rms_norm_add` normalises, and the sum: (int8, scales, sum)."""
+    normed, total = rms_norm_add(x, residual, weight, eps, weight_offset, round_before_scale)
+    return *quantize_rows(normed), total
+
+
+@define("layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", _rows_fake)
+def layer_norm_quantize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of `layer_norm`: x [num_tokens, size]."""
+    return quantize_rows(layer_norm(x, weight, bias, eps))
+
+
+@define("silu_mul_quantize(Tensor gate, Tensor up) -> (Tensor, Tensor)", _rows_fake)
+def silu_mul_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of `silu_mul`: gate, up [num_tokens, size]."""
+    return quantize_rows(silu_mul(gate, up))

@@ -1,0 +1,270 @@
+"""Run a lowered Program with the ops' references: the oracle of tests, of the certificate and of `--target reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from inferc.errors import VerifyError
+from inferc.ir import ops
+from inferc.ir.program import Program
+from inferc.ir.weights import TensorReader, read_whole
+
+IN_PLACE: dict[Any, Callable[..., Any]] = {
+    torch.ops.inferc.dense_write.default: ops.dense_write_in_place,
+    torch.ops.inferc.dense_write_attention.default: ops.dense_write_attention_in_place,
+    torch.ops.inferc.kv_write.default: ops.kv_write_in_place,
+    torch.ops.inferc.latent_write.default: ops.latent_write_in_place,
+    torch.ops.inferc.norm_rope_kv_write.default: ops.norm_rope_kv_write_in_place,
+    torch.ops.inferc.qkv_rope_kv_write.default: ops.qkv_rope_kv_write_in_place,
+    torch.ops.inferc.rope_kv_write.default: ops.rope_kv_write_in_place,
+}
+ReadWeight = Callable[[str], Tensor]
+
+
+def weight_reader(program: Program, reader: TensorReader) -> ReadWeight:
+    """Weights by name, in their logical layout, each read once and kept."""
+    kept: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        if name not in kept:
+            kept[name] = read_whole(program.weights[name], reader)
+        return kept[name]
+
+    return read
+
+
+def new_kv_caches(program: Program, num_blocks: int | Sequence[int]) -> list[Tensor]:
+    """One zeroed canonical cache a KV group, each of as many blocks or of its own number; block 0 is padding."""
+    counts = [num_blocks] * len(program.kv_groups) if isinstance(num_blocks, int) else num_blocks
+    return [
+        torch.zeros(
+            (count, len(group.layers), group.num_parts, program.block_size, group.num_kv_heads, group.row_size),
+            dtype=group.dtype,
+        )
+        for count, group in zip(counts, program.kv_groups, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The new tokens of one sequence in a step. `blocks` holds positions [0, num_computed_tokens + new)."""
+
+    token_ids: Sequence[int]
+    num_computed_tokens: int
+    blocks: Sequence[int]
+    slot: int = 0
+
+
+def step_inputs(
+    program: Program, chunks: Sequence[Chunk], caches: list[Tensor], all_rows: bool = True
+) -> dict[str, Tensor]:
+    """The step struct for `chunks`, as tensors. Asks for the logits of every row, or of each chunk's last."""
+    token_ids = [token for chunk in chunks for token in chunk.token_ids]
+    positions = [chunk.num_computed_tokens + i for chunk in chunks for i in range(len(chunk.token_ids))]
+    ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0)
+    slots = [
+        chunk.blocks[position // program.block_size] * program.block_size + position % program.block_size
+        for chunk in chunks
+        for position in range(chunk.num_computed_tokens, chunk.num_computed_tokens + len(chunk.token_ids))
+    ]
+    most = max(len(chunk.blocks) for chunk in chunks)
+    table = torch.tensor([[*chunk.blocks, *[0] * (most - len(chunk.blocks))] for chunk in chunks], dtype=torch.int32)
+    rows = torch.arange(len(token_ids)) if all_rows else ends - 1
+    inputs = {
+        "token_ids": torch.tensor(token_ids, dtype=torch.int32),
+        "positions": torch.tensor(positions, dtype=torch.int64),
+        "query_start_loc": torch.cat((torch.zeros(1, dtype=torch.int64), ends)).to(torch.int32),
+        "seq_lens": torch.tensor([c.num_computed_tokens + len(c.token_ids) for c in chunks], dtype=torch.int32),
+        "seq_slots": torch.tensor([chunk.slot for chunk in chunks], dtype=torch.int32),
+        "logits_rows": rows.to(torch.int32),
+    }
+    for index, cache in enumerate(caches):
+        inputs[f"slot_mapping_{index}"] = torch.tensor(slots, dtype=torch.int64)
+        inputs[f"block_table_{index}"] = table
+        inputs[f"kv_cache_{index}"] = cache
+    return inputs
+
+
+def run_step(
+    program: Program,
+    inputs: dict[str, Tensor],
+    read_weight: ReadWeight,
+    observe: Callable[[fx.Node, Any], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(hidden [S, hidden_size], logits float32 [S, vocab_size]); the caches among `inputs` are written in place."""
+    with torch.inference_mode():
+        hidden, logits = program.run(inputs, read_weight, calls=IN_PLACE, observe=observe)
+    return hidden, logits
+
+
+class Batch:
+    """A few sequences over one paged cache, each with blocks enough for `max_len` tokens."""
+
+    def __init__(self, program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> None:
+        self.program, self.read_weight = program, read_weight
+        each = -(-max_len // program.block_size)
+        self.caches = new_kv_caches(program, 1 + num_seqs * each)
+        self.blocks = [range(1 + i * each, 1 + (i + 1) * each) for i in range(num_seqs)]
+        self.lengths = [0] * num_seqs
+
+    def step(self, new: dict[int, Sequence[int]], all_rows: bool = True) -> dict[int, Tensor]:
+        """Append `new` token ids to sequences; returns each one's logits [rows, vocab_size]."""
+        chunks = []
+        for seq, ids in new.items():
+            used = -(-(self.lengths[seq] + len(ids)) // self.program.block_size)
+            chunks.append(Chunk(ids, self.lengths[seq], self.blocks[seq][:used], seq))
+            self.lengths[seq] += len(ids)
+        inputs = step_inputs(self.program, chunks, self.caches, all_rows)
+        _, logits = run_step(self.program, inputs, self.read_weight)
+        parts = logits.split([len(ids) if all_rows else 1 for ids in new.values()])
+        return dict(zip(new, parts))
+
+
+def has_dense_cache(program: Program) -> bool:
+    """Whether its step reads a cache of whole sequences (`DenseKVCache`)."""
+    return any(node.name == "starts" for node in program.inputs())
+
+
+def new_dense_caches(program: Program, num_seqs: int, capacity: int) -> dict[str, Tensor]:
+    """The zeroed caches of a dense program by their inputs' names, each [num_seqs, heads, capacity, head_dim]."""
+    return {
+        node.name: torch.zeros((num_seqs, value.shape[1], capacity, value.shape[3]), dtype=value.dtype)
+        for node in program.inputs()
+        if (value := node.meta["val"]).dim() == 4
+    }
+
+
+def dense_inputs(
+    token_ids: Sequence[Sequence[int]], starts: Sequence[int], caches: dict[str, Tensor], all_rows: bool = True
+) -> dict[str, Tensor]:
+    """One call of a dense program: equally many new tokens of each sequence, behind the `starts` tokens that it has."""
+    count, first = len(token_ids[0]), torch.tensor(starts)
+    rows = torch.arange(len(starts) * count)
+    return {
+        "token_ids": torch.tensor([token for each in token_ids for token in each], dtype=torch.int32),
+        "positions": (first[:, None] + torch.arange(count)).flatten(),
+        "starts": first,
+        "seq_lens": first + count,
+        "logits_rows": (rows if all_rows else rows[count - 1 :: count]).to(torch.int32),
+        **caches,
+    }
+
+
+class DenseBatch:
+    """The same over a dense cache: sequences with equally many new tokens are one call."""
+
+    def __init__(self, program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> None:
+        self.program, self.read_weight = program, read_weight
+        self.caches = new_dense_caches(program, num_seqs, max_len)
+        self.lengths = [0] * num_seqs
+
+    def step(self, new: dict[int, Sequence[int]], all_rows: bool = True) -> dict[int, Tensor]:
+        """As `Batch.step`."""
+        by_length: dict[int, list[int]] = {}
+        for seq, ids in new.items():
+            by_length.setdefault(len(ids), []).append(seq)
+        found: dict[int, Tensor] = {}
+        for count, seqs in by_length.items():
+            caches = {name: cache[seqs] for name, cache in self.caches.items()}
+            inputs = dense_inputs([new[seq] for seq in seqs], [self.lengths[seq] for seq in seqs], caches, all_rows)
+            _, logits = run_step(self.program, inputs, self.read_weight)
+            for name, cache in self.caches.items():
+                cache[seqs] = caches[name]
+            for seq in seqs:
+                self.lengths[seq] += count
+            found.update(zip(seqs, logits.split(count if all_rows else 1), strict=True))
+        return {seq: found[seq] for seq in new}
+
+
+def new_batch(program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> Batch | DenseBatch:
+    """For the cache that the program has."""
+    return (DenseBatch if has_dense_cache(program) else Batch)(program, read_weight, num_seqs, max_len)
+
+
+def run_lowered(
+    program: Program, read_weight: ReadWeight, prompts: Sequence[Sequence[int]], chunk_size: int | None = None
+) -> list[Tensor]:
+    """Logits float32 [len(prompt), vocab_size] of each prompt, run as one batch.
+
+    With `chunk_size`, every step computes at most that many tokens of each prompt.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    batch = new_batch(program, read_weight, len(prompts), longest)
+    out: list[list[Tensor]] = [[] for _ in prompts]
+    step = chunk_size or longest
+    for start in range(0, longest, step):
+        new = {seq: prompt[start : start + step] for seq, prompt in enumerate(prompts) if start < len(prompt)}
+        for seq, logits in batch.step(new).items():
+            out[seq].append(logits)
+    return [torch.cat(parts) for parts in out]
+
+
+def generate_greedy(
+    program: Program, read_weight: ReadWeight, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[list[int]]:
+    """`num_tokens` greedy tokens after each prompt; of equal logits the lowest id wins."""
+    batch = new_batch(program, read_weight, len(prompts), max(map(len, prompts)) + num_tokens)
+    new: dict[int, Sequence[int]] = dict(enumerate(prompts))
+    out: list[list[int]] = [[] for _ in prompts]
+    for _ in range(num_tokens):
+        logits = batch.step(new, all_rows=False)
+        new = {seq: [int(row[0].argmax())] for seq, row in logits.items()}
+        for seq, ids in new.items():
+            out[seq].extend(ids)
+    return out
+
+
+class _RankOfBatch:
+    """One rank's program with caches of its own."""
+
+    def __init__(self, program: Program, reader: TensorReader, num_blocks: int) -> None:
+        self.program, self.read_weight = program, weight_reader(program, reader)
+        self.caches = new_kv_caches(program, num_blocks)
+
+    def step(self, chunks: Sequence[Chunk], hidden: Tensor | None) -> Tensor:
+        """Hidden rows, or the logits of every row on the last stage."""
+        inputs = step_inputs(self.program, chunks, self.caches)
+        if hidden is not None:
+            inputs["hidden_in"] = hidden
+        with torch.inference_mode():
+            last: Tensor = self.program.run(inputs, self.read_weight, calls=IN_PLACE)[-1]
+        return last
+
+
+def run_partitioned(
+    stages: Sequence[Sequence[Program]], reader: TensorReader, prompts: Sequence[Sequence[int]], chunk_size: int
+) -> list[Tensor]:
+    """Logits [len(prompt), vocab_size] of prompts by the lowered programs of all ranks, as one batch, stage by stage.
+
+    stages: of each pipeline stage, its ranks' programs. The ranks of a stage run in threads of this process. Raises
+    VerifyError where they return different rows.
+    """
+    longest = max(map(len, prompts))
+    width = -(-longest // stages[0][0].block_size)
+    num_blocks = 1 + len(prompts) * width
+    ranks = [[_RankOfBatch(program, reader, num_blocks) for program in stage] for stage in stages]
+    group = "ep" if "ep_rank" in stages[0][0].info else "tp"
+    out: list[list[Tensor]] = [[] for _ in prompts]
+    for start in range(0, longest, chunk_size):
+        seqs = [seq for seq, prompt in enumerate(prompts) if start < len(prompt)]
+        new = [prompts[seq][start : start + chunk_size] for seq in seqs]
+        chunks = [
+            Chunk(ids, start, range(1 + seq * width, 1 + (seq + 1) * width), seq)
+            for seq, ids in zip(seqs, new, strict=True)
+        ]
+        rows: Tensor | None = None
+        for stage in ranks:
+            results = ops.run_ranks(group, [partial(rank.step, chunks, rows) for rank in stage])
+            if not all(torch.equal(other, results[0]) for other in results[1:]):
+                raise VerifyError(f"the ranks of group {group} return different rows; expected equal ones")
+            rows = results[0]
+        assert rows is not None
+        for seq, logits in zip(seqs, rows.split([len(ids) for ids in new]), strict=True):
+            out[seq].append(logits)
+    return [torch.cat(parts) for parts in out]

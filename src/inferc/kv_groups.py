@@ -1,0 +1,215 @@
+"""The KV cache in blocks: what a sequence holds of each KV group, and how memory is shared out between their pools.
+
+The one place that turns bytes into blocks, and windows into what may be forgotten: config, runners and scheduler agree
+because they ask here. The runtime imports this module, so it imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inferc.errors import ConfigError, UnsupportedError
+
+NEVER = 2**62  # later than any position
+STRIDE = 8  # blocks that an evicted group gives back at once
+SCALE_BYTES = 4  # of a row in int8: a float32
+
+
+def row_size(head_dim: int, dtype: str) -> int:
+    """Elements that one head of K or of V, or a latent, stores of a token: its own, and in int8 those of its scale."""
+    return head_dim + SCALE_BYTES if dtype == "int8" else head_dim
+
+
+def num_parts(kind: str) -> int:
+    """Tensors that a layer of a group stores of a token: K and V, or the one latent."""
+    return 1 if kind == "latent" else 2
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """What is served at most, in tokens and sequences."""
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """What its pool must know of a KV group. Fields as in `KVGroup` (program.py), which makes the manifest's entries.
+
+    A "window" group needs the last `window` keys, a "chunk" group those of the query's chunk of `window`: both give
+    blocks back while a sequence runs. Every other kind keeps all that it has, but an "evicted" one, see `Eviction`.
+    """
+
+    kind: str
+    window: int
+    bytes_per_token: int
+    sinks: int = 0  # of an evicted group, with the stride of what it gives back; in tokens, multiples of a block
+    stride: int = 0
+    counted: int = (
+        0  # queries at the end of a stride by whose attention the sinks are chosen; 0: they are the first tokens
+    )
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> CacheGroup:
+        """From an entry of the manifest's `kv_groups`."""
+        return CacheGroup(str(entry["kind"]), int(entry["window"]), int(entry["bytes_per_token"]))
+
+    @property
+    def gives_back(self) -> bool:
+        return self.kind in ("window", "chunk", "evicted")
+
+    def first_key(self, position: int) -> int:
+        """The first token that the query at `position` sees, sinks aside; it sees all from there to itself."""
+        if self.kind == "evicted":
+            first = position // self.stride * self.stride - self.window
+            return first if first > self.sinks else 0
+        if self.kind == "window":
+            return max(0, position - self.window + 1)
+        return position // self.window * self.window if self.kind == "chunk" else 0
+
+    def unseen_from(self, token: int) -> int:
+        """The first position whose query does not see `token` any more; sinks count as the token behind them."""
+        if self.kind == "evicted":
+            return ((max(token, self.sinks) + self.window) // self.stride + 1) * self.stride
+        if self.kind == "window":
+            return token + self.window
+        return (token // self.window + 1) * self.window if self.kind == "chunk" else NEVER
+
+    def held_blocks(self, limits: CacheLimits, num_tokens: int, num_new: int) -> int:
+        """Most blocks that a sequence of up to `num_tokens` holds at once if a step computes up to `num_new` of them."""
+        whole = limits.blocks_for(num_tokens)
+        if not self.gives_back:
+            return whole
+        if self.kind == "evicted":
+            return min(whole, limits.blocks_for(self.sinks + self.window + self.stride))
+        # Keys before the first new token, and the new ones; they may begin at the last token of a block.
+        span = self.window - 1 + num_new
+        return min(whole, (span + limits.block_size - 2) // limits.block_size + 1)
+
+    @property
+    def first_choice(self) -> int:
+        """The first position whose query does not see all before it, of an evicted group."""
+        return ((self.sinks + self.window) // self.stride + 1) * self.stride
+
+    @property
+    def first_counted(self) -> int:
+        """The first token that is needed whatever the cache holds of its sequence, as its attention counts."""
+        return max(0, self.first_choice - self.stride - self.counted) if self.counted else NEVER
+
+    def most_new(self, position: int) -> int:
+        """Tokens from `position` on that see the same keys but for one another, of an evicted group.
+
+        Where attention is counted, also no more than to the end of a stride whose last queries count.
+        """
+        first = self.first_choice - (self.stride if self.counted else 0)
+        return max(first, (position // self.stride + 1) * self.stride) - position
+
+    def most_blocks(self, limits: CacheLimits) -> int:
+        """Most blocks that one sequence ever holds."""
+        return self.held_blocks(limits, limits.max_model_len, limits.max_num_batched_tokens)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What a sequence forgets while it runs: all but `sinks` tokens and its last `window`, rounded up to blocks.
+
+    The sinks are its first tokens, or if it `chooses` the blocks that attention gives most (runtime/kv_cache/heavy_hitters.py).
+    Both are forgotten where the sequence's length is a multiple of a stride, so that a query's keys depend on its position
+    alone and on no schedule; it sees up to a stride more than the window. Layers that attend over a window of their own have to
+    have one that is no longer.
+    Sources: Xiao et al. 2024, arXiv:2309.17453 (attention sinks); Zhang et al. 2023, arXiv:2306.14048 (heavy hitters, as many
+    as are kept of the latest). Keys keep the positions that they were rotated for; what ALiBi adds is by places among what is kept.
+    """
+
+    sinks: int
+    window: int
+    chooses: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Eviction:
+        """`sinks:4+window:1024`, or `heavy-hitters:2048`, half of which are the latest. Raises ConfigError."""
+        match = re.fullmatch(r"sinks:(\d{1,9})\+window:(\d{1,9})|heavy-hitters:(\d{1,9})", text)
+        if match is None or not int(match[2] or match[3]):
+            raise ConfigError(
+                f"kv_evict is {text!r}, expected sinks:N+window:M or heavy-hitters:N in tokens, as in sinks:4+window:1024"
+            )
+        if match[3]:
+            window = (int(match[3]) + 1) // 2
+            return Eviction(int(match[3]) - window, window, chooses=True)
+        return Eviction(int(match[1]), int(match[2]))
+
+    def apply(self, groups: Sequence[CacheGroup], block_size: int) -> tuple[CacheGroup, ...]:
+        """The groups of a cache that evicts. Raises ConfigError for one whose layers need more."""
+        sinks, window = (-(-count // block_size) * block_size for count in (self.sinks, self.window))
+        evicted = []
+        for group in groups:
+            if group.kind in ("full", "latent"):
+                counted = block_size if self.chooses else 0
+                stride = STRIDE * block_size
+                group = replace(group, kind="evicted", window=window, sinks=sinks, stride=stride, counted=counted)
+            elif group.kind == "chunk":
+                raise UnsupportedError(
+                    "kv_evict: the model has layers that attend in chunks, whose keys cannot move; leave it out"
+                )
+            elif group.window > window:
+                raise ConfigError(
+                    f"kv_evict keeps a window of {window} tokens, and the model has layers that attend over {group.window};"
+                    " give a longer window"
+                )
+            evicted.append(group)
+        return tuple(evicted)
+
+
+def cache_groups(entries: Sequence[Mapping[str, Any]]) -> tuple[CacheGroup, ...]:
+    """The groups of an artifact, from its manifest's `kv_groups`."""
+    return tuple(CacheGroup.of(entry) for entry in entries)
+
+
+def pools_bytes(groups: Sequence[CacheGroup], limits: CacheLimits, num_blocks: Sequence[int]) -> int:
+    """The memory of pools of `num_blocks`, one a group."""
+    sizes = zip(groups, num_blocks, strict=True)
+    return sum(limits.block_size * group.bytes_per_token * count for group, count in sizes)
+
+
+def pools_for_all(groups: Sequence[CacheGroup], limits: CacheLimits) -> tuple[int, ...]:
+    """Blocks of each group in which `max_num_seqs` sequences of full length run at once; block 0, for padding, included."""
+    return tuple(1 + limits.max_num_seqs * group.most_blocks(limits) for group in groups)
+
+
+def share_out(groups: Sequence[CacheGroup], limits: CacheLimits, memory_bytes: int) -> tuple[int, ...]:
+    """Blocks of each group's pool, block 0 included, that `memory_bytes` hold.
+
+    All groups get the same number, the largest that fits, but those that give blocks back no more than
+    `max_num_seqs` sequences can ever need: what these leave goes to the others, whose size bounds how long and how
+    many sequences may be. Raises ConfigError for less than two blocks.
+    """
+    caps = [
+        most if group.gives_back else NEVER for group, most in zip(groups, pools_for_all(groups, limits), strict=True)
+    ]
+
+    def pools(count: int) -> tuple[int, ...]:
+        return tuple(min(count, cap) for cap in caps)
+
+    def cost(count: int) -> int:
+        return pools_bytes(groups, limits, pools(count))
+
+    block_bytes = cost(1)
+    if memory_bytes < 2 * block_bytes:
+        full_length = 1 + max(group.most_blocks(limits) for group in groups)
+        raise ConfigError(
+            f"kv_memory_bytes {memory_bytes} holds less than two blocks of {block_bytes} bytes;"
+            f" give at least {2 * block_bytes}, or {cost(full_length)} for one sequence of full length"
+        )
+    # Where every group has a cap, more memory than they need buys nothing.
+    most = min(memory_bytes // min(limits.block_size * group.bytes_per_token for group in groups), max(caps))
+    return pools(bisect_right(range(most + 1), memory_bytes, key=cost) - 1)

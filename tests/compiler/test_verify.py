@@ -1,0 +1,75 @@
+"""`inferc verify`: certificates anew, with what runs the artifact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from serving import run_inferc
+from typer.testing import CliRunner
+
+from inferc.cli.main import app
+from inferc.compiler.build import compile
+from inferc.compiler.verify import verify
+from inferc.config import CompileConfig
+from inferc.errors import ConfigError, UnsupportedError
+
+SHIPPED = Path(__file__).parents[2] / "examples" / "models"
+
+
+def run(artifact: Path, model: Path) -> dict[str, Any]:
+    return verify(artifact, str(model), lambda stage, done, total: None)
+
+
+def test_a_certificate_is_what_it_was(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    summary = compile(tiny_llama_folder, tmp_path / "out", CompileConfig(certify="full", quantize="w8a8"))
+    assert summary.certificate is not None
+    done = run_inferc("verify", tmp_path / "out", "--reference", tiny_llama_folder, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] and not found["reason"]
+    assert found["passes"] == summary.certificate["rows"]
+    assert found["kl"] == found["passes"][-1]["kl"] and found["passes"][-1]["name"] == "kernels"
+
+
+def test_other_weights_than_the_models_are_the_kernels_fault(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_llama_folder, changed)
+    (file,) = changed.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1.25
+    save_file(tensors, file, {"format": "pt"})
+    compile(changed, tmp_path / "out", CompileConfig(certify="none"))
+    done = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--reference", str(tiny_llama_folder)])
+    assert done.exit_code == 1
+    assert "beyond the artifact's budget: kernels: " in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines() if "< over its budget" in line] == ["kernels"]
+
+
+def test_an_onnx_artifact_that_was_compiled_without_a_certificate(tmp_path: Path) -> None:
+    compile(SHIPPED / "tiny-llama", tmp_path / "out", CompileConfig(target="onnx", certify="none", max_model_len=128))
+    found = run(tmp_path / "out", SHIPPED / "tiny-llama")
+    assert found["ok"] and found["passes"][-1]["ran_by"].startswith("onnxruntime ")
+    assert found["greedy_equal"] == found["num_prompts"]
+
+
+@pytest.mark.slow
+def test_several_ranks(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    compile(tiny_llama_folder, tmp_path / "out", CompileConfig(certify="none", tp=2))
+    found = run(tmp_path / "out", tiny_llama_folder)
+    assert found["ok"] and "2 ranks" in found["passes"][-1]["ran_by"]
+
+
+def test_what_is_refused(tiny_artifact: Path, tiny_llama_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(ConfigError, match="is not the model of .*: found vocab_size"):
+        run(tiny_artifact, SHIPPED / "tiny-llama")
+    compile(tiny_llama_folder, tmp_path / "reference", CompileConfig(target="reference", certify="none"))
+    with pytest.raises(UnsupportedError, match="runs by the references, by which verify would judge it"):
+        run(tmp_path / "reference", tiny_llama_folder)
+    monkeypatch.setattr("inferc.compiler.verify.available_memory_bytes", lambda: 1000)
+    with pytest.raises(UnsupportedError, match="holds the model in float32 twice, .* use inferc diff"):
+        run(tiny_artifact, tiny_llama_folder)

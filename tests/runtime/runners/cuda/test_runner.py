@@ -1,0 +1,209 @@
+"""The CUDA target from artifact to tokens on a fake GPU: kernels run in Triton's interpreter.
+
+The tests themselves are in on_fake_gpu/, in a process of its own: TRITON_INTERPRET=1 must be set before Triton is imported,
+and nothing can be compiled there.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from random_models import make_random_model
+
+pytest.importorskip("triton")
+
+from fake_gpu_process import assert_passes, compiled_quickly
+from library_data import library_preferred
+
+from inferc.codegen.triton import code
+from inferc.codegen.triton.code import write_code
+from inferc.compiler.add_target import add_target
+from inferc.compiler.build import compile
+from inferc.config import CompileConfig
+from inferc.errors import ConfigError, UnsupportedError
+from inferc.manifest import json_bytes, seal_manifest
+from inferc.runtime.artifact.load import inspect_artifact, load_artifact, read_manifest
+from inferc.runtime.artifact.sign import sign_artifact
+from inferc.runtime.engine.load import load_engine
+
+pytestmark = pytest.mark.long
+
+FOLDER = Path(__file__).parent / "on_fake_gpu"
+SUPPORT = Path(__file__).parents[3] / "support"
+# Family, dtype, and how it is quantized; experts among them.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "float32", {}),
+    "experts-int8": ("qwen3_moe", "float32", {"quantize": "int8", "kv_dtype": "int8"}),
+    "llama-int8": ("llama", "float32", {"quantize": "int8"}),
+    "qwen3": ("qwen3", "bfloat16", {}),
+}
+OFTEN = ("llama", "experts-int8")
+LEFT = ("llama", "qwen3")  # of which there is an artifact that leaves its products to cuBLASLt
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Those of the models of OFTEN; what a test compiles beside them is compiled as they are."""
+    with compiled_quickly():
+        yield compiled(tmp_path_factory.mktemp("cuda"), OFTEN)
+
+
+def compiled(folder: Path, names: Iterable[str]) -> Path:
+    """NAME for a GPU and NAME-reference, for each of the models.
+
+    Of those of LEFT NAME-library too, which leaves products to cuBLASLt; the others have no PTX.
+    """
+    for name in names:
+        family, dtype, how = MODELS[name]
+        model = make_random_model(family, folder / "models" / name, dtype)
+        of_gpu = f"{name}-library" if name in LEFT else name
+        how_written = partial(write_code, with_ptx=name in LEFT)
+        data = library_preferred(folder / "configs", "sm_90", 2, model, dtype) if name in LEFT else nullcontext()
+        with data, mock.patch.object(code, "write_code", how_written):
+            compile(model, folder / of_gpu, CompileConfig(target="cuda:sm_90", certify="none", **how))
+        compile(model, folder / f"{name}-reference", CompileConfig(target="reference", certify="none", **how))
+        if name in LEFT:
+            copy_without_library(folder / of_gpu, folder / name)
+    return folder
+
+
+def copy_without_library(source: Path, target: Path) -> None:
+    """As it would be had nothing been measured."""
+    shutil.copytree(source, target)
+    manifest, file = read_manifest(target), "kernels/sm_90/records.json"
+    records = json_bytes([{**record, "library": None} for record in json.loads((target / file).read_bytes())])
+    (target / file).write_bytes(records)
+    manifest["files"][file] = {"bytes": len(records), "sha256": hashlib.sha256(records).hexdigest()}
+    manifest["kernels"] = [{key: row[key] for key in row if key != "library"} for row in manifest["kernels"]]
+    del manifest["sha256"]
+    (target / "engine.json").write_bytes(seal_manifest(manifest))
+
+
+def test_on_a_fake_gpu(artifacts: Path) -> None:
+    files = map(str, sorted(FOLDER.glob("check_*.py")))
+    assert_passes(artifacts, OFTEN, "-m", "not slow", "-k", "not experts", *files)
+
+
+@pytest.mark.slow
+def test_more_on_a_fake_gpu(artifacts: Path) -> None:
+    files = [*map(str, sorted(FOLDER.glob("check_*.py")))]
+    assert_passes(artifacts, OFTEN, "-m", "slow", *files)
+    assert_passes(artifacts, OFTEN, "-m", "not slow", "-k", "experts", *files)
+
+
+@pytest.mark.slow
+def test_more_models_on_a_fake_gpu(tmp_path: Path) -> None:
+    """With the kernels that they are served with, for every number of rows."""
+    assert_passes(compiled(tmp_path, MODELS), [*MODELS, "qwen3-library"], str(FOLDER / "check_models.py"))
+
+
+def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
+    facts = inspect_artifact(artifacts / "llama")
+    assert facts["targets"] == ["cuda:sm_90"]
+    assert facts["cubins"] == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
+    rows = {row["name"]: row for row in facts["kernels"] if "registers" in row}
+    assert {name.partition("-")[0] for name in rows} >= {"linear", "decode_attention", "rms_norm", "choose"}
+    for row in rows.values():
+        assert row["target"] == "cuda:sm_90" and 0 < row["occupancy"] <= 1 and row["registers"] <= 255, row
+        assert row["local_bytes"] == 0, row
+    names = {path.name for path in (artifacts / "llama" / "kernels" / "sm_90").glob("*.cubin")}
+    assert names == {f"{name}.cubin" for name in rows}
+    ptx = (artifacts / "llama" / "kernels" / "ptx").glob("*.ptx")
+    assert all("\n.target sm_80\n" in path.read_text() for path in ptx), "what is for one chip alone runs on no other"
+
+
+def test_what_an_artifact_leaves_to_a_library(artifacts: Path) -> None:
+    """Is a matter of the chip, so of its records."""
+    rows = inspect_artifact(artifacts / "llama-library")["kernels"]
+    left = {row["name"] for row in rows if "library" in row}
+    assert left and all(name.startswith("linear-") for name in left)
+    assert {row["library"] for row in rows if "library" in row} == {"cublaslt from 2 rows on"}
+    ptx = json.loads((artifacts / "llama-library" / "kernels" / "ptx" / "records.json").read_text())
+    assert not any(record["library"] for record in ptx), "on a chip that is not known yet nothing was measured"
+
+
+def test_an_artifact_for_a_gpu_has_the_same_bytes_again(artifacts: Path, tmp_path: Path) -> None:
+    """With what was measured of a library left out, those of one that was compiled without."""
+    compile(artifacts / "models" / "llama", tmp_path / "again", CompileConfig(target="cuda:sm_90", certify="none"))
+    assert (tmp_path / "again" / "engine.json").read_bytes() == (artifacts / "llama" / "engine.json").read_bytes()
+
+
+def test_another_chip_leaves_the_weights_alone(
+    artifacts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(artifacts / "llama", out)
+    sign_artifact(out, Ed25519PrivateKey.generate())
+    (weights,) = out.glob("*.safetensors")
+    before = weights.stat().st_ino
+    summary = add_target(artifacts / "models" / "llama", out, CompileConfig(target="cuda:sm_80"))
+    assert weights.stat().st_ino == before
+    assert not (out / "signature.json").exists(), "nobody signed what was added"
+    assert f"its signature is gone; sign it again: inferc sign {out} --key KEY" in caplog.text
+    assert summary.config.target == "cuda:sm_90,sm_80"
+    loaded = load_artifact(out)
+    assert loaded.manifest["targets"] == ["cuda:sm_90", "cuda:sm_80"]
+    assert set(loaded.entry["cubins"]) == {"sm_90", "ptx", "sm_80"}
+    compile(artifacts / "models" / "llama", tmp_path / "both", CompileConfig(target="cuda:sm_90,sm_80", certify="none"))
+    assert load_artifact(tmp_path / "both").manifest["files"] == loaded.manifest["files"]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        ("llama", {"target": "cuda:sm_90"}, r"has cuda:sm_90 already; it has: cuda:sm_90$"),
+        ("experts-int8", {"target": "cuda:sm_80"}, r"is not the model of .*: their configs differ in architectures"),
+        ("llama", {"target": "cpu"}, r"is compiled for cuda:sm_90, whose weights do not lie as cpu reads them"),
+        ("llama", {"target": "cuda:sm_80", "dtype": "bfloat16"}, r"was compiled with dtype float32, not bfloat16"),
+    ],
+)
+def test_a_target_that_cannot_be_added(artifacts: Path, model: str, config: dict[str, str], message: str) -> None:
+    before = (artifacts / "llama" / "engine.json").read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        add_target(artifacts / "models" / model, artifacts / "llama", CompileConfig(**config))  # type: ignore[arg-type]
+    assert (artifacts / "llama" / "engine.json").read_bytes() == before
+
+
+def test_there_is_no_gpu_here(artifacts: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is one")
+    with pytest.raises(UnsupportedError, match="no NVIDIA driver on this machine"):
+        load_engine(artifacts / "llama")
+
+
+@pytest.mark.parametrize(
+    ("model", "capability"), [("llama", [12, 0]), pytest.param("llama-library", [9, 0], marks=pytest.mark.slow)]
+)
+def test_a_prompt_on_the_command_line(
+    artifacts: Path, generated_by_reference: list[list[int]], model: str, capability: list[int]
+) -> None:
+    """As `inferc generate` does it, on a chip that there is only PTX for, and with cuBLASLt: the reference's ids."""
+    name, of_fake = artifacts / model, json.dumps({"capability": capability})
+    assert generated(SUPPORT / "on_fake_gpu.py", name, of_fake, "--", "generate", name) == generated_by_reference
+
+
+@pytest.fixture(scope="module")
+def generated_by_reference(artifacts: Path) -> list[list[int]]:
+    return generated("-m", "inferc", "generate", artifacts / "llama-reference")
+
+
+def generated(*command: object) -> list[list[int]]:
+    """The ids that a command makes of two prompts."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(("src", str(SUPPORT)))}
+    options = ["--prompt", "def add", "--prompt", "The quick", "--max-tokens", "4", "--temperature", "0", "--json"]
+    done = subprocess.run(
+        [sys.executable, *map(str, command), *options], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [output["token_ids"] for output in json.loads(done.stdout)["outputs"]]

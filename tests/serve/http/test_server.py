@@ -1,0 +1,589 @@
+"""The HTTP endpoint as it goes over the wire."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from http_calls import request
+from serving import Server, run_inferc, wait_until
+
+from inferc.client import Client
+from inferc.errors import RequestError
+from inferc.serve.http import address as http_address
+from inferc.serve.http import slow_clients as http_protocol
+from inferc.serve.http.server import HttpServer, make_app
+from inferc.serve.security.access import Access
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+def test_echo_with_a_stream_is_echo_without(url: str) -> None:
+    body = {"prompt": "def add(", "echo": True, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, **GREEDY}
+    whole = request(url, COMPLETIONS, body).json["choices"][0]
+    events = [event["choices"][0] for event in request(url, COMPLETIONS, {**body, "stream": True}).events]
+    assert "".join(event["text"] for event in events) == whole["text"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        rows = [row for event in events if event["logprobs"] for row in event["logprobs"][name]]
+        assert rows == whole["logprobs"][name], name
+    assert events[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert [token for event in events for token in event.get("token_ids", ())] == whole["token_ids"]
+    first, second = whole["prompt_logprobs"][:2]
+    assert first is None and str(whole["prompt_token_ids"][1]) in second
+    assert all(set(row) == {"logprob", "rank", "decoded_token"} for row in second.values())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_into_the_text_that_comes_back(url: str, stream: bool) -> None:
+    ids = request(url, "/tokenize", {"prompt": "def add("}).json["tokens"]
+    for prompt, text in (("def add(", "def add("), ([0, *ids], "<s>def add(")):
+        body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream, **GREEDY}
+        reply = request(url, COMPLETIONS, body)
+        choices = [each["choices"][0] for each in (reply.events if stream else [reply.json])]
+        whole = "".join(choice["text"] for choice in choices)
+        rows = [
+            row
+            for choice in choices
+            if choice["logprobs"]
+            for row in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+        ]
+        of_prompt, (_, first) = rows[: -GREEDY["max_tokens"]], rows[-GREEDY["max_tokens"]]
+        assert whole.startswith(text) and first == len(text) and "".join(token for token, _ in of_prompt) == text
+        assert all(whole.startswith(token, at) for token, at in of_prompt)
+
+
+def test_a_streamed_chat_tells_of_its_prompt_what_a_whole_one_does(url: str) -> None:
+    body = {"messages": MESSAGES, "n": 2, "prompt_logprobs": 1, "return_token_ids": True, **GREEDY}
+    whole = request(url, CHAT, body).json
+    events = request(url, CHAT, {**body, "stream": True}).events
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert [event[name] for event in events if name in event] == [whole[name]] and whole[name], name
+    assert "prompt_token_ids" in events[0]
+
+
+def test_each_output_of_a_prompt_that_is_only_echoed_is_a_choice(url: str) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "echo": True, "max_tokens": 0}
+    want = [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+    assert [(each["index"], each["text"]) for each in request(url, COMPLETIONS, body).json["choices"]] == want
+    events = [event["choices"][0] for event in request(url, COMPLETIONS, {**body, "stream": True}).events]
+    assert [(each["index"], each["text"]) for each in events if each["text"]] == want
+    assert [each["index"] for each in events if each["finish_reason"] == "length"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_only_echoed_is_bounded_as_what_generates(url: str, stream: bool) -> None:
+    body = {"prompt": ["a"] * 64, "n": 128, "echo": True, "stream": stream}
+    only, generating = (request(url, COMPLETIONS, {**body, "max_tokens": count}) for count in (0, 1))
+    assert only.status == generating.status == 400 and only.error == generating.error
+    assert "found 8192 sequences (prompts times n)" in only.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 32}, "would tell 1689600 tokens and likely tokens"),
+        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 12, "prompt_logprobs": 10}, "would tell 1331200 tokens"),
+    ],
+)
+def test_an_answer_tells_no_more_of_prompts_than_is_documented(url: str, body: Any, message: str) -> None:
+    reply = request(url, COMPLETIONS, {"echo": True, "max_tokens": 1, **body})
+    assert reply.status == 400 and message in reply.error["message"]
+
+
+def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: str) -> None:
+    """What evaluation harnesses compare, over a text of which some tokens are greedy and others are not."""
+    answer = request(url, COMPLETIONS, {"prompt": [5, 6, 7], "return_token_ids": True, **GREEDY}).json["choices"][0]
+    text = [5, 6, 7, *answer["token_ids"]]
+    scored = {"prompt": [text, [5, 6, 7, 8, 9]], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    first, second = (choice["logprobs"] for choice in request(url, COMPLETIONS, scored).json["choices"])
+    is_greedy = [
+        [
+            value == max(top.values())
+            for value, top in zip(rows["token_logprobs"][3:], rows["top_logprobs"][3:], strict=True)
+        ]
+        for rows in (first, second)
+    ]
+    assert is_greedy[0] == [True] * 9 and is_greedy[1][-1] and not all(is_greedy[1])
+
+
+def test_a_scored_prompt_is_found_by_what_follows(url: str, served: str) -> None:
+    """By the token that a harness asks for besides, and by others of the same salt."""
+
+    def cached(salt: str, **more: Any) -> int:
+        reply = request(url, COMPLETIONS, {"prompt": [*range(5, 75)], "cache_salt": salt, **GREEDY, **more})
+        return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("harness", echo=True, logprobs=1) == 64
+    assert cached("other") == 0
+    with Client(served) as client:
+        client.score([*range(5, 75)], cache_salt="by score")
+        (*_, last) = client.generate([*range(5, 75)], prompt_logprobs=1, cache_salt="by prompt_logprobs", max_tokens=2)
+        assert last.usage is not None and last.usage.cached_tokens == 64
+        with pytest.raises(RequestError, match="cache_salt: expected a string of at most 256 characters"):
+            client.score([5, 6], cache_salt="x" * 257)
+    assert cached("by score") == 64
+
+
+def test_a_salt_that_is_no_text_is_the_requests_own_fault(url: str, server: Server) -> None:
+    """Half of a surrogate pair has no bytes to be hashed."""
+    engine = server.engine.pid
+    reply = request(url, COMPLETIONS, b'{"prompt": "abc", "cache_salt": "\\ud800"}')
+    assert reply.status == 400 and reply.error["message"].startswith("cache_salt: it is not text")
+    assert request(url, COMPLETIONS, {"prompt": "abc", **GREEDY}).status == 200
+    assert server.engine.pid == engine
+
+
+def test_usage_in_every_chunk(url: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": MESSAGES, "stream": True, "stream_options": options, **GREEDY}
+    events = request(url, CHAT, body).events
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 8 and events[-1]["choices"] == []
+
+
+def test_a_template_gets_variables(url: str, served: str) -> None:
+    with_prompt = {"messages": MESSAGES, "add_generation_prompt": True}
+    ids = request(url, "/tokenize", with_prompt).json["tokens"]
+    without = request(url, "/tokenize", {**with_prompt, "add_generation_prompt": False}).json
+    assert without["count"] < len(ids) and ids[: without["count"]] == without["tokens"]
+    with Client(served) as client:
+        assert client.tokenize(MESSAGES) == ids
+    body = {
+        "messages": MESSAGES,
+        "chat_template_kwargs": {"enable_thinking": False, "is_prompt": 1, "variables": 2, "self": 3, "max_tokens": 4},
+        "return_token_ids": True,
+        **GREEDY,
+    }
+    assert request(url, CHAT, body).json["prompt_token_ids"] == ids
+    for name in ("messages", "tools"):
+        error = request(url, CHAT, {**body, "chat_template_kwargs": {name: []}}).error
+        assert error["message"] == f"chat_template_kwargs: {name} is set by the request itself; leave it out"
+    many = {"a": [[0.5] * 100] * 162}
+    assert request(url, CHAT, {**body, "chat_template_kwargs": many}).status == 200
+    error = request(url, CHAT, {**body, "chat_template_kwargs": {**many, "b": [{}] * 1000}}).error
+    assert error["message"].startswith("chat_template_kwargs: it holds more than 16384 values; send what the template")
+
+
+def test_a_conversation_is_tokenized_as_the_model_gets_it(url: str) -> None:
+    more = {"messages": MESSAGES, "chat_template_kwargs": {"bos_token": "x"}}
+    body = {**more, "return_token_ids": True, **GREEDY}
+    with_variable = request(url, CHAT, body).json["prompt_token_ids"]
+    assert request(url, "/tokenize", more).json["tokens"] == with_variable
+    assert request(url, "/tokenize", {"messages": MESSAGES}).json["tokens"] != with_variable
+    error = request(url, "/tokenize", {"messages": MESSAGES, "tools": [{"type": "function"}]}).error
+    assert error["message"].startswith("tools is [{") and error["param"] == "tools"
+
+
+def test_text_and_ids(url: str) -> None:
+    found = request(url, "/tokenize", {"prompt": "def add(", "return_token_strs": True}).json
+    assert (len(found["tokens"]), "".join(found["token_strs"])) == (found["count"], "def add(")
+    assert request(url, "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "def add("}
+    info = request(url, "/tokenizer_info").json
+    assert (info["eos_token"], info["model_max_length"]) == ("</s>", 256) and "message" in info["chat_template"]
+    assert "outside of the vocabulary" in request(url, "/detokenize", {"tokens": [1 << 40]}).error["message"]
+    assert request(url, "/tokenize", {}).error["message"] == "prompt: expected one of prompt and messages"
+
+
+def test_about_the_server(url: str) -> None:
+    for method in ("GET", "HEAD"):  # `curl -I`, and load balancers
+        assert [request(url, path, method=method).status for path in ("/health", "/live", "/ready")] == [200] * 3
+    assert request(url, "/version").json["version"]
+    described = request(url, "/openapi.json").json
+    body = described["paths"][COMPLETIONS]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "prompt" in described["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
+
+
+# --------------------------------------------------------------------------------------------- bad requests
+
+BAD: list[tuple[Any, str, str | None]] = [
+    (b"{", "the body is not JSON: Expecting property name enclosed in double quotes", None),
+    (b"", "the body is no JSON object; send one", None),
+    (b"\xff\xfe", "", None),
+    (b"[" * 100_000, "", None),
+    ([], "the body is no JSON object", None),
+    ({}, "prompt is missing; give it", "prompt"),
+    ({"prompt": 5}, "prompt: expected a text, a list of token ids, or a list of either, found 5", "prompt"),
+    ({"prompt": {"a": 1}}, "prompt: expected a text", "prompt"),
+    ({"prompt": []}, "prompt: expected a text", "prompt"),
+    ({"prompt": ["a", 5]}, "prompt: expected a text", "prompt"),
+    ({"prompt": [2**70]}, "", None),
+    (
+        b'{"prompt": [' + b"1" * 5000 + b"]}",
+        "the body is not JSON that is read here: Exceeds the limit (4300 digits)",
+        None,
+    ),
+    (b'{"prompt": "a", "min_p": 1e400}', "min_p: expected a finite number, found inf", "min_p"),
+    (b'{"prompt": "a", "min_p": ' + b"1" * 400 + b"}", "min_p is an integer of about 400 digits; expected", "min_p"),
+    ({"prompt": ["a"] * 20 + [{"a": {}}]}, "prompt: expected a text", "prompt"),
+    (
+        {"prompt": "a", "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage: expected true or",
+        "stream_options",
+    ),
+    ({"prompt": ["a"] * 2049}, "found 2049 prompts, at most 2048", "prompt"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature: expected a number, found 'hot'", "temperature"),
+    ({"prompt": "a", "temperature": float("nan")}, "temperature: expected a finite number, found nan", "temperature"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens: expected an integer, found '5'", "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2.5}, "max_tokens: expected an integer, found 2.5", "max_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0; expected at least 1", "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2**80}, "", "max_tokens"),
+    ({"prompt": "a", "n": 1000}, "n is 1000; expected at most 128", "n"),
+    ({"prompt": "a", "logprobs": 99}, "logprobs is 99; expected at most 32", "logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 99}, "prompt_logprobs is 99; expected at most 32", "prompt_logprobs"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: a key is a token id, found 'x'", "logit_bias"),
+    ({"prompt": "a", "suffix": "b"}, "suffix is 'b', which is not built yet", "suffix"),
+    ({"prompt": "a", "stream_options": 5}, "stream_options", "stream_options"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "and the answer is no stream", "stream_options"),
+    ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "no chat template writes a plain", "chat_template_kwargs"),
+    ({"prompt": "a", "add_generation_prompt": False}, "no chat template writes a plain", "add_generation_prompt"),
+    ({"prompt": "a", "guided_regex": "b+"}, "guided_regex is 'b+', which is not built yet", "guided_regex"),
+    ({"prompt": "a", "num_beams": 4}, "num_beams is 4, which is not built yet", "num_beams"),
+    ({"prompt": "a", "length_penalty": 0.5}, "length_penalty is 0.5, which is not built yet", "length_penalty"),
+    ({"prompt": "a", "detokenize": False}, "detokenize is False, which is not built yet", "detokenize"),
+    ({"prompt": "half a pair \ud83d"}, "the prompt is not text", None),
+    ({"prompt": "a", "cache_salt": "half \ud83d"}, "cache_salt: it is not text", "cache_salt"),
+    ({"prompt": "a", "model": "half \ud83d"}, "is not served here", None),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), BAD)
+def test_a_bad_completion_is_told_what_is_wrong(url: str, body: Any, message: str, param: str | None) -> None:
+    reply = request(url, COMPLETIONS, body)
+    assert reply.status == (404 if isinstance(body, dict) and "model" in body else 400)
+    error = reply.error
+    assert error["message"].startswith(message) or message in error["message"]
+    assert "\n" not in error["message"] and "Traceback" not in error["message"] and len(error["message"]) < 400
+    assert param is None or error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages: expected a list of at least one message"),
+        ("hi", "messages: expected a list, found 'hi'"),
+        ([{"role": "user"}], "messages[0].content: expected text, found None"),
+        ([{"content": "hi"}], "messages[0]: expected an object with a role and a content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content: expected text, found None"),
+        (
+            [{"role": "tool", "content": "5", "tool_call_id": "x"}],
+            "messages[0].tool_call_id is 'x', which is not built",
+        ),
+    ],
+)
+def test_a_bad_chat_is_told_what_is_wrong(url: str, messages: Any, message: str) -> None:
+    reply = request(url, CHAT, {"messages": messages})
+    assert reply.status == 400 and reply.error["message"].startswith(message)
+    assert reply.error["param"] == "messages"
+
+
+def test_what_is_wrong_before_the_first_token_is_no_stream(url: str) -> None:
+    reply = request(url, COMPLETIONS, {"prompt": [5] * 300, "stream": True})
+    assert reply.status == 400 and "the prompt has 300 tokens" in reply.error["message"]
+
+
+def test_a_slash_at_the_end_of_a_path_changes_nothing(url: str) -> None:
+    """Behind a proxy that ends TLS a redirect would lead to plain HTTP."""
+    assert request(url, f"{COMPLETIONS}/", {"prompt": "a", **GREEDY}).json["choices"]
+    for path in ("/v1/models", "/health", "/version", "/metrics"):
+        assert request(url, f"{path}/").status == 200, path
+    assert request(url, "/v1/models/").json == request(url, "/v1/models").json
+
+
+def test_paths_and_methods_that_are_none(url: str) -> None:
+    assert request(url, "/v1/nothing").status == 404 and request(url, "/v1/nothing").error["message"] == "Not Found"
+    assert request(url, COMPLETIONS).status == 405 and request(url, COMPLETIONS).error
+    assert request(url, "/v1/models/none").status == 404
+    assert request(url, "/v1/nothing/").status == 404
+    reply = request(url, COMPLETIONS, b'{"prompt": "a"}', {"content-type": "text/plain"})
+    assert reply.status == 400 and "content-type: application/json" in reply.error["message"]
+    for encoding, status in (("gzip", 415), ("identity", 400)):
+        reply = request(url, COMPLETIONS, b"{}", {"content-encoding": encoding})
+        assert reply.status == status
+
+
+def test_request_ids_are_echoed_or_made(url: str) -> None:
+    for given in ("mine", "a-b.c:d"):
+        assert request(url, "/version", headers={"x-request-id": given}).headers["x-request-id"] == given
+    for none in ("", "two words", "x" * 200, "a\tb"):
+        made = request(url, "/version", headers={"x-request-id": none}).headers["x-request-id"]
+        assert made.startswith("req-") and len(made) == 28
+    ids = [request(url, COMPLETIONS, {"prompt": "a", "max_tokens": 1}, {"x-request-id": "same"}) for _ in range(2)]
+    assert all(reply.status == 200 for reply in ids)
+    assert request(url, "/v1/nothing").headers["x-request-id"], "on errors too"
+
+
+def raw(url: str, data: bytes) -> bytes:
+    with socket.create_connection(urlsplit(url).netloc.split(":"), timeout=20) as connection:  # type: ignore[arg-type]
+        connection.sendall(data)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def test_bodies_that_are_too_large(url: str) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    answer = raw(url, head + b"content-length: 99999999999\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413") and b"the body has more than 67108864 bytes" in answer
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\nx-a: ", b"408"),
+        (HEAD + b"content-length: 1000\r\n\r\n{", b"408"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"408"),
+        (b"GET /health HTTP/1.1\r\n" + b"x-a: b\r\n" * 100_000, b"431"),
+        (b"GET /health HTTP/1.1\r\nx-a: " + b"b" * 1_000_000, b"431"),
+        (b"GET /" + b"b" * 1_000_000, b"431"),
+        # In one piece, or in two, and so little too much that a larger buffer would let it pass.
+        (b"GET /health HTTP/1.1\r\nx-a: " + b"b" * 66_000 + b"\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\nx-a: " + b"b" * 66_000, b"431"),
+        (b"GET /" + b"b" * 66_000 + b" HTTP/1.1\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\n" + b"x-a: b\r\n" * 9_000 + b"\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\nconnection: close\r\nx-a: " + b"b" * 60_000 + b"\r\n\r\n", b"200"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx-a: " + b"b" * 1_000_000, b"431"),
+    ],
+)
+def test_who_sends_next_to_nothing_or_heads_without_end_holds_no_place(
+    sent: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        parts = []
+        with suppress(ConnectionError):
+            size = 10_000 if len(sent) > 100_000 else len(sent) or 1
+            for start in range(0, len(sent), size):  # as a client that reads nothing meanwhile
+                writer.write(sent[start : start + size])
+                await writer.drain()
+        with suppress(ConnectionError):
+            while part := await asyncio.wait_for(reader.read(65536), 10):
+                parts.append(part)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return b"".join(parts)
+
+    answer = asyncio.run(talk())
+    # What was sent and not read may cost the client the answer.
+    is_lost = not answer and status == b"431" and len(sent) > 100_000
+    assert is_lost or status in answer[:20] and (answer or not status)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_large_body_that_comes_slowly_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    models: Any = SimpleNamespace(is_serving=True)
+    metrics: Any = SimpleNamespace(responses=Counter())
+
+    async def talk() -> bytes:
+        listener = http_address.bind("127.0.0.1", 0)
+        server = HttpServer(make_app(models, metrics, Access()), listener)
+        running = asyncio.create_task(server.run_until_stopped())
+        reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
+        writer.write(HEAD + b"content-length: 320000\r\n\r\n")
+        for _ in range(10):
+            writer.write(b" " * 32_000)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        answer = await asyncio.wait_for(reader.read(65536), 10)
+        writer.close()
+        server.stop()
+        await running
+        listener.close()
+        return answer
+
+    assert b"the body is not JSON" in asyncio.run(talk())
+
+
+def test_what_nobody_expected_is_an_object_that_tells_nothing() -> None:
+    class Broken:
+        @property
+        def served(self) -> Any:
+            raise ValueError("/etc/secret")
+
+    models: Any = Broken()
+    metrics: Any = SimpleNamespace(responses=Counter())
+    app, sent = make_app(models, metrics, Access()), []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "raw_path": b"/v1/models", "root_path": ""}
+    asyncio.run(app({**scope, "query_string": b"", "headers": [], "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 500 and dict(sent[0]["headers"])[b"content-type"] == b"application/json"
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["type"] == "server_error" and "secret" not in error["message"]
+
+
+def test_what_is_no_http(url: str) -> None:
+    assert raw(url, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert request(url, "/health").status == 200
+
+
+# ------------------------------------------------------------------------------------------ clients that leave
+
+
+@pytest.fixture(scope="module")
+def slow(tiny_artifact: Path) -> Iterator[Server]:
+    """A server that runs one sequence at a time."""
+    with Server(tiny_artifact, "--max-num-seqs", "1") as server:
+        yield server
+
+
+ENDLESS: dict[str, Any] = {"prompt": "abc", "n": 64, "max_tokens": 200, "ignore_eos": True}
+
+
+def wait_until_idle(server: Server) -> None:
+    with Client(server.address) as client:
+
+        def idle() -> bool:
+            loads = client.loads()
+            return (loads.num_running, loads.num_waiting, loads.num_requests, loads.kv_usage) == (0, 0, 0, 0.0)
+
+        wait_until(idle, "the engine is idle and its cache empty")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(slow: Server, stream: bool) -> None:
+    connection = http.client.HTTPConnection(urlsplit(slow.url).netloc, timeout=20)
+    body = json.dumps({**ENDLESS, "stream": stream}).encode()
+    connection.request("POST", COMPLETIONS, body, {"content-type": "application/json"})
+    with Client(slow.address) as client, closing(connection):
+        if stream:
+            with closing(connection.getresponse()) as answer:
+                assert answer.readline().startswith(b"data: ")
+                wait_until(lambda: client.loads().num_running > 0, "it runs")
+        wait_until(lambda: client.loads().num_running > 0, "it runs")
+    wait_until_idle(slow)
+
+
+def test_a_reader_that_sleeps_stalls_nobody_and_misses_nothing(url: str, served: str) -> None:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    body = {"prompt": "abc", "n": 32, "max_tokens": 200, "ignore_eos": True, "logprobs": 32, "stream": True}
+    options = {"return_token_ids": True}
+    connection.request("POST", COMPLETIONS, json.dumps({**body, **options}), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    first = answer.readline()
+    with Client(served) as client:
+        start = time.monotonic()
+        assert client.complete("abc", max_tokens=20, ignore_eos=True)[0].finish_reason == "length"
+        assert time.monotonic() - start < 20
+        time.sleep(1)
+    lines = [first, *answer.read().split(b"\n")]
+    connection.close()
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+    tokens = [0] * 32
+    for event in events:
+        for choice in event["choices"]:
+            tokens[choice["index"]] += len(choice.get("token_ids", ()))
+    assert tokens == [200] * 32
+    assert len(events) < 32 * 200 / 2, "what it did not read was merged"
+
+
+def test_a_full_server_says_when_to_come_back(slow: Server) -> None:
+    with ThreadPoolExecutor(10) as pool:
+        stop = threading.Event()
+
+        def occupy() -> None:
+            connection = http.client.HTTPConnection(urlsplit(slow.url).netloc, timeout=60)
+            connection.request(
+                "POST",
+                COMPLETIONS,
+                json.dumps({**ENDLESS, "n": 128, "stream": True}),
+                {"content-type": "application/json"},
+            )
+            stop.wait(30)
+            connection.close()
+
+        for _ in range(8):
+            pool.submit(occupy)
+        with Client(slow.address) as client:
+            wait_until(lambda: client.loads().num_waiting > 1000, "all are there")
+        reply = request(slow.url, COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+        stop.set()
+    assert reply.status == 429 and int(reply.headers["retry-after"]) >= 1
+    assert (reply.error["type"], reply.error["code"]) == ("rate_limit_error", "queue_full")
+    wait_until_idle(slow)
+
+
+# ------------------------------------------------------------------------------------------------ the two ends
+
+
+def test_sigterm_lets_streams_end(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-num-seqs", "1") as server, ThreadPoolExecutor() as pool:
+        body = {
+            "prompt": "abc",
+            "n": 4,
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        running = pool.submit(request, server.url, COMPLETIONS, body)
+        with Client(server.address) as client:
+            wait_until(lambda: client.loads().num_running > 0, "it runs")
+        server.terminate()
+        wait_until(lambda: request(server.url, "/health").status == 503, "health says so")
+        reply = request(server.url, COMPLETIONS, {"prompt": "a"})
+        assert reply.status == 503 and reply.headers["retry-after"] == "1"
+        assert reply.error["message"] == "the server is shutting down and takes no new requests"
+        events = running.result(30).events
+        assert sum(len(choice.get("token_ids", ())) for event in events for choice in event["choices"]) == 800
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log
+
+
+def test_a_dead_engine_ends_streams_with_an_event(tiny_artifact: Path) -> None:
+    with Server(tiny_artifact, "--max-num-seqs", "1") as server, ThreadPoolExecutor() as pool:
+        running = pool.submit(request, server.url, COMPLETIONS, {**ENDLESS, "stream": True})
+        with Client(server.address) as client:
+            wait_until(lambda: client.loads().output_tokens > 10, "it runs")
+            server.engine.kill()
+            events = running.result(30).events
+        assert "choices" in events[0] and set(events[-1]) == {"error"}
+        assert "SIGKILL" in events[-1]["error"]["message"] and events[-1]["error"]["code"] == "unavailable"
+
+
+def test_no_http_and_a_port_in_use(server: Server, tiny_artifact: Path) -> None:
+    port = str(urlsplit(server.url).port)
+    done = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--http-port", port)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"inferc: cannot listen on 127.0.0.1:{port} for HTTP: Address already in use; give another --http-port"
+    )
+    with Server(tiny_artifact, "--no-http") as without:
+        assert "http=off" in without.ready
