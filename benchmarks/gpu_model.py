@@ -22,8 +22,8 @@ from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.code import write_code
 from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.config import EngineConfig, ResolvedEngineConfig
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import from_config
-from inferc.frontend.export import capture
 from inferc.ir import program as program_lib
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, dtype_name

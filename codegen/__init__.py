@@ -1,0 +1,1 @@
+"""Program to files: kernels chosen, code written, an artifact's folder."""

@@ -12,26 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from inferc.codegen.cpp.values import CPP_TYPES
+from inferc.codegen.pointwise import parts
 from inferc.codegen.target import Target
 from inferc.ir.ops import cached_head_dim
 from inferc.ir.ops.quantize import int4_group
-from inferc.ir.program import named_arguments, target_name
+from inferc.ir.program import argument, named_arguments, target_name
 
 OTHER_TARGET = "another target's kernel"
 OTHER_CASE = "another kernel's dtype or case"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """The node's argument by its schema name (positional, keyword or default)."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    schema = node.target._schema  # type: ignore[union-attr]
-    for index, parameter in enumerate(schema.arguments):
-        if parameter.name == name:
-            return node.args[index] if index < len(node.args) else parameter.default_value
-    raise AssertionError(f"{schema.name} has no argument {name}")
 
 
 def _dtype(node: fx.Node, name: str) -> torch.dtype | None:
@@ -310,9 +301,11 @@ def cat_fits(node: fx.Node, target: Target) -> str:
 def pointwise_fits(node: fx.Node, target: Target) -> str:
     if target.device != "cpu":
         return OTHER_TARGET
-    from inferc.codegen.cpp.pointwise import why_not
-
-    return why_not(node)
+    inputs: Any = node.args[0]
+    strange = [each.meta["val"].dtype for each in (*inputs, node) if each.meta["val"].dtype not in CPP_TYPES]
+    if strange:
+        return f"elementwise arithmetic on {strange[0]}: expected {', '.join(map(str, CPP_TYPES))}"
+    return "" if parts(node) else "elementwise arithmetic whose operands repeat in two ways"
 
 
 @dataclass(frozen=True)
@@ -535,8 +528,6 @@ def grouped_experts_fit(node: fx.Node) -> str:
 def triton_pointwise_fits(node: fx.Node, target: Target) -> str:
     if target.device != "cuda":
         return OTHER_TARGET
-    from inferc.codegen.cpp.pointwise import parts
-
     inputs: Any = node.args[0]
     strange = [each.meta["val"].dtype for each in inputs if each.meta["val"].dtype not in (*FLOATS, *INTEGERS)]
     if strange or node.meta["val"].dtype not in FLOATS:

@@ -18,7 +18,7 @@ from inferc.codegen import conditions
 from inferc.codegen.conditions import OTHER_CASE, OTHER_TARGET
 from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
-from inferc.ir.program import dtype_name, name_of, target_name
+from inferc.ir.program import argument, dtype_name, name_of, target_name
 
 __all__ = ["ALIAS_OPS", "KERNELS", "OTHER_CASE", "OTHER_TARGET", "PANELS", "Kernel"]
 __all__ += ["cannot_run", "chosen_kernel", "kernel_named", "needs_kernel", "select"]
@@ -216,7 +216,7 @@ def _cpp_kernels() -> tuple[Kernel, ...]:
         )
     )
     ids = conditions.ForCpp(
-        "expert_ids", torch.int32, lambda node: conditions.at_most("ep rank", conditions.argument(node, "rank"), 63)
+        "expert_ids", torch.int32, lambda node: conditions.at_most("ep rank", argument(node, "rank"), 63)
     )
     positions = conditions.ForCpp("self", torch.int64, conditions.first_axis)
     choose = Kernel(

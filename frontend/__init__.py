@@ -1,0 +1,1 @@
+"""Hugging Face ends here: a model folder becomes a Program."""

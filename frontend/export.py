@@ -6,10 +6,6 @@ and ops, and the passes look at nothing else.
 
 from __future__ import annotations
 
-import json
-import re
-from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +14,7 @@ from torch import Tensor
 from inferc.config import ContextLength
 from inferc.errors import ConfigError, ExportError, UnsupportedError
 from inferc.frontend.checkpoint.bind import bind
-from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
+from inferc.frontend.checkpoint.load import Checkpoint, load_module
 from inferc.frontend.convert import Converter
 from inferc.frontend.repeat import trace_once
 from inferc.frontend.trace import torch_export as trace
@@ -26,96 +22,13 @@ from inferc.frontend.trace.buffers import initial_buffers, unsaved_buffers
 from inferc.frontend.trace.eager_attention import capture_eager_attention
 from inferc.frontend.trace.position_tables import simplify_position_tables
 from inferc.frontend.trace.positions import first_position
-from inferc.frontend.trace.rope import Overrides, fix_rope, longest_context, warn_of_fixed_rope
-from inferc.ir import program as program_lib
+from inferc.frontend.trace.rope import Overrides, fix_rope, longest_context
 from inferc.ir.program import Program, name_of, named_arguments
 
 aten = torch.ops.aten
 CHOICES = (aten.index.Tensor, aten.index_put.default)
 PICKS = (aten.nonzero.default, aten.masked_select.default)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def capture(
-    model: str | Path | torch.nn.Module | Checkpoint,
-    dtype: str = "bfloat16",
-    max_model_len: int | None = None,
-    *,
-    check: bool = True,
-) -> Program:
-    """Load `model` (folder, hub id, transformers causal LM, or what `load` returned) and capture it, checked.
-
-    dtype is that of activations and weights; max_model_len (tokens; by default what the model was trained for) fixes a
-    rope that depends on length (see rope.py), which `info["rope"]` then says and a warning. With `check` a small random
-    copy must give the reference's logits, and a module those of its class and config (see check.py).
-
-    What was captured last is kept, so that compiling a model for several targets traces it once; modules in memory,
-    whose code may have changed, are captured anew.
-    """
-    if isinstance(model, torch.nn.Module):
-        checkpoint = load_module(model)
-    else:
-        checkpoint = model if isinstance(model, Checkpoint) else load(model)
-    key = None if checkpoint.module is not None else _key(checkpoint, dtype, max_model_len)
-    kept = _KEPT.get(key, check)
-    program = kept or export_model(checkpoint, dtype, max_model_len)
-    if check:
-        from inferc.frontend.check import check_capture, check_module
-
-        warn_of_fixed_rope(program.info["rope"])
-        if kept is None:
-            check_module(checkpoint)
-            check_capture(program, checkpoint, max_model_len)
-    if kept is None:
-        _KEPT.put(key, check, program)
-    return program
-
-
-def forget_captures() -> None:
-    """Capture anew what was captured before, as after a change of the code that captures."""
-    _KEPT.programs.clear()
-
-
-class _Kept:
-    """The programs that were captured last, as text, since whoever gets one changes it."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.programs: OrderedDict[str, tuple[bool, str]] = OrderedDict()
-
-    def get(self, key: str | None, checked: bool) -> Program | None:
-        was_checked, text = self.programs.get(key or "", (False, ""))
-        if not text or was_checked < checked:
-            return None
-        self.programs.move_to_end(key or "")
-        return program_lib.from_json(json.loads(text))
-
-    def put(self, key: str | None, checked: bool, program: Program) -> None:
-        if key is None:
-            return
-        self.programs[key] = (checked, json.dumps(program_lib.to_json(program)))
-        self.programs.move_to_end(key)
-        if len(self.programs) > self.most:
-            self.programs.popitem(last=False)
-
-
-_KEPT = _Kept(most=32)
-
-
-def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str | None:
-    """The key under which a capture is kept: all that a program is made of, without the weights' values and the folder's name.
-
-    None, and nothing is kept, where values matter too: they decide whether tensors that are tied and stored both stay tied.
-    """
-    if getattr(checkpoint.config, "tie_word_embeddings", False):
-        tied = getattr(checkpoint.model_class, "_tied_weights_keys", None) or ()
-        if any(re.search(f"{pattern}$", name) for pattern in tied for name in checkpoint.tensors):
-            return None
-    tensors = sorted((name, list(shape), str(kind)) for name, (shape, kind) in checkpoint.tensors.items())
-    kind = checkpoint.model_class
-    config = json.loads(checkpoint.config.to_json_string(use_diff=False))
-    config.pop("_name_or_path", None)
-    return json.dumps([kind.__module__, kind.__qualname__, dtype, max_model_len, tensors, config])
 
 
 def export_module(module: torch.nn.Module, dtype: str = "bfloat16", max_model_len: int | None = None) -> Program:

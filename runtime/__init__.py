@@ -1,0 +1,1 @@
+"""An artifact at work: numpy and tokenizers, no torch."""

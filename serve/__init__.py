@@ -1,0 +1,1 @@
+"""The network: gRPC and HTTP endpoints over models."""

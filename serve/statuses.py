@@ -10,11 +10,20 @@ from dataclasses import dataclass
 
 from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
 from inferc.runtime.text.template_process import NoProcess
-from inferc.serve.kv_events.log import BatchesGone, EventsOff
-from inferc.serve.models.models import ModelsFixed, NotServed
-from inferc.serve.models.streams import EngineUnavailable, QueueFull, RequestAborted, RequestIdInUse
-from inferc.serve.models.tasks import RequestTimeout
-from inferc.serve.security.access import Forbidden, RateLimited, Unauthenticated
+from inferc.serve.errors import (
+    BatchesGone,
+    EngineUnavailable,
+    EventsOff,
+    Forbidden,
+    ModelsFixed,
+    NotServed,
+    QueueFull,
+    RateLimited,
+    RequestAborted,
+    RequestIdInUse,
+    RequestTimeout,
+    Unauthenticated,
+)
 
 log = logging.getLogger(__name__)
 

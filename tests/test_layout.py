@@ -1,81 +1,76 @@
-"""The folders at the root, the links to them, and which way imports go."""
+"""The rooms of the package, what lies in them, and which way imports go (docs/architecture.md)."""
 
 import ast
 import re
 from pathlib import Path
 
+import house
+import module_tables
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "inferc"
-STAGES = ("frontend", "passes", "codegen", "runtime", "serve")
-COMMAND_LINE = ["cli.py", *sorted(path.name for path in PACKAGE.glob("cli_*.py"))]
+STAGES = house.STAGES
+MODULES = house.read_modules(ROOT)
+GRAPH = house.import_graph(MODULES)
 
-# Allowed to import what others may not; a name here that does not exist would allow whatever gets it later.
-SEES_EVERY_STAGE = {
-    "add_target.py",
-    "check_target.py",
-    "compiler.py",
-    "certify.py",
-    "diff.py",
-    "extend.py",
-    "verify.py",
-    "explain_model.py",
-    "__main__.py",
+# What every room may import. `shared` is what lies loose in src/inferc: formats and choices that writer and reader of an artifact
+# have in common.
+SHARED = frozenset(
+    ["chat_form", "config", "errors", "expert_loads", "kv_groups", "manifest", "manifest_types", "signature", "version"]
+)
+ROOMS: dict[str, set[str]] = {
+    "shared": {"system"},
+    "system": {"errors"},
+    "ir": {"shared", "system"},
+    "cost": {"shared", "system", "ir"},
+    "frontend": {"shared", "system", "ir", "cost"},
+    "codegen": {"shared", "system", "ir", "cost"},
+    "passes": {"shared", "system", "ir", "cost", "codegen"},
+    "runtime": {"shared", "system", "ir", "cost", "codegen"},
+    "compiler": {"shared", "system", "ir", "cost", "frontend", "passes", "codegen", "runtime"},
+    "serve": {"shared", "system", "cost", "runtime"},
+    "client": {"shared", "system", "runtime", "serve"},
+    "bench": {"shared", "system", "cost", "runtime", "client"},
+    "extend": {"ir", "passes", "codegen"},
+    "cli": {"shared", "system", "cost", "compiler", "runtime", "serve", "client", "bench"},
+    "__init__": {"shared", "compiler", "runtime"},
+    "__main__": {"cli"},
 }
-# The public API names LLM and the client speaks the wire format: both are there to be imported by users.
-SEES_ONE_STAGE = {("__init__.py", "runtime"), ("client.py", "serve"), ("client_messages.py", "serve")}
-# What of codegen an artifact needs in order to run; the rest of it only builds artifacts.
-RUNS_ARTIFACTS = {"inferc.codegen.triton.aot.launch", "inferc.codegen.tensorrt.adapter"}
-
-FORBIDDEN = {
-    "frontend": ("passes", "codegen", "runtime", "serve"),
-    "passes": ("frontend", "runtime", "serve"),
-    "codegen": ("frontend", "passes", "serve"),
-    "runtime": ("frontend", "passes", "serve"),
-    "serve": ("frontend", "passes", "codegen"),
+# What of other rooms one may have although it sees only these of their modules.
+ONLY = {
+    # What an artifact needs in order to run; the rest of codegen only builds artifacts.
+    ("runtime", "codegen"): {"codegen.triton.aot.launch", "codegen.tensorrt.adapter"},
+    # The wire format, and the histograms that a page of metrics holds.
+    ("client", "serve"): {"serve.protos.inferc.v1", "serve.models.metrics"},
+}
+# What lies loose in a stage: whatever else there is has a room.
+LOOSE = {
+    "": SHARED | {"__main__", "extend"},
+    "frontend": {
+        "capture",
+        "check",
+        "convert",
+        "export",
+        "layers",
+        "model_class",
+        "names",
+        "nodes",
+        "reference",
+        "repeat",
+    },
+    "passes": {"pipeline", "rewrite", "user_passes", "verify"},
+    "codegen": {
+        *("artifact_writer", "conditions", "folder", "kernels", "pointwise", "segments", "target", "values"),
+    },
+    "runtime": set(),
+    "serve": {"errors", "memory", "open_files", "server", "signals", "statuses", "under_way"},
 }
 
 
-def modules(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*.py")) if not path.name.endswith("_pb2.py")]
-
-
-def imports(path: Path, *, when_imported: bool = False) -> list[str]:
-    """Every module that a file imports, at any depth, those for type checking alone left out.
-
-    when_imported: only what is imported along with it, so nothing that a function imports.
-    """
-    tree = ast.parse(path.read_text())
-    left_out = {
-        id(inner)
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-        or (when_imported and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-        for inner in ast.walk(node)
-    }
-    found = []
-    for node in ast.walk(tree):
-        if id(node) in left_out:
-            continue
-        if isinstance(node, ast.Import):
-            found += [name.name for name in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write inferc.{path.parent.name}"
-            found += [f"{node.module}.{name.name}" for name in node.names]
-    return found
-
-
-def imported_modules(path: Path) -> list[str]:
-    """The modules that a file names in its import statements, without the names taken from them."""
-    tree = ast.parse(path.read_text())
-    plain = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
-    return plain + [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-
-
-def stage_of(module: str) -> str | None:
-    parts = module.split(".")
-    return parts[1] if parts[0] == "inferc" and len(parts) > 1 and parts[1] in STAGES else None
+def room_of(name: str) -> str:
+    top = name.partition(".")[0]
+    return "__init__" if not top else "shared" if top in SHARED else top
 
 
 def test_each_folder_has_its_link() -> None:
@@ -85,7 +80,7 @@ def test_each_folder_has_its_link() -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    folders = {path.parent for stage in STAGES for path in modules(ROOT / stage)}
+    folders = {ROOT / module.path.parent for module in MODULES.values()}
     bare = [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()]
     assert not bare, "without __init__.py the wheel leaves these out"
 
@@ -94,83 +89,137 @@ def test_tests_are_no_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_imports_only_what_lies_before_it(stage: str) -> None:
+@pytest.mark.parametrize("folder", LOOSE)
+def test_what_lies_loose_in_a_stage_is_named_here(folder: str) -> None:
+    """A new module goes into a room; one that truly belongs to all of its stage is added to the list above, with its reason."""
+    inside = {
+        name
+        for name, module in MODULES.items()
+        if name.rpartition(".")[0] == folder and module.path.name != "__init__.py"
+    }
+    assert {name.rpartition(".")[2] for name in inside if name} == LOOSE[folder]
+
+
+def test_a_folder_shows_at_most_some_twenty_names() -> None:
+    crowded = {folder: len(house.box_graph(GRAPH, folder)) for folder in house.folders(MODULES)}
+    assert not {folder: count for folder, count in crowded.items() if count > 25}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_lies_before_it(room: str) -> None:
     wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in modules(ROOT / stage)
-        for module in imports(path)
-        if stage_of(module) in FORBIDDEN[stage]
+        f"{MODULES[name].path} imports {other}"
+        for name, others in GRAPH.items()
+        if room_of(name) == room
+        for other in others
+        if not is_allowed(room, other)
     ]
     assert not wrong
 
 
-def test_runtime_takes_from_codegen_only_what_runs_an_artifact() -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in modules(ROOT / "runtime")
-        for module in imports(path)
-        if stage_of(module) == "codegen" and not any(module.startswith(known) for known in RUNS_ARTIFACTS)
+def is_allowed(room: str, other: str) -> bool:
+    theirs = room_of(other)
+    if theirs == room or theirs in ROOMS[room] or other in ROOMS[room]:
+        return (room, theirs) not in ONLY or any(other.startswith(known) for known in ONLY[room, theirs])
+    return False
+
+
+def test_every_room_has_its_row_and_what_rows_name_exists() -> None:
+    found = {room_of(name) for name in MODULES}
+    assert found == set(ROOMS)
+    assert {other for others in ROOMS.values() for other in others} <= found | SHARED
+    assert not [name for names in ONLY.values() for name in names if name not in MODULES]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not house.circles(GRAPH)
+
+
+def test_no_folders_import_each_other() -> None:
+    """Of the boxes that a folder shows, none needs one that needs it."""
+    found = {folder: house.circles(house.box_graph(GRAPH, folder)) for folder in house.folders(MODULES)}
+    assert not {folder: groups for folder, groups in found.items() if groups}
+
+
+def test_imports_are_absolute() -> None:
+    relative = [
+        f"{module.path}:{node.lineno}"
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.level
     ]
-    assert not wrong
+    assert not relative
 
 
-def test_shared_modules_import_no_stage() -> None:
-    wrong = [
-        f"{path.name} imports {module}"
-        for path in sorted(PACKAGE.glob("*.py"))
-        if path.name not in SEES_EVERY_STAGE and path.name not in COMMAND_LINE
-        for module in imports(path)
-        if stage_of(module) and (path.name, stage_of(module)) not in SEES_ONE_STAGE
+def imported_at_once(module: house.Module) -> set[str]:
+    """The modules of the package that are imported along with a module: not those that a function imports, nor a type checker."""
+    left_out = {
+        id(inner)
+        for node in ast.walk(module.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        for inner in ast.walk(node)
+    }
+    kept = [
+        node
+        for node in ast.walk(module.tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in left_out
     ]
-    assert not wrong
+    text = "\n".join(map(ast.unparse, kept))
+    return house.imports(house.Module(module.name, module.path, text), MODULES)
 
 
-@pytest.mark.parametrize("name", COMMAND_LINE)
-def test_the_command_line_imports_stages_only_inside_commands(name: str) -> None:
-    found = imports(PACKAGE / name, when_imported=True)
-    assert found
-    assert not [module for module in found if stage_of(module)]
-
-
-def test_what_is_allowed_exists() -> None:
-    files = {*SEES_EVERY_STAGE, *dict(SEES_ONE_STAGE)}
-    assert not [name for name in files if not (PACKAGE / name).is_file()]
-    assert not [name for name in RUNS_ARTIFACTS if not (PACKAGE.parent / f"{name.replace('.', '/')}.py").is_file()]
+def test_the_command_line_imports_stages_only_inside_commands() -> None:
+    commands = [module for name, module in MODULES.items() if room_of(name) == "cli"]
+    found = {module.name: imported_at_once(module) for module in commands}
+    assert any(found.values())
+    assert not {name for name, others in found.items() if any(room_of(other) in STAGES for other in others)}
 
 
 def test_only_the_command_line_prints() -> None:
-    files = [path for folder in (*STAGES, "src/inferc") for path in modules(ROOT / folder)]
     wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in files
-        if path.name not in COMMAND_LINE
-        for node in ast.walk(ast.parse(path.read_text()))
+        f"{module.path}:{node.lineno}"
+        for name, module in MODULES.items()
+        if room_of(name) != "cli"
+        for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
-    assert not wrong
+    assert wrong == [f"serve/protos/reference.py:{line}" for line in printing_script()]
+
+
+def printing_script() -> list[int]:
+    """Where serve/protos/reference.py prints: a script of the Makefile, which no module imports."""
+    tree = MODULES["serve.protos.reference"].tree
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
 
 
 def test_examples_and_the_page_on_extending_import_no_deep_module() -> None:
     """What users are shown is what stays: `inferc`, its clients, and `inferc.extend`."""
     public = {"inferc", "inferc.client", "inferc.extend"}
-    shown = [(path, module) for path in modules(ROOT / "examples") for module in imported_modules(path)]
-    page = ROOT / "docs" / "extending.md"
-    shown += [(page, module) for module in re.findall(r"\b(?:from|import) (inferc[\w.]*)", page.read_text())]
+    shown = [(path.name, module) for path in (ROOT / "examples").rglob("*.py") for module in imported_modules(path)]
+    page = (ROOT / "docs" / "extending.md").read_text()
+    shown += [("extending.md", module) for module in re.findall(r"\b(?:from|import) (inferc[\w.]*)", page)]
     assert {module for _, module in shown} >= {"inferc", "inferc.extend"}
-    assert not [
-        f"{path.name}: {module}" for path, module in shown if module.split(".")[0] == "inferc" and module not in public
-    ]
-    assert not re.findall(r"inferc\.(?:" + "|".join(STAGES) + r")\.[\w.]+", page.read_text())
+    assert not [(name, module) for name, module in shown if module.split(".")[0] == "inferc" and module not in public]
+    assert not re.findall(r"inferc\.(?:" + "|".join((*STAGES, "ir")) + r")\.[\w.]+", page)
+
+
+def imported_modules(path: Path) -> list[str]:
+    """The modules that a file names in its import statements, without the names taken from them."""
+    tree = ast.parse(path.read_text())
+    plain = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    return plain + [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
 
 
 def test_nothing_needs_inferc_to_be_installed() -> None:
     """A checkout on the path has no metadata: its version is `inferc.__version__`."""
-    files = [path for folder in (*STAGES, "src/inferc", "benchmarks") for path in modules(ROOT / folder)]
+    texts = {str(module.path): module.tree for module in MODULES.values()}
+    texts |= {path.name: ast.parse(path.read_text()) for path in (ROOT / "benchmarks").rglob("*.py")}
     wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
+        f"{path}:{node.lineno}"
+        for path, tree in texts.items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).rpartition(".")[2] in {"version", "distribution", "metadata", "requires", "files"}
         and [ast.unparse(each) for each in node.args] == ["'inferc'"]
@@ -179,10 +228,17 @@ def test_nothing_needs_inferc_to_be_installed() -> None:
 
 
 def test_modules_stay_readable() -> None:
-    too_long = {
-        str(path.relative_to(ROOT)): lines
-        for folder in (*STAGES, "src/inferc")
-        for path in modules(ROOT / folder)
-        if (lines := len(path.read_text().splitlines())) > 600
-    }
-    assert not too_long, "split these (style: 300 lines, at most 600)"
+    assert not house.long_modules(MODULES, 600), "split these (style: 300 lines, at most 600)"
+
+
+def test_the_tables_of_modules_are_what_the_modules_say() -> None:
+    page = module_tables.PAGE.read_text(encoding="utf-8")
+    assert page == module_tables.render(page), "write them anew: python tools/module_tables.py"
+
+
+def test_every_module_and_room_says_what_it_is() -> None:
+    assert not [
+        str(module.path)
+        for name, module in MODULES.items()
+        if not module.doc and not name.startswith("serve.protos.inf")
+    ]

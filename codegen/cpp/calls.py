@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.blocking import MOST_PAIRS, Product
 from inferc.codegen.cpp.values import CPP_TYPES, POOLS, Call, Slot, cpp_type, row_count
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ir.ops import cached_head_dim
 from inferc.ir.ops.quantize import int4_group
-from inferc.ir.program import name_of, target_name
+from inferc.ir.program import argument, name_of, target_name
 
 GROUPS = {"tp": 0, "ep": 1}  # as in inferc_abi.h
 MASKS = {"causal": "CAUSAL", "sliding": "SLIDING", "chunked": "CHUNKED"}

@@ -6,12 +6,11 @@ import math
 
 from torch import fx
 
-from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.calls import GROUPS, Builder, cpp_bool, cpp_float
 from inferc.codegen.cpp.values import CPP_TYPES, Call, cpp_type, row_count
 from inferc.codegen.values import Operand, Values
 from inferc.ir.ops.quantize import int4_group
-from inferc.ir.program import target_name
+from inferc.ir.program import argument, target_name
 
 
 def _placement(b: Builder) -> str:

@@ -11,6 +11,7 @@ from torch import fx
 
 from inferc.codegen.cpp.calls import Builder, cpp_float
 from inferc.codegen.cpp.values import CPP_TYPES, Call, cpp_type, row_count
+from inferc.codegen.pointwise import padded_sizes, parts
 from inferc.codegen.values import Values
 from inferc.ir.ops.pointwise import parse, walk
 
@@ -23,40 +24,6 @@ _NAMES = {"abs": "absolute", **{name: f"{name}_each" for name in ("floor", "log"
 class _Comparison:
     left: str
     right: str
-
-
-def why_not(node: fx.Node) -> str:
-    """Why the kernel cannot run a node, "" where it can (see codegen/conditions.py)."""
-    inputs: Any = node.args[0]
-    strange = [each.meta["val"].dtype for each in (*inputs, node) if each.meta["val"].dtype not in CPP_TYPES]
-    if strange:
-        return f"elementwise arithmetic on {strange[0]}: expected {', '.join(map(str, CPP_TYPES))}"
-    return "" if parts(node) else "elementwise arithmetic whose operands repeat in two ways"
-
-
-def parts(node: fx.Node) -> tuple[int, int] | None:
-    """(parts, width): how a row divides, so that every input is whole, or repeated, or one number in each part."""
-    sizes = [int(size) for size in node.meta["val"].shape[1:]]
-    inputs: Any = node.args[0]
-    shapes = [_padded(each, len(sizes)) for each in inputs]
-    for split in range(len(sizes) + 1):
-        outer, inner = sizes[:split], sizes[split:]
-        fits = all(
-            shape[:split] in (outer, [1] * split) and shape[split:] in (inner, [1] * (len(sizes) - split))
-            for shape in shapes
-        )
-        if fits:
-            return math.prod(outer), math.prod(inner)
-    return None
-
-
-def _padded(node: fx.Node, count: int) -> list[int]:
-    """An input's sizes, aligned with the result's but for its tokens; a weight has no tokens."""
-    shape = list(node.meta["val"].shape)
-    if node.op != "get_attr":
-        shape = shape[1:]
-    sizes = [int(size) for size in shape]
-    return [1] * (count - len(sizes)) + sizes
 
 
 def pointwise(node: fx.Node, values: Values) -> Call:
@@ -81,7 +48,7 @@ def pointwise(node: fx.Node, values: Values) -> Call:
 
 def _input(b: Builder, node: fx.Node, index: int, count: int, width: int) -> tuple[str, str]:
     """What the lambda keeps of an input, and how it reads n elements of part `part` of row `row` from i on."""
-    size = math.prod(_padded(node, node.meta["val"].dim()))
+    size = math.prod(padded_sizes(node, node.meta["val"].dim()))
     if node.op == "get_attr":
         kind = CPP_TYPES[node.meta["val"].dtype]
         at = _offset(size, count, width)

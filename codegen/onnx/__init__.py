@@ -1,0 +1,1 @@
+"""A dense program as an ONNX model."""

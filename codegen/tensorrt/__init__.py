@@ -1,0 +1,1 @@
+"""Dense programs, and segments of paged ones, as TensorRT plans."""

@@ -1,0 +1,1 @@
+"""The step as launches of Triton kernels on a GPU."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from inferc.codegen.conditions import argument
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT, PREFILL, SHARED
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.kernels import (
@@ -24,7 +23,7 @@ from inferc.codegen.triton.kernels import (
 )
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError
-from inferc.ir.program import dtype_name, name_of
+from inferc.ir.program import argument, dtype_name, name_of
 
 ROWS = {"T": "tokens", "S": "rows", "sample": "rows"}
 ALIGNMENT = 16  # bytes

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.conditions import argument
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.calls import ROWS, Builder, Call, Choice
 from inferc.codegen.triton.kernels import moe_experts as kernels
 from inferc.codegen.triton.kernels.moe_routing import moe_routing as moe_routing_source
 from inferc.codegen.values import Values
-from inferc.ir.program import dtype_name
+from inferc.ir.program import argument, dtype_name
 
 FEW_OF_EXPERT = 16  # choices of an expert, were all alike, up to which products go in tiles of so many rows
 

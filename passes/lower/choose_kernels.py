@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from inferc.codegen.conditions import argument
 from inferc.codegen.kernels import KERNELS, Kernel, needs_kernel, select
 from inferc.codegen.segments import segment_of
 from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
 from inferc.ir import weights as weight_lib
-from inferc.ir.program import Program
+from inferc.ir.program import Program, argument
 
 
 @dataclass(frozen=True)

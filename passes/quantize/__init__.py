@@ -1,0 +1,1 @@
+"""Passes that store weights, rows and the KV cache in few bits."""

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inferc import __version__
 from inferc.config import EngineConfig, ResolvedEngineConfig, from_dict, has_dense_cache, runs_cuda_steps
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_groups import CacheGroup, Eviction, cache_groups
@@ -25,6 +24,7 @@ from inferc.runtime.runners.cpu.taps import Node, choose_nodes
 from inferc.runtime.runners.dense.runner import DenseRunner
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.sampling_params import generation_defaults, without_text
+from inferc.version import __version__
 
 if TYPE_CHECKING:
     from inferc.runtime.offload.disk import DiskTier

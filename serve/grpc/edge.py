@@ -13,9 +13,8 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from inferc.errors import InfercError, RequestError
+from inferc.serve.errors import QueueFull, RequestTimeout
 from inferc.serve.models.queue_forecast import ARRIVED_AT, WITHIN
-from inferc.serve.models.streams import QueueFull
-from inferc.serve.models.tasks import RequestTimeout
 from inferc.serve.observe.trace_context import note_trace
 from inferc.serve.security.access import CALLER, Access, secret_of
 from inferc.serve.statuses import told

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from inferc.errors import shown
-from inferc.serve.models.models import NotServed
+from inferc.serve.errors import NotServed
 
 pb: Any = health_pb2  # whose stubs lack List
 Response = pb.HealthCheckResponse

@@ -7,15 +7,14 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 
-from inferc import __version__
 from inferc.errors import RequestError
 from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import changed
+from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined, pieces
 from inferc.serve.http.told_json import check_entries, check_likely
-from inferc.serve.kv_events.log import EventsOff
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, check_inputs, embed
 from inferc.serve.models.long_texts import in_text_thread
@@ -23,6 +22,7 @@ from inferc.serve.models.models import ModelEntry, Models, ServedModel
 from inferc.serve.models.streams import Piece
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.security.access import CALLER
+from inferc.version import __version__
 
 LARGE_SAMPLING_BYTES = 1 << 14  # of sampling parameters: milliseconds until all of their ids are looked at
 

@@ -12,21 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from inferc import __version__
 from inferc.errors import InfercError, RequestError, shown
 from inferc.runtime.openai.request import MAX_PROMPTS, OpenAIRequest, logit_bias_of
 from inferc.runtime.step.sampling_params import SamplingParams, from_request
+from inferc.serve.errors import NotServed
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined
 from inferc.serve.grpc.inference_service import engine_stats, reason_of
 from inferc.serve.http.openai_answering import Answering
-from inferc.serve.models.models import ModelEntry, Models, NotServed, ServedModel
+from inferc.serve.models.models import ModelEntry, Models, ServedModel
 from inferc.serve.models.queue_forecast import ARRIVED_AT
 from inferc.serve.models.tasks import deadline
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.security.access import CALLER
 from inferc.serve.statuses import told
 from inferc.system.json_text import parse_json
+from inferc.version import __version__
 
 VERSION = "1"
 PLATFORM = "inferc"

@@ -17,13 +17,13 @@ from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
 from inferc.runtime.openai.answer import field_of
+from inferc.serve.errors import EngineUnavailable, Unauthenticated
 from inferc.serve.http.address import is_of_this_network
 from inferc.serve.http.web_page import is_page
 from inferc.serve.models.async_engine import SHUTDOWN
 from inferc.serve.models.queue_forecast import ARRIVED_AT
-from inferc.serve.models.streams import EngineUnavailable
 from inferc.serve.observe.trace_context import note_trace
-from inferc.serve.security.access import ANYBODY, CALLER, OPEN, Access, Unauthenticated, secret_of
+from inferc.serve.security.access import ANYBODY, CALLER, OPEN, Access, secret_of
 from inferc.serve.statuses import OUR_FAULT, Told, told
 from inferc.serve.under_way import UnderWay
 from inferc.system.logging import REQUEST_ID, REQUEST_ID_FORM

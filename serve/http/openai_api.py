@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from inferc import __version__
 from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.answer import Answer, response_body
@@ -42,6 +41,7 @@ from inferc.serve.models.embedding import Vectors, embed
 from inferc.serve.models.long_texts import BY_TURNS, in_text_thread
 from inferc.serve.models.models import Models, ServedModel
 from inferc.serve.security.access import CALLER
+from inferc.version import __version__
 
 OWNER = "inferc"
 

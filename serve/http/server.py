@@ -15,7 +15,6 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from inferc import __version__
 from inferc.errors import InfercError
 from inferc.serve.http.acceptor import Acceptor
 from inferc.serve.http.bodies import describe
@@ -28,6 +27,7 @@ from inferc.serve.models.models import Models
 from inferc.serve.observe.metrics_page import MetricsPage
 from inferc.serve.security.access import Access
 from inferc.serve.under_way import UnderWay
+from inferc.version import __version__
 
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
 

@@ -15,22 +15,14 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from inferc.errors import ConfigError, InfercError
+from inferc.errors import ConfigError
 from inferc.runtime.kv_cache.events import Cleared, KvBatch
-from inferc.serve.models.streams import EngineUnavailable
+from inferc.serve.errors import BatchesGone, EngineUnavailable
 
 NUM_KEPT = 10_000  # batches; a step makes one at most
 MAX_KEPT_BYTES = 64 << 20
 READ_AT_ONCE = 64
 ENDPOINT = re.compile(r"tcp://(?:\*|[^*:/\s]+|\[[:.%\w]+\]):(\d+)|ipc://\S+")
-
-
-class EventsOff(InfercError):
-    """Nobody collects them."""
-
-
-class BatchesGone(InfercError):
-    """The batches that a subscriber asks for are not kept any more, or were never there."""
 
 
 @dataclass(frozen=True)

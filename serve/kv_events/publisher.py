@@ -19,15 +19,8 @@ import zmq
 
 from inferc.errors import ConfigError
 from inferc.runtime.kv_cache.events import CacheEvent, KvBatch, Removed, Stored
-from inferc.serve.kv_events.log import (
-    NUM_KEPT,
-    READ_AT_ONCE,
-    BatchesGone,
-    KvEventLog,
-    KvPublisherConfig,
-    Numbered,
-    block_number,
-)
+from inferc.serve.errors import BatchesGone
+from inferc.serve.kv_events.log import NUM_KEPT, READ_AT_ONCE, KvEventLog, KvPublisherConfig, Numbered, block_number
 
 log = logging.getLogger(__name__)
 

@@ -24,21 +24,10 @@ from inferc.runtime.engine.loop import Embedded, Event, Failed, Scored, Sink, St
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.step.sampling_params import MAX_ITEMS, SamplingParams
 from inferc.runtime.text.tokenizer import Text
+from inferc.serve.errors import EngineUnavailable, NoPlace, QueueFull, RequestAborted, RequestIdInUse, RequestTimeout
 from inferc.serve.models.metrics import Ended, ModelMetrics
 from inferc.serve.models.queue_forecast import QueueForecast
-from inferc.serve.models.streams import (
-    EngineLike,
-    EngineUnavailable,
-    Errand,
-    ModelFacts,
-    NoPlace,
-    QueueFull,
-    RequestAborted,
-    RequestIdInUse,
-    Stream,
-    Work,
-)
-from inferc.serve.models.tasks import RequestTimeout
+from inferc.serve.models.streams import EngineLike, Errand, ModelFacts, Stream, Work
 
 log = logging.getLogger(__name__)
 

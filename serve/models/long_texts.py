@@ -11,7 +11,7 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from inferc.errors import RequestError
-from inferc.serve.models.streams import QueueFull
+from inferc.serve.errors import QueueFull
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from inferc.config import EngineConfig
@@ -26,6 +26,7 @@ from inferc.runtime.step.prompt_limits import check_length
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.control_tokens import InText
 from inferc.runtime.text.tokenizer import Text
+from inferc.serve.errors import EngineUnavailable, ModelsFixed, NotServed, RateLimited
 from inferc.serve.kv_events.log import KvEventLog
 from inferc.serve.models.artifact_watch import ArtifactWatch
 from inferc.serve.models.async_engine import CLOSED, MAX_SEQUENCES, SHUTDOWN, UNLOAD, AsyncEngine, Leaving, State
@@ -34,14 +35,11 @@ from inferc.serve.models.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.models.queue_forecast import WITHIN
 from inferc.serve.models.rendering import Rendering
 from inferc.serve.models.residency import Places
-from inferc.serve.models.streams import EngineUnavailable, ModelFacts, Stream
+from inferc.serve.models.streams import ModelFacts, RequestTracer, Stream
 from inferc.serve.models.supervisor import HANG_SECONDS, Supervisor
 from inferc.serve.models.tasks import deadline, gather_some
-from inferc.serve.security.access import CALLER, Caller, RateLimited
+from inferc.serve.security.access import CALLER, Caller
 from inferc.system.logging import REQUEST_ID, LogFormat
-
-if TYPE_CHECKING:
-    from inferc.serve.observe.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +48,6 @@ SHORT_TEXT = 500
 TEXTS_AT_ONCE = 128  # of one call for vectors: enough to fill steps, and room for others
 NAME = re.compile(r"[\w.:@+-]{1,128}")
 ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "damaged", "dead", "unloading"]
-
-
-class NotServed(RequestError):
-    """The request names a model that this server does not have."""
-
-
-class ModelsFixed(InfercError):
-    """The server was not told where other models are."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ class ServedModel:
         options: ModelOptions,
         kv_events: KvEventLog | None,
         on_state: Callable[[], None],
-        tracing: Tracing | None = None,
+        tracing: RequestTracer | None = None,
         places: Places | None = None,
         launch: Callable[..., EngineProcess] = EngineProcess,
     ) -> None:
@@ -374,7 +364,7 @@ class Models:
         options: ModelOptions,
         folder: Path | None = None,
         on_change: Callable[[], None] = lambda: None,
-        tracing: Tracing | None = None,
+        tracing: RequestTracer | None = None,
     ) -> None:
         names = [source.name for source in sources]
         twice = sorted({name for name in names if names.count(name) > 1})

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from inferc.errors import RequestError
+from inferc.serve.errors import EngineUnavailable, QueueFull
 from inferc.serve.models.async_engine import UNLOAD, Leaving
-from inferc.serve.models.streams import EngineUnavailable, QueueFull
 
 MAX_WAITING = 1024  # conversations of one model, as many as it has sequences
 MAX_SECONDS = 10.0  # for the turn of a conversation to come and to end; one takes half of that at most

@@ -12,8 +12,8 @@ import asyncio
 import time
 from typing import Protocol
 
+from inferc.serve.errors import NoPlace
 from inferc.serve.models.async_engine import AsyncEngine
-from inferc.serve.models.streams import NoPlace
 
 
 class Sleeper(Protocol):

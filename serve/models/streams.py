@@ -8,52 +8,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.loop import Event, Sink
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
-from inferc.runtime.text.tokenizer import TextStream
-from inferc.serve.models.metrics import Ended, Outcome
-from inferc.serve.models.queue_forecast import ARRIVED_AT
-from inferc.serve.models.tasks import RequestTimeout
-
-if TYPE_CHECKING:
-    from inferc.serve.models.async_engine import AsyncEngine
-
+from inferc.runtime.text.tokenizer import Text, TextStream
+from inferc.serve.errors import NoPlace, QueueFull, RequestAborted, RequestTimeout
+from inferc.serve.models.metrics import Ended, ModelMetrics, Outcome
+from inferc.serve.models.queue_forecast import ARRIVED_AT, QueueForecast
 
 LIKELY_AT_ONCE = 1 << 12  # of a piece: to make it an event takes some milliseconds
 MAX_UNREAD = 1 << 20  # of an answer that is not read as fast as it comes, each some 120 bytes
-
-
-class EngineUnavailable(InfercError):
-    """The engine takes no requests: the server shuts down, or the engine died. retry_after: seconds until it may be back."""
-
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class NoPlace(EngineUnavailable):
-    """The model sleeps, and none of those that are awake made room in time."""
-
-
-class QueueFull(InfercError):
-    """Too many sequences are running or waiting. retry_after: seconds until there may be room."""
-
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class RequestAborted(InfercError):
-    """Somebody else ended the request."""
-
-
-class RequestIdInUse(RequestError):
-    """A request of this id is still running."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +67,18 @@ class EngineLike(Protocol):
     def ask_stats(self, sink: Sink) -> str: ...
 
 
+class StreamOwner(Protocol):
+    """Whose streams they are: the AsyncEngine that started them, as far as they know of it."""
+
+    text: Text
+    metrics: ModelMetrics
+    queue: QueueForecast
+
+    def abort_in_engine(self, work: Work, index: int | None = None) -> None: ...
+
+    def forget(self, work: Work) -> None: ...
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What the serving side must know of the model."""
@@ -120,6 +100,16 @@ class StepNote(NamedTuple):
     num_tokens: int
 
 
+class RequestTracer(Protocol):
+    """What notes traces of requests, as serve/observe/tracing.py does."""
+
+    def begin(self, stream: Stream, model: str) -> None:
+        """Note what belongs to a request from now on, if it is to be traced."""
+
+    def end(self, stream: Stream, ended: Ended, model: str, request_id: str) -> None:
+        """A request is over."""
+
+
 class Stream:
     """One request's answer, to be iterated once.
 
@@ -132,7 +122,7 @@ class Stream:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: StreamOwner,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         request_id: str,
@@ -346,7 +336,7 @@ class Errand(Generic[Result]):
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: StreamOwner,
         send: Callable[[EngineLike, Sink], str],
         found: Callable[[Event], Result | None],
         request_id: str,

@@ -16,10 +16,11 @@ from typing import Protocol
 
 from inferc.errors import ArtifactError, InfercError
 from inferc.runtime.engine.loop import Event, Stats
+from inferc.serve.errors import EngineUnavailable, NoPlace, RequestAborted
 from inferc.serve.models.artifact_watch import FileFault
 from inferc.serve.models.async_engine import AsyncEngine, State
 from inferc.serve.models.residency import NotWanted, Places
-from inferc.serve.models.streams import EngineLike, EngineUnavailable, NoPlace, RequestAborted
+from inferc.serve.models.streams import EngineLike
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from inferc.errors import InfercError
+from inferc.serve.errors import RequestTimeout
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
-
-
-class RequestTimeout(InfercError):
-    """A request was not done within its time."""
 
 
 @asynccontextmanager

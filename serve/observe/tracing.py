@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from inferc import __version__
 from inferc.serve.models.metrics import Ended
 from inferc.serve.models.streams import StepNote, Stream
 from inferc.serve.observe.trace_context import TRACE_CONTEXT
+from inferc.version import __version__
 
 log = logging.getLogger(__name__)
 

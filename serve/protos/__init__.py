@@ -1,0 +1,1 @@
+"""The wire formats: .proto files, and the modules made of them."""

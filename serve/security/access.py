@@ -22,8 +22,9 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.errors import ConfigError, RequestError
 from inferc.runtime.step.sampling_params import MAX_NAME, SamplingParams, changed
+from inferc.serve.errors import Forbidden, RateLimited, Unauthenticated
 from inferc.system.atomic_file import whole_file
 from inferc.system.json_text import parse_json
 
@@ -32,22 +33,6 @@ log = logging.getLogger(__name__)
 OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
 PREFIX = "ik-"  # of a key, so that scanners for leaked secrets know it
 LOOK_SECONDS = 1.0  # how often the file is looked at, at most
-
-
-class Unauthenticated(InfercError):
-    """No key, or none that is known."""
-
-
-class Forbidden(InfercError):
-    """The key is not for this."""
-
-
-class RateLimited(InfercError):
-    """The key has asked too often, or for too much at once. retry_after: seconds until it may again."""
-
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 @dataclass(frozen=True)

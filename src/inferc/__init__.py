@@ -7,6 +7,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from inferc.version import __version__
+
 if TYPE_CHECKING:
     from inferc.compiler.build import compile
     from inferc.config import CompileConfig, EngineConfig
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from inferc.runtime.engine.llm import LLM
     from inferc.runtime.step.sampling_params import SamplingParams
 
-__version__ = "0.1.0"  # the one place that says it: pyproject.toml reads it here, installed or not
-
 __all__ = [
     "LLM",
     "ArtifactError",
@@ -37,6 +37,7 @@ __all__ = [
     "SamplingParams",
     "UnsupportedError",
     "VerifyError",
+    "__version__",
     "compile",
     "load",
 ]

@@ -16,8 +16,8 @@ from inferc.codegen.target import Target
 from inferc.compiler.build import compile
 from inferc.compiler.certify import run_kernels
 from inferc.config import CompileConfig
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.frontend.export import capture
 from inferc.ir.reference import run_lowered, weight_reader
 from inferc.passes.pipeline import LowerConfig, lower
 from inferc.runtime.artifact.load import inspect_artifact

@@ -30,8 +30,8 @@ from inferc.compiler.certify import run_kernels
 from inferc.compiler.drift import measure
 from inferc.config import CompileConfig, DType, Quantize
 from inferc.errors import UnsupportedError
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.frontend.export import capture
 from inferc.ir import reference
 from inferc.ir.program import Program
 from inferc.ir.reference import run_lowered, weight_reader

@@ -11,9 +11,10 @@ from random_models import make_random_model
 from torch import Tensor
 
 from inferc.errors import ExportError, UnsupportedError
+from inferc.frontend.capture import capture
 from inferc.frontend.check import check_capture, check_module, distinct_prefix, random_copy, shrink
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
-from inferc.frontend.export import capture, export_model
+from inferc.frontend.export import export_model
 from inferc.frontend.reference import reference_greedy, reference_model
 from inferc.frontend.trace import interfaces
 from inferc.frontend.trace.masks import Mask

@@ -17,8 +17,9 @@ from inferc.compiler.build import compile
 from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, ExportError
 from inferc.frontend import export, repeat
+from inferc.frontend.capture import capture, forget_captures
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
-from inferc.frontend.export import capture, context_length, export_model, export_module
+from inferc.frontend.export import context_length, export_model, export_module
 from inferc.frontend.reference import reference_logits, reference_model
 from inferc.ir import program as program_lib
 from inferc.ir import weights as weight_lib
@@ -225,7 +226,7 @@ def test_a_branch_on_the_number_of_tokens_is_refused(
         return found
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
-    export.forget_captures()
+    forget_captures()
     with pytest.raises(ExportError, match=message):
         capture(tiny_llama_folder, "float32", check=False)
 
@@ -255,7 +256,7 @@ def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return repeat.trace_once(model)
 
     monkeypatch.setattr(export, "trace_once", trace_once)
-    export.forget_captures()
+    forget_captures()
     first = capture(folder, "float32", 64, check=False)
     text = json.dumps(program_lib.to_json(first))
     first.graph.eliminate_dead_code()

@@ -5,8 +5,8 @@ import pytest
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.text.template_process import NoProcess
+from inferc.serve.errors import EngineUnavailable, QueueFull
 from inferc.serve.http.edge import body_of, response_of
-from inferc.serve.models.streams import EngineUnavailable, QueueFull
 from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, told
 
 

@@ -125,8 +125,9 @@ def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
     from inferc.compiler.certify import run_kernels
     from inferc.config import CompileConfig
     from inferc.errors import InfercError
+    from inferc.frontend.capture import capture
     from inferc.frontend.checkpoint.load import load
-    from inferc.frontend.export import capture, context_length
+    from inferc.frontend.export import context_length
     from inferc.passes.pipeline import LowerConfig, lower
 
     has_weights = True

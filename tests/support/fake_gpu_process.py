@@ -15,7 +15,7 @@ from unittest import mock
 from inferc.codegen.triton import product_calls
 from inferc.codegen.triton.aot.occupancy import PROGRAMS
 from inferc.compiler import build as compiler
-from inferc.frontend import export
+from inferc.frontend.capture import capture
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def compiled_quickly() -> Iterator[None]:
     with (
         mock.patch.object(product_calls, "ROW_BOUNDS", (16, None)),
         mock.patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, 20)),
-        mock.patch.object(compiler, "capture", partial(export.capture, check=False)),
+        mock.patch.object(compiler, "capture", partial(capture, check=False)),
     ):
         yield
 

@@ -13,8 +13,8 @@ from inferc.codegen.target import Target
 from inferc.codegen.triton.aot import tuning
 from inferc.codegen.triton.aot.launch import CUBLASLT
 from inferc.codegen.triton.emit import emit
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.frontend.export import capture
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, lower
 

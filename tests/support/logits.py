@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inferc.codegen.target import Target
 from inferc.compiler.certify import run_kernels, run_reference
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.frontend.export import capture
 from inferc.ir.reference import weight_reader
 from inferc.passes.pipeline import LowerConfig, lower
 

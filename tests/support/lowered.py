@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from inferc.codegen.conditions import argument
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.kernels import needs_kernel, select
 from inferc.codegen.target import Target
 from inferc.ir import weights as weight_lib
-from inferc.ir.program import KVGroup, Program, new_program
+from inferc.ir.program import KVGroup, Program, argument, new_program
 from inferc.passes.rewrite import infer_type
 from inferc.runtime.artifact.libraries import Library
 from inferc.runtime.artifact.load import MemoryFormula

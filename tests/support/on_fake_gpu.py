@@ -11,7 +11,7 @@ from pathlib import Path
 from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda, Misuse
 
-from inferc.cli.main import main as cli
+from inferc.cli import main as cli
 from inferc.runtime.runners.cuda import cublaslt, driver
 
 

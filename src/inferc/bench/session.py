@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from inferc.bench.endpoints import Endpoint, ServerFacts, Target, check_lengths, connect
+from inferc.bench.connect import connect
+from inferc.bench.endpoints import Endpoint, ServerFacts, Target, check_lengths
 from inferc.bench.figures import Goals, LoadOf, Point, ServeResult, figures, largest_good_rate, next_rate
 from inferc.bench.load import Interrupt, Load, run_load, warm_up
 from inferc.bench.workload import Arrivals, Plan, Prompt, Replayed, Texts, Workload

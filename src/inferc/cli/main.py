@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inferc import __version__
 from inferc.cli.batch import batch
 from inferc.cli.bench import bench_app
 from inferc.cli.common import (
@@ -52,6 +51,7 @@ from inferc.cli.top import top
 from inferc.cli.verify import verify
 from inferc.errors import ConfigError
 from inferc.system import env as debug
+from inferc.version import __version__
 
 if TYPE_CHECKING:
     from inferc.expert_loads import ExpertLoads

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inferc import __version__
 from inferc.codegen.artifact_writer import ArtifactWriter, make_manifest, program_entry
 from inferc.codegen.cpp import build as cpp_build
 from inferc.codegen.cpp.emit import CppUnit
@@ -37,9 +36,10 @@ from inferc.config import CompileConfig, ResolvedCompileConfig, runs_cuda_steps
 from inferc.cost.recorder import CostRecorder
 from inferc.errors import ConfigError, RequestError
 from inferc.expert_loads import ExpertLoads
+from inferc.frontend.capture import capture
 from inferc.frontend.check import random_copy
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
-from inferc.frontend.export import capture, context_length
+from inferc.frontend.export import context_length
 from inferc.frontend.text.generation import eos_token_ids, generation_defaults
 from inferc.frontend.text.pooling import pooling
 from inferc.frontend.text.tokenizer import tokenizer_files
@@ -64,6 +64,7 @@ from inferc.passes.user_passes import UserPass, load_passes
 from inferc.runtime.runners.cpu.abi import detect_isa
 from inferc.runtime.step import sampling_params
 from inferc.runtime.text.tokenizer import Text
+from inferc.version import __version__
 
 if TYPE_CHECKING:
     from inferc.codegen.triton.emit import CudaStep

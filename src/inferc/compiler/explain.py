@@ -16,8 +16,9 @@ from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost.formulas import CostLog, extended
 from inferc.cost.recorder import CostRecorder
 from inferc.errors import UnsupportedError, VerifyError
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load_config
-from inferc.frontend.export import capture, context_length
+from inferc.frontend.export import context_length
 from inferc.frontend.layers import layer_kinds, repetition, shortened
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, build_pipeline, run_passes

@@ -15,8 +15,8 @@ from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernel
 from inferc.compiler.diff import check_same
 from inferc.config import available_memory_bytes
 from inferc.errors import UnsupportedError
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.frontend.export import capture
 from inferc.ir.program import Program
 from inferc.passes.parallel.partition import prepare
 from inferc.passes.pipeline import LowerConfig, lower

@@ -208,6 +208,11 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     return dict(zip((each.name for each in schema.arguments), arguments(node), strict=True))
 
 
+def argument(node: fx.Node, name: str) -> Any:
+    """One argument of an op's call by its name in the schema, or its default."""
+    return named_arguments(node)[name]
+
+
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """`nodes` and all that they are computed from."""
     found: set[fx.Node] = set()

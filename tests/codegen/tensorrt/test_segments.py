@@ -17,8 +17,8 @@ from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import to_build
 from inferc.codegen.tensorrt.segments import plans
 from inferc.errors import UnsupportedError
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load
-from inferc.frontend.export import capture
 from inferc.ir import reference
 from inferc.ir.program import Program
 from inferc.ir.reference import run_lowered, weight_reader

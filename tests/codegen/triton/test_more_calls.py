@@ -17,7 +17,7 @@ from inferc.codegen.triton.kernels.moe_experts import grouped_linear, sort_choic
 from inferc.codegen.triton.kernels.moe_routing import moe_routing
 from inferc.codegen.triton.kernels.pointwise import program_of
 from inferc.errors import UnsupportedError
-from inferc.frontend.export import capture
+from inferc.frontend.capture import capture
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, lower
 

@@ -23,8 +23,8 @@ from inferc.codegen.triton.kernels.attention_decode import prefix_attention
 from inferc.codegen.triton.kernels.attention_tiles import AttentionShape
 from inferc.codegen.triton.kernels.gemm import ROW_BOUNDS
 from inferc.errors import UnsupportedError
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import from_config, load
-from inferc.frontend.export import capture
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import LowerConfig, lower
 

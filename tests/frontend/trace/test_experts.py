@@ -9,7 +9,7 @@ from random_models import make_random_model
 from torch import Tensor
 
 from inferc.errors import UnsupportedError
-from inferc.frontend.export import capture
+from inferc.frontend.capture import capture
 from inferc.frontend.trace.dense_experts import is_dense
 from inferc.frontend.trace.interfaces import Gate, gate_of
 

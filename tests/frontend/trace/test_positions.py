@@ -9,7 +9,8 @@ from odd_models import config_of, make_odd_model
 
 from inferc.errors import ExportError
 from inferc.frontend import check
-from inferc.frontend.export import capture, context_length
+from inferc.frontend.capture import capture
+from inferc.frontend.export import context_length
 from inferc.frontend.trace.positions import first_position
 from inferc.ir.program import Program
 

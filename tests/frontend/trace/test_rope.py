@@ -12,8 +12,8 @@ from odd_models import make_odd_model
 from random_models import make_random_model
 
 from inferc.errors import UnsupportedError
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load
-from inferc.frontend.export import capture
 from inferc.frontend.reference import reference_logits, reference_model
 from inferc.frontend.trace import torch_export as trace
 from inferc.frontend.trace.rope import fix_rope, longest_context

@@ -14,10 +14,9 @@ from grpc_health.v1 import health_pb2
 from serving import Server
 
 from inferc.errors import RequestError
+from inferc.serve.errors import QueueFull, RequestTimeout
 from inferc.serve.grpc.edge import MAX_MESSAGE_BYTES, MESSAGES_AT_ONCE, SMALL_BYTES, Arrivals
 from inferc.serve.grpc.server import MAX_STREAMS, SERVICES, WINDOW_BYTES
-from inferc.serve.models.streams import QueueFull
-from inferc.serve.models.tasks import RequestTimeout
 from inferc.serve.security.access import Key, digest_of, write_keys
 
 RAW = bytes

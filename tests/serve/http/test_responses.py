@@ -14,9 +14,10 @@ from inferc.client import Client
 from inferc.runtime.openai.answer import Usage
 from inferc.runtime.openai.responses import parse_response_request
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.serve.errors import EngineUnavailable
 from inferc.serve.http.responses_api import _ResponseForm
 from inferc.serve.http.told_json import MAX_ENTRIES, check_likely
-from inferc.serve.models.streams import EngineUnavailable, Piece
+from inferc.serve.models.streams import Piece
 
 RESPONSES = "/v1/responses"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_output_tokens": 8, "ignore_eos": True}

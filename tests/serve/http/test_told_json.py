@@ -15,10 +15,10 @@ from inferc.runtime.openai.answer import EchoedPrompt, Token, chat_logprobs, com
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.serve.errors import QueueFull
 from inferc.serve.http import told_json
 from inferc.serve.http.told_json import MAX_CHARACTERS, MAX_ENTRIES, chat_lists, check_told, items, listed, told_prompt
 from inferc.serve.models.long_texts import Turns
-from inferc.serve.models.streams import QueueFull
 
 ROWS = [Logprobs(each, -0.5 * each, 1, ((each, -0.5 * each), (each + 1, -9.0))) for each in range(1, 30)]
 IDS = list(range(30))

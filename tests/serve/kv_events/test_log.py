@@ -20,9 +20,9 @@ from serving import ENV, Server, run_inferc, wait_until
 from inferc.client import SERVICE, Client, ServerError
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.kv_cache.events import CacheEvent, Cleared, KvBatch, Removed, Stored
-from inferc.serve.kv_events.log import BatchesGone, KvEventLog, KvPublisherConfig, Numbered
+from inferc.serve.errors import BatchesGone, EngineUnavailable
+from inferc.serve.kv_events.log import KvEventLog, KvPublisherConfig, Numbered
 from inferc.serve.kv_events.publisher import KvPublisher
-from inferc.serve.models.streams import EngineUnavailable
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 TOPIC = "kv@replica-0@tiny"

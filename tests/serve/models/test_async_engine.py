@@ -16,20 +16,11 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
 from inferc.runtime.text.tokenizer import Text
+from inferc.serve.errors import EngineUnavailable, NoPlace, QueueFull, RequestAborted, RequestIdInUse, RequestTimeout
 from inferc.serve.models import async_engine, streams
 from inferc.serve.models.async_engine import MAX_STARTS, TAKEN_AT_ONCE, AsyncEngine
 from inferc.serve.models.queue_forecast import ARRIVED_AT
-from inferc.serve.models.streams import (
-    EngineUnavailable,
-    ModelFacts,
-    NoPlace,
-    Piece,
-    QueueFull,
-    RequestAborted,
-    RequestIdInUse,
-    Stream,
-)
-from inferc.serve.models.tasks import RequestTimeout
+from inferc.serve.models.streams import ModelFacts, Piece, Stream
 
 Result = TypeVar("Result")
 

@@ -16,6 +16,7 @@ from inferc.errors import InfercError
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.kv_cache.events import Cleared, KvBatch
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.serve.errors import EngineUnavailable
 from inferc.serve.kv_events.log import KvEventLog
 from inferc.serve.models import models as served_models
 from inferc.serve.models import supervisor
@@ -23,7 +24,7 @@ from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.models import ModelOptions, Models, ModelSource, ServedModel
 from inferc.serve.models.rendering import Rendering
 from inferc.serve.models.residency import Places
-from inferc.serve.models.streams import EngineUnavailable, ModelFacts
+from inferc.serve.models.streams import ModelFacts
 from inferc.serve.models.supervisor import Supervisor
 
 

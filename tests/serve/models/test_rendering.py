@@ -17,8 +17,8 @@ from serving import Server
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
+from inferc.serve.errors import EngineUnavailable, QueueFull
 from inferc.serve.models.rendering import Rendering
-from inferc.serve.models.streams import EngineUnavailable, QueueFull
 
 CHAT = "/v1/chat/completions"
 HOSTILE = (

@@ -9,10 +9,10 @@ import pytest
 from scripted_models import House, Model, run, settle, states, until
 
 from inferc.runtime.engine.scoring import Score
+from inferc.serve.errors import NoPlace
 from inferc.serve.models import supervisor
 from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.residency import Places
-from inferc.serve.models.streams import NoPlace
 
 
 @pytest.fixture(autouse=True)

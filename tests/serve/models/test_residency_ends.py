@@ -8,8 +8,8 @@ import pytest
 from scripted_models import House, run, settle, states, until
 
 from inferc.errors import InfercError
+from inferc.serve.errors import EngineUnavailable
 from inferc.serve.models import supervisor
-from inferc.serve.models.streams import EngineUnavailable
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,11 @@ from scripted_process import Process
 from inferc.errors import ArtifactError, InfercError
 from inferc.runtime.engine.loop import Scored
 from inferc.runtime.engine.scoring import Score
+from inferc.serve.errors import EngineUnavailable, RequestAborted
 from inferc.serve.models import supervisor
 from inferc.serve.models.artifact_watch import FileFault
 from inferc.serve.models.async_engine import AsyncEngine, State
-from inferc.serve.models.streams import EngineUnavailable, ModelFacts, RequestAborted
+from inferc.serve.models.streams import ModelFacts
 from inferc.serve.models.supervisor import MAX_DEATHS, Supervisor
 
 Result = TypeVar("Result")

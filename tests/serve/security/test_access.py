@@ -9,17 +9,15 @@ import pytest
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.openai.request import COMPLETIONS, parse_request
 from inferc.runtime.step.sampling_params import SamplingParams, changed
+from inferc.serve.errors import Forbidden, RateLimited, Unauthenticated
 from inferc.serve.models.queue_forecast import QueueForecast
 from inferc.serve.security import access
 from inferc.serve.security.access import (
     Access,
     Bucket,
     Caller,
-    Forbidden,
     Key,
     Limits,
-    RateLimited,
-    Unauthenticated,
     digest_of,
     make_secret,
     read_keys,
