@@ -115,13 +115,13 @@ def capture_and_lower(folder: str) -> dict[str, float]:
         times[f"{name}_s"] = round(now - start, 2)
         start = now
 
+    from inferc.backends.lower import LowerConfig, lower
     from inferc.codegen.cpp.emit import emit
-    from inferc.codegen.target import Target
     from inferc.frontend.check import check_capture
     from inferc.frontend.checkpoint.load import load
     from inferc.frontend.export import export_model
     from inferc.passes.lower.plan_memory import memory_plan
-    from inferc.passes.pipeline import LowerConfig, lower
+    from inferc.targets import Target
 
     part("import")
     checkpoint = load(folder)

@@ -33,7 +33,7 @@ from inferc.codegen.cpp.blocking import Product as Multiplied
 from inferc.codegen.cpp.blocking import choices
 from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
-from inferc.codegen.kernels import PANELS
+from inferc.codegen.cpp.table import PANELS
 from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 from inferc.ir.weights import LAYOUTS

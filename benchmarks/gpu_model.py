@@ -16,7 +16,7 @@ import triton.language as tl
 from make_model import SHAPES
 from transformers import AutoConfig
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
 from inferc.codegen.triton.aot.build import build
 from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.code import write_code
@@ -30,13 +30,13 @@ from inferc.ir.program import Program, dtype_name
 from inferc.kv_groups import cache_groups
 from inferc.manifest import StoredWeight
 from inferc.passes.lower.plan_memory import memory_plan
-from inferc.passes.pipeline import LowerConfig, lower
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.measure.bench import used_by_token
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.memory import kv_available
 from inferc.runtime.runners.cuda.runner import CudaRunner
 from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.targets import Target
 
 STD = 0.02
 FILL_BLOCK = 1024

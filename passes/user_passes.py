@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from inferc.codegen.cpp.emit import HEADERS
-from inferc.codegen.kernels import KERNELS, Kernel
+from inferc.codegen.cpp.table import KERNELS
+from inferc.codegen.kernel import Kernel
 from inferc.config import pass_spec
 from inferc.errors import ConfigError, InfercError, VerifyError
 from inferc.ir.program import Program

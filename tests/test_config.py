@@ -63,10 +63,8 @@ def test_engine_config_refuses(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        (CompileConfig, {"dtype": "float16"}),
         (CompileConfig, {"quantize": "int4-g32-a16"}),
         (CompileConfig, {"kv_dtype": "fp8"}),
-        (CompileConfig, {"kv_dtype": "float16"}),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(kind: type[Any], values: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ OWN_ROOMS = re.compile(
 )
 ASKS = re.compile(r"\b(has_dense_cache|runs_cuda_steps|is_standard|rounds_rows|has_fp8|has_segments|of_node)\b")
 NAMES = re.compile(rf"""["'](?:{"|".join(TARGETS)})(?::[\w,{{}}]*)?["']""")
+TORCH = re.compile(r"torch\.(device|tensor)\(")  # torch's own devices
 DEVICES = re.compile(r"\b(device|target|spec|name|backend|startswith)\b")
 
 
@@ -178,7 +179,7 @@ def target_lines(modules: Mapping[str, Module]) -> list[str]:
         for module in modules.values()
         if not OWN_ROOMS.search(module.path.as_posix())
         for number, line in code_lines(module).items()
-        if ASKS.search(line) or (NAMES.search(line) and DEVICES.search(line))
+        if ASKS.search(line) or (NAMES.search(line) and DEVICES.search(line) and not TORCH.search(line))
     ]
 
 

@@ -19,6 +19,7 @@ ROOMS = (
     "frontend",
     "passes",
     "codegen",
+    "backends",
     "compiler",
     "runtime",
     "serve",

@@ -18,8 +18,10 @@ from torch import fx
 
 from inferc.codegen.cpp import calls, expert_calls
 from inferc.codegen.cpp.blocking import CORES, Product, choices
+from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.cpp.values import POOLS, Call, Slot, cpp_type, row_count
-from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
+from inferc.codegen.kernel import Kernel
+from inferc.codegen.select import chosen_kernel, needs_kernel
 from inferc.codegen.values import Place, Values, outputs
 from inferc.ir.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
 from inferc.manifest import align

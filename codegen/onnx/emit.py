@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
-from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
+from inferc.codegen.kernel import Kernel
 from inferc.codegen.onnx import calls
 from inferc.codegen.onnx.graph import MICROSOFT, OPSET, OnnxGraph
+from inferc.codegen.onnx.table import KERNELS
+from inferc.codegen.select import chosen_kernel, needs_kernel
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, named_arguments, target_name
 from inferc.manifest import StoredWeight

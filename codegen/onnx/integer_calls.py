@@ -9,8 +9,8 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from inferc.codegen.conditions import nbits_block
 from inferc.codegen.onnx.calls import part_of
+from inferc.codegen.onnx.conditions import nbits_block
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
 from inferc.ir.ops.quantize import LARGEST, int4_group
 from inferc.ir.program import named_arguments

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
+from inferc.codegen.kernel import Kernel
+from inferc.codegen.select import chosen_kernel, needs_kernel
 from inferc.codegen.tensorrt import calls
 from inferc.codegen.tensorrt.adapter import Building, Library, Shapes
 from inferc.codegen.tensorrt.network import Bytes, TensorRTNetwork
+from inferc.codegen.tensorrt.table import KERNELS
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, target_name
 from inferc.manifest import StoredWeight

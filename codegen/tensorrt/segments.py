@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel
+from inferc.codegen.kernel import Kernel
 from inferc.codegen.segments import VIEWS, Segment, segments_of
+from inferc.codegen.select import chosen_kernel
 from inferc.codegen.tensorrt.adapter import Building, Library, Shapes
 from inferc.codegen.tensorrt.emit import ALIASES
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
+from inferc.codegen.tensorrt.table import KERNELS
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, target_name
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.kernels import KERNELS, Kernel, chosen_kernel, needs_kernel
+from inferc.codegen.kernel import Kernel
 from inferc.codegen.segments import Segment, row_kinds, segment_of, segments_of
+from inferc.codegen.select import chosen_kernel, needs_kernel
 from inferc.codegen.triton.aot.build import Cubin
 from inferc.codegen.triton.aot.builders import Builders, Job
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT, SHARED
@@ -26,6 +27,7 @@ from inferc.codegen.triton.aot.tuning import library_choice, tuned
 from inferc.codegen.triton.calls import Call, Choice
 from inferc.codegen.triton.sampling_calls import sampling_launches
 from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
+from inferc.codegen.triton.table import KERNELS
 from inferc.codegen.values import Operand, Place, Values, outputs
 from inferc.errors import UnsupportedError
 from inferc.ir.program import Program, ancestors, dtype_name, name_of

@@ -57,7 +57,7 @@ def _pointwise(b: Builder, inputs: Sequence[fx.Node], expression: str) -> Call:
     sizes = [int(size) for size in b.node.meta["val"].shape[1:]]
     shapes = [_row_shape(each, len(sizes)) for each in inputs]
     split = split_of(sizes, shapes)
-    assert split is not None, "conditions.triton_pointwise_fits refuses it"
+    assert split is not None, "conditions.pointwise_fits refuses it"
     strides = []
     for at, (node, shape) in enumerate(zip(inputs, shapes, strict=True)):
         outer, inner = math.prod(shape[:split]), math.prod(shape[split:])

@@ -10,18 +10,22 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from inferc.codegen.kernels import KERNELS, Kernel, needs_kernel, select
+from inferc.codegen.kernel import Kernel
 from inferc.codegen.segments import segment_of
-from inferc.codegen.target import Target
+from inferc.codegen.select import needs_kernel, select
 from inferc.errors import UnsupportedError
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, argument
+from inferc.targets import Target
 
 
 @dataclass(frozen=True)
 class ChooseKernels:
+    """The first of `kernels` that runs a node; within a segment, which an engine computes, the first of `in_segments`."""
+
     target: Target
-    kernels: tuple[Kernel, ...] = KERNELS  # best first
+    kernels: tuple[Kernel, ...]  # best first
+    in_segments: tuple[Kernel, ...] = ()
     name: str = "choose_kernels"
 
     def __call__(self, program: Program) -> int:
@@ -44,8 +48,8 @@ class ChooseKernels:
         refused: dict[str, list[str]] = {}  # of each op and what it reads, by the refusals of its nodes
         for node in filter(needs_kernel, program.graph.nodes):
             try:
-                target = self.target.of_node(in_segment=segment_of(node) is not None)
-                chosen[node] = select(node, target, self.kernels)
+                kernels = self.kernels if segment_of(node) is None else self.in_segments
+                chosen[node] = select(node, self.target, kernels)
             except UnsupportedError as error:
                 refused.setdefault(f"{node.target} {node.meta.get('val')}", []).append(str(error))
         if refused:

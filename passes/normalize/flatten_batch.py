@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from inferc.codegen.kernels import cannot_run
+from inferc.codegen.select import cannot_run
 from inferc.errors import UnsupportedError
 from inferc.ir.program import Program, name_of, target_name
 from inferc.passes.rewrite import infer_type

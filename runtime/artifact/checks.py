@@ -13,10 +13,11 @@ from pathlib import PurePosixPath
 from msgspec import UNSET
 
 from inferc.codegen.triton.aot.launch import PTX, RECORDS
-from inferc.config import DEFAULT_TOKEN_BUDGET
+from inferc.errors import ConfigError
 from inferc.kv_groups import num_parts, row_size
 from inferc.manifest import ALIGNMENT, CERTIFICATE, CHUNK_BYTES, PROGRAM, STORED_DTYPES
 from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, ProgramEntry, Record, WeightRow
+from inferc.targets import find_spec
 
 
 def manifest_fault(manifest: Manifest) -> str | None:
@@ -32,8 +33,10 @@ def manifest_fault(manifest: Manifest) -> str | None:
         if parts[:1] in (("kernels",), ("tokenizer",), (PROGRAM,), (CERTIFICATE,)) and entry.sha256 is UNSET:
             return f"files.{name}: expected a sha256"
     for index, target in enumerate(manifest.targets):
-        if target.partition(":")[0] not in DEFAULT_TOKEN_BUDGET:
-            return f"targets[{index}]: found {target!r}, expected one of {', '.join(DEFAULT_TOKEN_BUDGET)}"
+        try:
+            find_spec(target)
+        except ConfigError as error:
+            return f"targets[{index}]: {error}"
     for index, program in enumerate(manifest.programs):
         if (fault := _entry_fault(program, manifest)) is not None:
             return f"programs[{index}].{fault}"

@@ -199,6 +199,14 @@ class Artifact:
         flat = np.frombuffer(self.maps[weight.file], dtype, count, weight.offset)
         return flat.reshape(weight.physical_shape)
 
+    def cache_identity(self, kv_evict: str | None = None) -> tuple[str, str]:
+        """What the K and V of this artifact are: its hash, as another of the same model may have other bits, and their dtypes.
+
+        kv_evict: as in EngineConfig; with it K and V hold what their tokens had forgotten.
+        """
+        kv_dtype = ",".join(str(group["dtype"]) for group in self.whole_kv_groups)
+        return str(self.manifest["sha256"]), kv_dtype if kv_evict is None else f"{kv_dtype} {kv_evict}"
+
     def verify_weights(self, num_threads: int | None = None) -> WeightsCheck:
         """Start checking every chunk of the weights in the background; wait for it before the first answer."""
         return WeightsCheck(self.path, self.maps, self.sums, num_threads or min(4, available_cores()))
@@ -330,7 +338,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
     manifest = artifact.manifest
     defaults = EngineConfig()
     num_threads = available_cores()
-    seqs, tokens = defaults.max_num_seqs, defaults.token_budget(manifest["targets"][0].partition(":")[0])
+    seqs, tokens = defaults.max_num_seqs, defaults.token_budget(manifest["targets"][0])
 
     def arena_bytes(rank: Artifact) -> int:
         return rank.memory.reserved_bytes(tokens, seqs, num_threads)

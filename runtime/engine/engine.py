@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from inferc.runtime.kv_cache.manager import root_hash
 from inferc.runtime.offload.manager import Mover
 from inferc.runtime.record.recorder import Recorder
 from inferc.runtime.record.tapped import TapCollector
+from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.scheduler.scheduler import Scheduler
 from inferc.runtime.step.cost import StepWork
-from inferc.runtime.step.plan import F32, I32, Logprobs, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, Logprobs, StepPlan
 from inferc.runtime.step.prompt_limits import check_ids, check_length
 from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams
 from inferc.runtime.step.sequence import Output, Sequence, StepOutputs, sequence_seed
@@ -55,27 +56,6 @@ Outputs: TypeAlias = StepOutputs | list[Output]  # of a step, to be iterated onc
 
 class HalfAdded(Exception):
     """The scheduler failed while it took a request, and nobody knows what of it is left there: the engine cannot go on."""
-
-
-class Runner(Protocol):
-    """What runs steps: the compiled model, its reference, or a test's fake.
-
-    Steps run in the order of `submit`, and a step begins when the one before it is done: blocks pass from one sequence
-    to another between two steps. A slot is reset when no step in flight has it.
-    """
-
-    def submit(self, plan: StepPlan) -> None: ...
-
-    def wait(self) -> StepResult:
-        """The result of the oldest step that was submitted and not yet waited for."""
-
-    def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
-        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
-
-    def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
-        """Log probability of a target id per logits row, and the most likely id. No step is in flight."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

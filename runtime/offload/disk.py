@@ -32,7 +32,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError
+from inferc.kv_groups import CacheGroup
+from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.kv_cache.block_pool import MOVING
 from inferc.runtime.offload.journal import Journal, Stored, write_all
 from inferc.runtime.offload.manager import Done
@@ -271,3 +274,18 @@ def _read_json(path: Path) -> Any:
         return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def open_disk(
+    artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], computed_by: Callable[[], str]
+) -> DiskTier | None:
+    """The offload tier of an artifact's KV cache, where the config asks for one.
+
+    computed_by: what decides the bits of K and V, an instruction set or a chip; those of another are not found in it.
+    """
+    if config.kv_disk is None:
+        return None
+    model, kv_dtype = artifact.cache_identity(config.kv_evict)
+    identity = {"model": model, "kv_dtype": kv_dtype, "isa": computed_by()}
+    sizes = [artifact.block_size * group.bytes_per_token for group in groups]
+    return DiskTier(Path(config.kv_disk), identity, sizes, config.kv_disk_bytes)

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from inferc.config import ResolvedEngineConfig
-from inferc.errors import ArtifactError
+from inferc.errors import ArtifactError, UnsupportedError
 from inferc.ir import program as program_lib
 from inferc.ir.program import name_of
 from inferc.ir.reference import new_kv_caches, run_step
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
+from inferc.runtime.runners.cpu.hidden_rows import has_hidden_rows
 from inferc.runtime.runners.cpu.taps import Node
 from inferc.runtime.runners.dense.host_sampler import HostSampler, log_softmax
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
@@ -126,3 +128,26 @@ def _tapped_rows(plan: StepPlan, values: dict[str, Tensor], nodes: dict[str, Nod
         rows = value[of_logits if nodes[name].by_logits_row else of_tokens]
         found[name] = (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
     return found
+
+
+class ReferenceRunnerFactory:
+    """For the reference target, in one rank."""
+
+    def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
+        found = {"kv_evict", "kv_events", "prefix_cache", "record", "taps", "threads"}
+        if has_hidden_rows(artifact.program):
+            found.add("vectors")
+        return frozenset(found)  # type: ignore[arg-type]
+
+    def open(self, request: RunnerRequest) -> OpenedRunner:
+        artifact = request.artifact
+        if len(artifact.ranks) > 1:
+            raise UnsupportedError(
+                f"{artifact.path} holds {len(artifact.ranks)} ranks for the reference target, which runs one;"
+                " compile it for --target cpu, or without --tp, --pp and --ep"
+            )
+        resolved = request.config.resolve(artifact.max_model_len, artifact.block_size, request.groups)
+        return OpenedRunner(ReferenceRunner(artifact, resolved), resolved)
+
+
+REFERENCE = ReferenceRunnerFactory()

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from inferc.errors import ObjectiveError
-from inferc.runtime.engine.engine import Engine, ModelLimits, Runner
+from inferc.runtime.engine.engine import Engine, ModelLimits
+from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.simulate.trace import Prompts, Trace, TraceRequest
 from inferc.runtime.step.cost import StepCost, StepWork

@@ -144,8 +144,7 @@ def _work(row: PassCost, step: Step) -> dict[str, int]:
 
 async def _memory(model: ServedModel) -> dict[str, Any]:
     artifact, config = model.artifact, model.config
-    seqs, device = config.max_num_seqs, artifact.manifest["targets"][0].partition(":")[0]
-    tokens = config.token_budget(device)
+    seqs, tokens = config.max_num_seqs, config.token_budget(artifact.manifest["targets"][0])
     threads = available_cores() if config.num_threads == "auto" else config.num_threads
     groups = artifact.whole_kv_groups
     found = {

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_groups import CacheGroup, CacheLimits, Eviction, pools_bytes, pools_for_all, share_out
 from inferc.system.topology import cores_to_pin, read_cores
+from inferc.targets import DEFAULT_TARGET, Target, find_spec
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +39,6 @@ NOT_BUILT = {
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # what `inferc compile` takes beside folders
 DEFAULT_BLOCK_SIZE = 32
-DEFAULT_TOKEN_BUDGET = {
-    "cpu": 512,
-    "reference": 512,
-    "onnx": 512,
-    "cuda": 8192,
-    "tensorrt": 512,
-    "tensorrt-paged": 8192,
-}
-TENSORRT_ROW = 128  # tokens, of which a row of the dense cache has a multiple
 SIZE_UNITS = {
     "": 1,
     "k": 10**3,
@@ -62,25 +54,6 @@ SIZE_UNITS = {
 ConfigT = TypeVar("ConfigT")
 
 
-def has_dense_cache(target: str) -> bool:
-    """Whether a target's steps read a KV cache of whole sequences and not of blocks."""
-    return target.partition(":")[0] in ("onnx", "tensorrt")
-
-
-def runs_cuda_steps(target: str) -> bool:
-    """Whether a target's steps are launches on a GPU over a KV cache of blocks: what `CudaRunner` runs."""
-    return target.partition(":")[0] in ("cuda", "tensorrt-paged")
-
-
-def computes_in_float16(target: str) -> bool:
-    return target.partition(":")[0] in ("onnx", "tensorrt")
-
-
-def _dense_row(target: str, max_model_len: int) -> int:
-    """The tokens of a sequence's one block. On a GPU rows begin at multiples of 256 bytes, as TensorRT wants it."""
-    return max_model_len if target in ("onnx", "onnx:standard") else -(-max_model_len // TENSORRT_ROW) * TENSORRT_ROW
-
-
 @dataclass(frozen=True)
 class ContextLength:
     """How many tokens of a sequence a model was made for; None where its config does not say."""
@@ -93,7 +66,7 @@ class ContextLength:
 class CompileConfig:
     """How to compile a model. Lengths are in tokens."""
 
-    target: str = "cpu"  # or onnx, reference, tensorrt:sm_86, tensorrt-paged:sm_86, cuda:sm_90, or several chips: cuda:sm_90,sm_80
+    target: str = DEFAULT_TARGET  # or onnx, reference, tensorrt:sm_86, tensorrt-paged:sm_86, cuda:sm_90, or several chips: cuda:sm_90,sm_80
     dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
     quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
     kv_dtype: KVDType | Auto = "auto"  # auto: dtype
@@ -110,11 +83,6 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        for name in ("dtype", "kv_dtype"):
-            if getattr(self, name) == "float16" and not computes_in_float16(self.target):
-                raise UnsupportedError(
-                    f"{name} 'float16' is not built yet for target {self.target}; available: bfloat16 or float32"
-                )
         _check_positive(self, "max_model_len", "block_size", "tp", "pp", "ep")
         if self.redundant_experts and self.expert_loads is None:
             raise ConfigError(
@@ -123,19 +91,31 @@ class CompileConfig:
             )
         if self.block_size != "auto" and self.block_size % 16:
             raise ConfigError(f"block_size {self.block_size} is not a multiple of 16; use 16 or {DEFAULT_BLOCK_SIZE}")
+        self._check_target(Target.parse(self.target))
+
+    def _check_target(self, target: Target) -> None:
+        """Raise UnsupportedError for what the target does not do on any machine, by its row alone."""
+        for option, size in (("--tp", self.tp), ("--pp", self.pp), ("--ep", self.ep)):
+            if size != 1 and not target.spec.ranks:
+                raise target.refuse(option, size, ("1",), DEFAULT_TARGET)
+        if self.quantize is not None:
+            target.check("--quantize", self.quantize, "schemes")
+        if self.kv_dtype != "auto":
+            target.check("--kv-dtype", self.kv_dtype, "kv_dtypes")
+        if self.dtype != "auto":
+            target.check("--dtype", self.dtype, "dtypes")
+        if self.block_size != "auto" and target.spec.kv == "dense":
+            raise target.refuse("--block-size", self.block_size, (), DEFAULT_TARGET)
 
     def resolve(self, model_dtype: str, context: ContextLength, float32_bytes: int) -> ResolvedCompileConfig:
         """Turn every "auto" into a value for a model of this dtype, context and size (in float32), and log them."""
-        is_known = model_dtype in get_args(DType) and (model_dtype != "float16" or computes_in_float16(self.target))
-        if self.dtype == "auto" and not is_known:
+        spec = find_spec(self.target)
+        own_dtype = spec.default_dtype or model_dtype
+        if self.dtype == "auto" and own_dtype not in spec.dtypes:
             raise UnsupportedError(
                 f"the checkpoint's dtype is {model_dtype}, which target {self.target} does not compute in;"
                 " give --dtype float32 (keeps every bit) or --dtype bfloat16 (half the memory)"
             )
-        # onnxruntime has few kernels for bfloat16 on a CPU, and none on a GPU for attention in float32.
-        own_dtype = {"onnx": "float32", "onnx:standard": "float32", "onnx:cuda": "float16"}.get(
-            self.target, model_dtype
-        )
         dtype: Any = own_dtype if self.dtype == "auto" else self.dtype
         kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype not in (dtype, "int8"):
@@ -150,7 +130,7 @@ class CompileConfig:
             quantize=self.quantize,
             kv_dtype=kv_dtype,
             max_model_len=max_model_len,
-            block_size=_dense_row(self.target, max_model_len) if has_dense_cache(self.target) else block_size,
+            block_size=spec.dense_row(max_model_len) if spec.kv == "dense" else block_size,
             certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
             allow_drift=self.allow_drift,
             passes=tuple(os.path.basename(pass_spec(each)) for each in self.passes),  # no paths in an artifact
@@ -205,7 +185,7 @@ class EngineConfig:
     num_threads: int | Auto = "auto"  # auto: the cores this process may use
     isa: Isa | Auto = "auto"  # auto: the best that both this machine and the artifact have
     max_num_seqs: int = 64
-    max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: DEFAULT_TOKEN_BUDGET
+    max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: its target's
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
     prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
     kv_disk: str | None = None  # a folder for what the arena has no room for, and for the next run
@@ -250,10 +230,10 @@ class EngineConfig:
                 " a step could not give every sequence a token; raise the one or lower the other"
             )
 
-    def token_budget(self, device: str = "cpu") -> int:
-        """Tokens of a step at most, on a kind of device."""
+    def token_budget(self, target: str = DEFAULT_TARGET) -> int:
+        """Tokens of a step at most, on a target."""
         if self.max_num_batched_tokens == "auto":
-            return max(DEFAULT_TOKEN_BUDGET[device], self.max_num_seqs)
+            return max(find_spec(target).token_budget, self.max_num_seqs)
         return self.max_num_batched_tokens
 
     def resolve(
@@ -262,7 +242,7 @@ class EngineConfig:
         block_size: int,
         groups: Sequence[CacheGroup],
         kv_available_bytes: int | None = None,
-        device: str = "cpu",
+        target: str = DEFAULT_TARGET,
     ) -> ResolvedEngineConfig:
         """Turn every "auto" but the ISA's into a value for this machine and an artifact's cache, and log them.
 
@@ -270,7 +250,7 @@ class EngineConfig:
 
         The KV memory comes out as whole blocks, one more a group (block 0, reserved for padding) than sequences need.
         """
-        token_budget = self.token_budget(device)
+        token_budget = self.token_budget(target)
         limits = CacheLimits(block_size, max_model_len, self.max_num_seqs, token_budget)
         if self.kv_memory_bytes == "auto":
             needed = pools_bytes(groups, limits, pools_for_all(groups, limits))

@@ -6,13 +6,13 @@ are inferc's own and may move. Imports torch, and nothing that reads a checkpoin
 
 from inferc.codegen.cpp.calls import Builder, cpp_float
 from inferc.codegen.cpp.values import Call, cpp_type, row_count
-from inferc.codegen.kernels import OTHER_CASE, OTHER_TARGET, Kernel
-from inferc.codegen.target import Target
+from inferc.codegen.kernel import OTHER_CASE, OTHER_TARGET, Kernel
 from inferc.codegen.values import Operand, Values
 from inferc.ir.ops.registry import define, like_first
 from inferc.ir.program import Program, name_of, named_arguments
 from inferc.ir.weights import Weight
 from inferc.passes.rewrite import Rewrite, infer_types, no_rewrite
+from inferc.targets import Target
 
 __all__ = [
     "OTHER_CASE",

@@ -27,9 +27,9 @@ from inferc.codegen.triton import product_calls
 from inferc.codegen.triton.aot import build as build_module
 from inferc.codegen.triton.aot import builders, tuning
 from inferc.codegen.triton.aot.builders import Builders
-from inferc.codegen.triton.aot.launch import ARCHS
 from inferc.errors import UnsupportedError
 from inferc.runtime.runners.cuda import cublaslt, driver, shared_prefixes
+from inferc.targets import ARCHS
 
 pytestmark = pytest.mark.long
 

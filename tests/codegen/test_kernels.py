@@ -6,9 +6,10 @@ import pytest
 import torch
 from graphs import example, random
 
-from inferc.codegen.kernels import select
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig
+from inferc.codegen.select import select
 from inferc.errors import UnsupportedError
+from inferc.targets import Target
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 PLACES = {
@@ -25,7 +26,7 @@ def attention(q: Any, cache: Any, table: Any, starts: Any, lens: Any) -> Any:
 def refusal(function: Any, inputs: dict[str, torch.Tensor], op: Any, target: str = "cpu") -> str:
     (node,) = example(function, inputs).program.graph.find_nodes(op="call_function", target=op)
     with pytest.raises(UnsupportedError) as caught:
-        select(node, Target.parse(target))
+        select(node, Target.parse(target), LowerConfig(Target.parse(target)).kernels)
     return str(caught.value)
 
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from random_models import make_random_model
 
+from inferc.backends.lower import LowerConfig
 from inferc.compiler.build import compile
 from inferc.compiler.certify import Certifier, make_prompts, run_kernels
 from inferc.config import CompileConfig
 from inferc.errors import VerifyError
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_logits
+from inferc.passes.pipeline import Pass
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cpu.abi import detect_isa
 
@@ -172,7 +174,7 @@ def test_other_greedy_tokens_are_refused(certifier: Certifier) -> None:
 def test_a_pass_that_breaks_the_program_is_named(
     tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from inferc.passes import pipeline
+    from inferc.backends import lower
 
     class Wrong:
         name = "fuse_wrongly"
@@ -183,14 +185,14 @@ def test_a_pass_that_breaks_the_program_is_named(
                     node.args = (*node.args[:2], 0.5, *node.args[3:])
             return 1
 
-    whole = pipeline.build_pipeline
+    whole = lower.build_pipeline
 
-    def with_wrong(config: pipeline.LowerConfig) -> tuple[pipeline.Pass, ...]:
+    def with_wrong(config: LowerConfig) -> tuple[Pass, ...]:
         passes = whole(config)
         at = next(index for index, each in enumerate(passes) if each.name == "fuse_rope")
         return (*passes[:at], Wrong(), *passes[at:])
 
-    monkeypatch.setattr(pipeline, "build_pipeline", with_wrong)
+    monkeypatch.setattr("inferc.backends.lower.build_pipeline", with_wrong)
     with pytest.raises(VerifyError, match=r"fuse_wrongly \(run by reference\): its logits are off"):
         compile(tiny_llama_folder, tmp_path / "out", CompileConfig(target="reference", certify="full"))
     assert list(tmp_path.iterdir()) == []

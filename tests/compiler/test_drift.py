@@ -11,12 +11,13 @@ import torch
 from random_models import MOE_SIZES, SIZES
 from torch import Tensor
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
 from inferc.frontend.checkpoint.load import load_module
 from inferc.frontend.export import export_module
 from inferc.ir.program import Program, from_json, to_json
 from inferc.ir.reference import generate_greedy, run_lowered, weight_reader
-from inferc.passes.pipeline import LowerConfig, PassRecord, lower
+from inferc.passes.pipeline import PassRecord
+from inferc.targets import Target
 
 BUDGET = 1e-5
 PROMPT = torch.randint(0, 96, (37,), generator=torch.Generator().manual_seed(3)).tolist()

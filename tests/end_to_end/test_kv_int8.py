@@ -12,15 +12,15 @@ from random_models import make_random_model
 from torch import Tensor
 
 import inferc
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
 from inferc.compiler.build import compile
 from inferc.compiler.certify import run_kernels
 from inferc.config import CompileConfig
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.ir.reference import run_lowered, weight_reader
-from inferc.passes.pipeline import LowerConfig, lower
 from inferc.runtime.artifact.load import inspect_artifact
+from inferc.targets import Target
 
 SHIPPED = Path(__file__).parents[2] / "examples/models"
 PROMPTS = [[(7 + 13 * i * i + length) % 300 for i in range(length)] for length in (5, 23, 70)]
@@ -55,7 +55,7 @@ def oracle(folder: Path, kv_dtype: str) -> Tensor:
     """Every prompt's logits by the ops' references, in chunks."""
     checkpoint = load(folder)
     program = capture(checkpoint, "float32", 256, check=False)
-    lower(program, LowerConfig(Target("reference"), kv_dtype=kv_dtype))
+    lower(program, LowerConfig(Target.parse("reference"), kv_dtype=kv_dtype))
     return torch.cat(run_lowered(program, weight_reader(program, checkpoint.reader), PROMPTS, chunk_size=16))
 
 

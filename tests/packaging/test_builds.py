@@ -32,7 +32,7 @@ assert importlib.metadata.version("inferc") == inferc.__version__ == {version!r}
 files = importlib.resources.files("inferc")
 assert (files / "py.typed").is_file()
 assert (files / "serve/protos/inferc/v1/inference.proto").is_file()
-assert (files / "serve/web/index.html").is_file() and (files / "serve/web/main.js").is_file()
+assert (files / "serve/http/web/index.html").is_file() and (files / "serve/http/web/main.js").is_file()
 assert any(path.name.endswith(".h") for path in (files / "codegen/cpp/kernels").iterdir())
 print(inferc.__file__)
 """

@@ -7,11 +7,12 @@ import pytest
 import torch
 from graphs import Example, example, rows
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, build_pipeline
 from inferc.errors import VerifyError
 from inferc.ir.program import Program
 from inferc.passes.fuse.silu_mul import fuse_silu_mul
-from inferc.passes.pipeline import LowerConfig, build_pipeline, pass_table, run_passes
+from inferc.passes.pipeline import pass_table, run_passes
+from inferc.targets import Target
 
 aten = torch.ops.aten
 
@@ -81,7 +82,7 @@ def test_a_requested_pass_that_finds_nothing_is_a_warning(caplog: pytest.LogCapt
 def test_a_pass_that_a_fine_model_does_without_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "inferc")
     program = example(lambda x: aten.relu.default(x), {"x": rows(4)}).program
-    optional = tuple(each for each in build_pipeline(LowerConfig(Target("cpu"))) if each.name.startswith("fuse_"))
+    optional = tuple(each for each in build_pipeline(LowerConfig(Target.parse("cpu"))) if each.name.startswith("fuse_"))
     run_passes(program, optional)
     found = [record for record in caplog.records if "rewrote nothing" in record.message]
     assert len(found) == len(optional)
@@ -89,7 +90,7 @@ def test_a_pass_that_a_fine_model_does_without_is_no_warning(caplog: pytest.LogC
 
 
 def test_the_order_is_the_documented_one() -> None:
-    names = [each.name for each in build_pipeline(LowerConfig(Target("reference")))]
+    names = [each.name for each in build_pipeline(LowerConfig(Target.parse("reference")))]
     assert len(set(names)) == len(names)
     assert names[:4] == ["canonicalise", "fold_constants", "fold_uniform", "flatten_batch"]
     assert names[-4:] == ["split_head", "fuse_qkv_rope_kv_write", "choose_kernels", "plan_memory"]

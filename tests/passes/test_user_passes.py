@@ -12,10 +12,11 @@ import pytest
 import torch
 from graphs import example, random, rows
 
+from inferc.backends.lower import LowerConfig, build_pipeline
 from inferc.codegen.cpp.calls import Builder, cpp_float
+from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.cpp.values import Call, row_count
-from inferc.codegen.kernels import KERNELS, OTHER_TARGET, Kernel
-from inferc.codegen.target import Target
+from inferc.codegen.kernel import OTHER_TARGET, Kernel
 from inferc.codegen.values import Values
 from inferc.compiler.build import CompileSummary, compile
 from inferc.config import CompileConfig, ContextLength
@@ -23,10 +24,11 @@ from inferc.errors import ConfigError, InfercError, UnsupportedError, VerifyErro
 from inferc.ir.ops.registry import define, like_first
 from inferc.ir.program import Program
 from inferc.ir.weights import source
-from inferc.passes.pipeline import LowerConfig, build_pipeline, run_passes
+from inferc.passes.pipeline import run_passes
 from inferc.passes.user_passes import UserPass, load_passes
 from inferc.runtime.engine.llm import LLM
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.targets import Target
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 Edit = Callable[[Program], Any]
@@ -144,20 +146,20 @@ def test_an_own_op_runs_with_its_own_kernel(tiny_llama_folder: Path, tiny_artifa
 
 def test_an_own_kernel_goes_before_ours_for_one_compile(tmp_path: Path) -> None:
     own = Kernel("cpp", "inferc.silu_mul", "mine.silu_mul", on_cpu, "inferc.codegen.cpp.calls:silu_mul")
-    config = LowerConfig(Target("cpu"), passes=load_passes((a_pass(leave_alone, kernels=(own,)),)))
+    config = LowerConfig(Target.parse("cpu"), passes=load_passes((a_pass(leave_alone, kernels=(own,)),)))
 
     def graph(gate: Any, up: Any) -> Any:
         return inferc.silu_mul.default(gate, up)
 
     chosen = []
-    for passes in (build_pipeline(config), build_pipeline(LowerConfig(Target("cpu")))):
+    for passes in (build_pipeline(config), build_pipeline(LowerConfig(Target.parse("cpu")))):
         made = example(graph, {"gate": rows(8), "up": rows(8)})
         next(each for each in passes if each.name == "choose_kernels")(made.program)
         chosen += [node.meta["kernel"] for node in made.program.graph.nodes if "kernel" in node.meta]
     assert chosen == ["mine.silu_mul", "cpp.silu_mul.float32"]
     # Nor is the op taken into another one.
     assert "fuse_linear_silu_mul" not in [each.name for each in build_pipeline(config)]
-    assert "fuse_linear_silu_mul" in [each.name for each in build_pipeline(LowerConfig(Target("cpu")))]
+    assert "fuse_linear_silu_mul" in [each.name for each in build_pipeline(LowerConfig(Target.parse("cpu")))]
 
 
 def test_an_own_op_needs_a_kernel_for_the_target(tiny_llama_folder: Path, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_places() -> None:
             a_pass(leave_alone, "second", after="canonicalise"),
         )
     )
-    names = [each.name for each in build_pipeline(LowerConfig(Target("cpu"), passes=own))]
+    names = [each.name for each in build_pipeline(LowerConfig(Target.parse("cpu"), passes=own))]
     assert names[:3] == ["canonicalise", "first", "second"] and names[-6:-4] == ["split_head", "last"]
 
 
@@ -341,7 +343,7 @@ def test_faults_of_a_kernel_are_told_as_the_users() -> None:
     (own,) = load_passes((a_pass(leave_alone, "own", kernels=(broken,)),))
     (kernel,) = own.kernels
     with pytest.raises(ConfigError, match=r"kernel mine of \S+:own: why_not raised ZeroDivisionError; INFERC_DEBUG=1"):
-        kernel.why_not(None, Target("cpu"))  # type: ignore[arg-type]
+        kernel.why_not(None, Target.parse("cpu"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"kernel mine of \S+:own: emit raised ZeroDivisionError"):
         kernel.load_emit()(None, None)
 
@@ -419,7 +421,7 @@ def test_places_and_names_of_ours_are_refused() -> None:
         (a_pass(leave_alone, after="fuse_everything"), "its `after` is 'fuse_everything', expected one of"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            build_pipeline(LowerConfig(Target("cpu"), passes=load_passes((each,))))
+            build_pipeline(LowerConfig(Target.parse("cpu"), passes=load_passes((each,))))
 
 
 def test_modules_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

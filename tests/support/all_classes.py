@@ -120,7 +120,7 @@ def relative_error(found: Any, expected: Any) -> float:
 
 def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
     """Make, compile and run a small model of a type; what is not refused is held against transformers' own code."""
-    from inferc.codegen.target import Target
+    from inferc.backends.lower import LowerConfig, lower
     from inferc.compiler.build import compile
     from inferc.compiler.certify import run_kernels
     from inferc.config import CompileConfig
@@ -128,7 +128,7 @@ def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
     from inferc.frontend.capture import capture
     from inferc.frontend.checkpoint.load import load
     from inferc.frontend.export import context_length
-    from inferc.passes.pipeline import LowerConfig, lower
+    from inferc.targets import Target
 
     has_weights = True
     try:

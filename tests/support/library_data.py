@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
 from inferc.codegen.triton.aot import tuning
 from inferc.codegen.triton.aot.launch import CUBLASLT
 from inferc.codegen.triton.emit import emit
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.passes.lower.plan_memory import memory_plan
-from inferc.passes.pipeline import LowerConfig, lower
+from inferc.targets import Target
 
 
 @contextmanager

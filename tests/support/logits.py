@@ -13,12 +13,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
 from inferc.compiler.certify import run_kernels, run_reference
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.ir.reference import weight_reader
-from inferc.passes.pipeline import LowerConfig, lower
+from inferc.targets import Target
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
 LENGTHS = (40, 13)  # the first beyond the windows of the table of families

@@ -15,14 +15,15 @@ from torch import Tensor, fx
 
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
-from inferc.codegen.kernels import needs_kernel, select
-from inferc.codegen.target import Target
+from inferc.codegen.cpp.table import KERNELS
+from inferc.codegen.select import needs_kernel, select
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import KVGroup, Program, argument, new_program
 from inferc.passes.rewrite import infer_type
 from inferc.runtime.artifact.libraries import Library
 from inferc.runtime.artifact.load import MemoryFormula
 from inferc.runtime.step.plan import SampleRows, StepPlan
+from inferc.targets import Target
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 
@@ -225,7 +226,7 @@ def choose(program: Program) -> None:
     """Kernels for the cpu target, and weights in the layouts they read."""
     for node in program.graph.nodes:
         if needs_kernel(node):
-            kernel = select(node, Target("cpu"))
+            kernel = select(node, Target.parse("cpu"), KERNELS)
             node.meta["kernel"] = kernel.name
             for name, layout in kernel.weight_layouts.items():
                 weight = argument(node, name)

@@ -10,18 +10,18 @@ import onnx
 import onnxruntime
 import torch
 from graphs import Example
+from kernel_tables import choose_for
 from torch import Tensor
 
 from inferc.codegen.onnx.emit import build, serialized, written_caches
-from inferc.codegen.target import Target
 from inferc.ir.program import Program, dtype_name
 from inferc.ir.weights import TensorReader, materialize, physical_shape
 from inferc.manifest import StoredWeight
-from inferc.passes.lower.choose_kernels import ChooseKernels
 from inferc.runtime.runners.cpu.abi import cpu_features
 from inferc.runtime.runners.dense.onnxruntime import session_for
+from inferc.targets import Target
 
-ONNX, STANDARD = Target("onnx"), Target("onnx", ("standard",))
+ONNX, STANDARD = Target.parse("onnx"), Target.parse("onnx:standard")
 
 
 def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[str, StoredWeight]:
@@ -39,7 +39,7 @@ def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[
 def session_of(made: Example, folder: Path, target: Target = ONNX) -> onnxruntime.InferenceSession:
     """The program's model, checked with its shapes, in onnxruntime. Its results are called out0, out1, …"""
     program = made.program
-    ChooseKernels(target)(program)
+    choose_for(target)(program)
     graph = build(program, write_weights(program, made.reader, folder))
     outputs: Any = program.output().args[0]
     results = {f"out{index}": graph.value(node) for index, node in enumerate(outputs)} | written_caches(graph)

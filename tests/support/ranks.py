@@ -10,17 +10,17 @@ import torch
 from random_models import SIZES
 from torch import Tensor
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig
+from inferc.backends.partition import RankProgram, Ranks, partition, prepare
 from inferc.frontend.checkpoint.load import load_module
 from inferc.frontend.export import export_module
 from inferc.ir.program import Program
 from inferc.ir.reference import run_partitioned
-from inferc.passes.parallel.partition import RankProgram, Ranks, partition, prepare
-from inferc.passes.pipeline import LowerConfig
+from inferc.targets import Target
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-CONFIG = LowerConfig(Target("reference"), block_size=16)
+CONFIG = LowerConfig(Target.parse("reference"), block_size=16)
 
 
 def random_module(family: str, **fields: Any) -> Any:

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import torch
 from graphs import Example
+from kernel_tables import choose_for
 from onnx_runs import write_weights
 from tensorrt_network import Evaluated
 from torch import Tensor, fx
 
-from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import Building, to_build
 from inferc.codegen.tensorrt.emit import build, read_weights
-from inferc.passes.lower.choose_kernels import ChooseKernels
+from inferc.targets import Target
 
-TENSORRT = Target("tensorrt", ("sm_86",))
+TENSORRT = Target.parse("tensorrt:sm_86")
 MOST = 64  # of a dynamic axis, for which a plan is built
 
 
 def run_tensorrt(made: Example, folder: Path, target: Target = TENSORRT, *, with_plan: bool = True) -> list[Tensor]:
     """What the example's network computes, and that TensorRT builds it."""
     program, (arch,) = made.program, target.archs
-    ChooseKernels(target)(program)
+    choose_for(target)(program)
     building = Building.begin(to_build(arch, None), arch)
     weights = read_weights(write_weights(program, made.reader, folder), folder)
     net = build(program, weights, building)

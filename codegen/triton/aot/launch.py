@@ -17,8 +17,6 @@ from typing import Any
 
 from inferc.errors import VerifyError
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-"""The chips of NVIDIA that kernels are compiled for."""
 PTX, RECORDS = "ptx", "records.json"  # in place of a chip's name; the launch records of a folder of kernels
 FAST, INVARIANT = "fast", "invariant"  # orders of addition
 PREFILL = "prefill"  # a launch that a step of one new token a sequence does not need

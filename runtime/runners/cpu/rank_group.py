@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import BrokenBarrierError
@@ -78,6 +78,15 @@ class RankGroup:
     @property
     def isa(self) -> str:
         return self._stages[0][0].runner.isa
+
+    @property
+    def name(self) -> str:
+        """What computes the steps, for people."""
+        return f"cpu kernels ({self.isa}, {sum(map(len, self._stages))} ranks)"
+
+    def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
+        """Give `sink` the logits float32 [rows, vocab_size] of every step that scores; None ends it."""
+        self._stages[-1][0].runner.watch_logits(sink)
 
     def submit(self, plan: StepPlan) -> None:
         for stage in self._stages:

@@ -302,6 +302,21 @@ class ModelRunner:
 
         self._observe(observe if observer is not None else None)
 
+    @property
+    def name(self) -> str:
+        """What computes the steps, for people."""
+        return f"cpu kernels ({self.isa})"
+
+    def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
+        """Give `sink` the logits float32 [rows, vocab_size] of every step that scores; None ends it."""
+        logits_id = int(self._artifact.program["observable"][-1]["id"])  # nothing comes after the LM head
+
+        def observe(entry: dict[str, Any], _layer: int, rows: Any) -> None:
+            if sink is not None and entry["id"] == logits_id:
+                sink(rows)
+
+        self.set_observer(None if sink is None else observe)
+
     def fill_blocks(self, count: int) -> None:
         """Write numbers into the first `count` blocks of each KV group: memory that was never written is one page of
         zeros, which a cache holds. 0x3c3c is 0.011 in bfloat16, 0x3c3c3c3c in float32: the sums are no denormals."""

@@ -1,0 +1,1 @@
+"""Steps as launches on an NVIDIA GPU, by its driver's API."""

@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from inferc.codegen.triton.aot.launch import ARCHS, PTX, RECORDS, LaunchRecord, record_from_json
+from inferc.codegen.triton.aot.launch import PTX, RECORDS, LaunchRecord, record_from_json
 from inferc.errors import InfercError, UnsupportedError
 from inferc.runtime.runners.cuda.driver import Driver, Kernel
 from inferc.system.json_text import parse_json
+from inferc.targets import ARCHS
 
 log = logging.getLogger(__name__)
 

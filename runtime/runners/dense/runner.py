@@ -56,10 +56,7 @@ class Call:
 
 
 class DenseRunner:
-    """A runner of a dense program. Steps run in a thread of their own, in the order of `submit`.
-
-    free_slots: of the scheduler, if it has one: what lies in the rows of others has to be kept.
-    """
+    """A runner of a dense program. Steps run in a thread of their own, in the order of `submit`."""
 
     def __init__(
         self,
@@ -71,8 +68,8 @@ class DenseRunner:
     ) -> None:
         self._model, self._caches, self._max_model_len = model, caches, max_model_len
         self.vocab_size = vocab_size
-        self.free_slots: Sequence[int] = ()
-        self.on_scored: Callable[[F32], None] | None = None  # gets the logits of what is scored
+        self._free_slots: Sequence[int] = ()
+        self._watch: Callable[[F32], None] | None = None  # gets the logits of what is scored
         self._sampler = HostSampler(config.max_num_seqs, vocab_size)
         self._lengths = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot's sequence, once all is run
         self._capacity = 0  # that the caches will have, once all is run
@@ -86,6 +83,14 @@ class DenseRunner:
     def name(self) -> str:
         """Of what runs the model, for people."""
         return self._model.name
+
+    def share_free_slots(self, free_slots: Sequence[int]) -> None:
+        """Take the scheduler's list of slots that no sequence has: what lies in the rows of others has to be kept."""
+        self._free_slots = free_slots
+
+    def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
+        """Give `sink` the logits float32 [rows, vocab_size] of every step that scores; None ends it."""
+        self._watch = sink
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -102,8 +107,8 @@ class DenseRunner:
                 f"score: {len(target_ids)} target ids for {len(plan.logits_rows)} rows, or one out of range"
             )
         _, logits = self.rows_of(plan)
-        if self.on_scored is not None:
-            self.on_scored(logits)
+        if self._watch is not None:
+            self._watch(logits)
         rows = np.arange(len(target_ids))
         return log_softmax(logits)[rows, target_ids].astype(np.float32), logits.argmax(1).astype(np.int32)
 
@@ -131,7 +136,7 @@ class DenseRunner:
 
     def _prepare(self, plan: StepPlan) -> tuple[list[Call], tuple[int, int] | None]:
         """The step's calls, and the rows and the capacity that the caches are to have first, if others."""
-        self._lengths[list(self.free_slots)] = 0
+        self._lengths[list(self._free_slots)] = 0
         self._lengths[plan.seq_slots] = plan.seq_lens
         calls = calls_of(plan, self._lengths, self._max_model_len)
         rows, capacity = self._num_rows, self._capacity

@@ -130,10 +130,8 @@ def tune(wish: Wish, progress: Progress) -> Tuned:
 def _default(artifact: Artifact) -> Candidate:
     """As `inferc serve` runs it."""
     config = EngineConfig()
-    device = str(artifact.manifest["targets"][0]).split(":")[0]
-    return Candidate(
-        config.max_num_seqs, config.token_budget(device), config.policy, config.tbt_ms, config.prefix_cache
-    )
+    tokens = config.token_budget(str(artifact.manifest["targets"][0]))
+    return Candidate(config.max_num_seqs, tokens, config.policy, config.tbt_ms, config.prefix_cache)
 
 
 def _check_lengths(artifact: Artifact, wish: Wish) -> None:

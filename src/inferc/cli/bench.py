@@ -25,6 +25,7 @@ from inferc.cli.common import (
 )
 from inferc.cli.load import InputLen, OutputLen
 from inferc.errors import ConfigError
+from inferc.targets import DEFAULT_TARGET
 
 bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -60,7 +61,7 @@ def bench_kernels(
 
     if input_len < 1 or num_seqs < 1:
         raise ConfigError(f"--input-len {input_len} and --num-seqs {num_seqs}: expected at least 1 of each")
-    artifact = load_artifact(out, target="cpu")
+    artifact = load_artifact(out, target=DEFAULT_TARGET)
     if len(artifact.ranks) > 1:
         raise ConfigError(
             f"{out} holds {len(artifact.ranks)} ranks; expected a whole artifact to profile: compile one without --tp,"

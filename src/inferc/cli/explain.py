@@ -11,6 +11,7 @@ import typer
 from inferc.cli.common import Json, fail, print_json, progress, say
 from inferc.cost.devices import NAMES, check_device, find_device
 from inferc.errors import ArtifactError, ConfigError
+from inferc.targets import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,7 +79,7 @@ def explain(
         costs, about = _of_artifact(source)
     else:
         options = {
-            "target": target or "cpu",
+            "target": target or DEFAULT_TARGET,
             "dtype": dtype or "auto",
             "quantize": quantize,
             "kv_dtype": kv_dtype or "auto",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -54,6 +54,7 @@ def replay(
 
     Exit codes: 0 all equal, 1 something differs, 2 it cannot be replayed here.
     """
+    from inferc.config import Isa
     from inferc.runtime.artifact.load import load_artifact
     from inferc.runtime.engine.load import load_engine
     from inferc.runtime.measure.replay import check_artifact, choose
@@ -70,7 +71,7 @@ def replay(
         raise ArtifactError(f"the recorded artifact {path} is not there any more; say where it is with --engine OUT")
     artifact = load_artifact(path, target=header.identity.target)
     check_artifact(header, artifact)
-    isa = header.identity.isa if header.identity.target == "cpu" else "auto"
+    isa = header.identity.isa if header.identity.isa in get_args(Isa) else "auto"
     options = engine_options(
         *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory),
         deterministic=header.identity.deterministic,

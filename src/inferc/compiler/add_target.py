@@ -12,17 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from inferc.backends.backend import Progress
 from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
-from inferc.codegen.target import Target
 from inferc.codegen.triton.aot.launch import PTX
-from inferc.compiler.build import CompileSummary, Progress, hf_facts, silent
+from inferc.compiler.build import CompileSummary, hf_facts, silent
 from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
 from inferc.errors import ArtifactError, ConfigError
 from inferc.frontend.checkpoint.load import load
 from inferc.manifest import SIGNATURE, json_bytes
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.targets import Target, find_spec
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def add_target(
         manifest["kernels"] = [*manifest["kernels"], *rows]
         manifest["config"] = {
             **manifest["config"],
-            "target": f"cuda:{','.join(arch for arch in cubins if arch != PTX)}",
+            "target": str(Target(added.spec, tuple(arch for arch in cubins if arch != PTX))),
         }
         writer.write_manifest(manifest)
         was_signed = (artifact.path / SIGNATURE).exists()
@@ -77,9 +78,10 @@ def add_target(
 def _added(artifact: Artifact, wanted: Target) -> Target:
     """The chips to compile for."""
     have = artifact.manifest["targets"]
-    if wanted.device != "cuda" or not all(target.startswith("cuda:") for target in have):
-        has_plans = any(target.startswith("tensorrt") for target in have)
-        why = "whose plans are for one chip" if has_plans else f"whose weights do not lie as {wanted.spec} reads them"
+    specs = {find_spec(target) for target in have}
+    if specs != {wanted.spec} or not wanted.spec.more_targets:
+        has_plans = any(spec.archs == "one" for spec in specs)
+        why = "whose plans are for one chip" if has_plans else f"whose weights do not lie as {wanted} reads them"
         raise ConfigError(
             f"{artifact.path} is compiled for {', '.join(have)}, {why};"
             " --add-target adds chips to an artifact for cuda: compile the model into another folder"

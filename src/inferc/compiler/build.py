@@ -18,21 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from inferc.backends.backend import Backend, Output, Progress, Written, open_backend
+from inferc.backends.lower import LowerConfig, build_pipeline, lower
+from inferc.backends.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.codegen.artifact_writer import ArtifactWriter, make_manifest, program_entry
-from inferc.codegen.cpp import build as cpp_build
-from inferc.codegen.cpp.emit import CppUnit
-from inferc.codegen.cpp.emit import emit as emit_cpp
 from inferc.codegen.folder import OutputFolder
-from inferc.codegen.kernels import kernel_named
-from inferc.codegen.segments import segments_of
-from inferc.codegen.target import Target
+from inferc.codegen.select import kernel_named
 from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
-from inferc.compiler.check_target import check_target, tensorrt_for
-from inferc.config import CompileConfig, ResolvedCompileConfig, runs_cuda_steps
+from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost.recorder import CostRecorder
 from inferc.errors import ConfigError, RequestError
 from inferc.expert_loads import ExpertLoads
@@ -48,30 +45,19 @@ from inferc.ir.program import Program
 from inferc.manifest import (
     CERTIFICATE,
     COSTS,
-    ONNX_MODEL,
     PROGRAM,
-    TENSORRT_LAYERS,
-    TENSORRT_PLAN,
     holds_weights,
     json_bytes,
-    segment_plan,
 )
-from inferc.passes.lower.plan_memory import NO_PLAN, SAMPLE_ROWS, MemoryPlan, memory_plan
 from inferc.passes.parallel.expert_placement import Placement, placements
-from inferc.passes.parallel.partition import RankProgram, Ranks, lower_ranks, partition, prepare
-from inferc.passes.pipeline import LowerConfig, Observe, PassRecord, build_pipeline, lower
+from inferc.passes.pipeline import Observe, PassRecord
 from inferc.passes.user_passes import UserPass, load_passes
-from inferc.runtime.runners.cpu.abi import detect_isa
 from inferc.runtime.step import sampling_params
 from inferc.runtime.text.tokenizer import Text
+from inferc.targets import Target
 from inferc.version import __version__
 
-if TYPE_CHECKING:
-    from inferc.codegen.triton.emit import CudaStep
-
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
 
 
 @dataclass(frozen=True)
@@ -108,7 +94,7 @@ def compile(
     """
     start = time.perf_counter()
     config = config or CompileConfig()
-    check_target(Target.parse(config.target), config)
+    backend = open_backend(Target.parse(config.target))
     passes = load_passes(config.passes)
     with _interrupts() as interrupts, OutputFolder(Path(out)) as folder:
         report = interrupts.checked(progress or silent)
@@ -120,7 +106,7 @@ def compile(
         generation = generation_defaults(checkpoint)
         sampling_params.generation_defaults(generation)  # says what of it no request could have, while it can be mended
         build = _Build(
-            checkpoint, resolved, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
+            checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
         )
         with _threads_for(num_parameters):
             certificate = build.run()
@@ -145,6 +131,7 @@ class _Build:
         self,
         checkpoint: Checkpoint,
         config: ResolvedCompileConfig,
+        backend: Backend,
         folder: OutputFolder,
         tokenizer: Any,
         report: Progress,
@@ -153,6 +140,7 @@ class _Build:
         passes: tuple[UserPass, ...],
         ranks: Ranks,
         too_large: bool = False,
+        for_here: bool = False,
     ) -> None:
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
         self.interrupts, self.generation = interrupts, generation
@@ -163,12 +151,10 @@ class _Build:
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target
         self.tokenizer, self.ranks, self.too_large = tokenizer, ranks, too_large
-        self.isas = cpp_build.target_isas()
+        self.backend = backend
+        self.output = Output(self.writer, folder.path, self.lower_config, report, ranks.count, for_here)
         self.records: list[PassRecord] = []
         self.kernels: list[dict[str, Any]] = []
-        self.libraries: dict[str, dict[str, str]] = {}  # by their source
-        self.cubins: list[dict[str, Any]] = []  # rows of the kernel table
-        self.plan: dict[str, Any] | None = None  # what the manifest says of a TensorRT plan
 
     def _check_chat(self) -> None:
         """Whether the runtime makes of conversations what transformers does; a model whose template it does not run is still
@@ -180,8 +166,6 @@ class _Build:
 
     def run(self) -> dict[str, Any] | None:
         """Write everything; returns the certificate."""
-        if self.target.device == "cpu":
-            cpp_build.check_machine()  # before minutes of work
         self.report("read the tokenizer", 0, 1)
         tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
         for name, data in tokenizer.items():
@@ -220,13 +204,7 @@ class _Build:
                 each(twin)
             lowered = [twin]
         for own in lowered:
-            if self.target.device == "cpu":
-                self._emit(own, memory_plan(own))
-            if runs_cuda_steps(self.target.device):
-                self._emit_cuda(own, memory_plan(own))
-
-    def _emit(self, program: Program, plan: MemoryPlan) -> CppUnit:
-        return emit_cpp(program, plan.values, plan.pools, self.lower_config.kernels, self.lower_config.own_headers)
+            self.backend.try_write(own, self.lower_config)
 
     def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
         """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
@@ -240,18 +218,19 @@ class _Build:
         self.writer.add_weights(
             weights, self.checkpoint.reader, lambda done, total: self.report("write weights", done, total)
         )
-        programs = [self._write_rank(each) for each in ranks]
-        self.kernels += self.cubins
+        written = [self.backend.write(each, self.output) for each in ranks]
+        programs = [self._add_program(rank, each) for rank, each in zip(ranks, written, strict=True)]
+        self.kernels += [row for each in written for row in each.kernels]
         manifest = make_manifest(
             self.config,
             targets=self.target.each,
             producer=f"inferc {__version__}",
-            host=f"{platform.system()}-{platform.machine()}".lower() if self.libraries else None,
+            host=f"{platform.system()}-{platform.machine()}".lower() if written[0].libraries else None,
             model={**self._model_facts(program), **_quantization(stages)},
             programs=programs,
             passes=[_pass_row(record) for record in self.records],
             kernels=self.kernels,
-            plan=self.plan,
+            plan=written[0].facts,
         )
         self.writer.write_manifest(manifest)
         return manifest
@@ -281,121 +260,19 @@ class _Build:
             certifier.observe_ranks(ranks)
         return ranks
 
-    def _write_rank(self, rank: RankProgram) -> dict[str, Any]:
-        """The kernels and the program of one rank; returns its entry in the manifest."""
-        plan = NO_PLAN if self.target.has_dense_cache else memory_plan(rank.program)  # of what plans its memory itself
-        libraries: dict[str, str] = {}
-        cubins: dict[str, str] = {}
-        fields: dict[str, Any] = {"kv_layout": {"order": "canonical"}}
-        arena = plan.formula
-        if self.target.device == "cpu":
-            unit = self._emit(rank.program, plan)
-            libraries, fields, arena = self._write_libraries(unit, rank.label), unit.program_json_fields, unit.arena
-        if runs_cuda_steps(self.target.device):
-            step = self._emit_cuda(rank.program, plan)
-            cubins, fields = self._write_cubins(step), step.program_json_fields
-            of_row = sum(each.get("per_row", 0) for each in step.scratch.values())
-            arena = {**arena, "const": arena["const"] + SAMPLE_ROWS * of_row}
-        if self.target.device == "onnx":
-            self._write_onnx(rank.program)
-        if self.target.device == "tensorrt":
-            self._write_tensorrt(rank.program)
-        if self.target.has_segments:
-            self._write_segments(rank.program)
+    def _add_program(self, rank: RankProgram, written: Written) -> dict[str, Any]:
+        """Write the program of one rank, whose code is written; returns its entry in the manifest."""
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
-        self.writer.add_program(rank.program, plan.to_json(), fields, file, rank.prefix)
+        self.writer.add_program(rank.program, written.plan.to_json(), written.fields, file, rank.prefix)
         return program_entry(
             rank.program,
             file=file,
             ranks={"tp_rank": rank.tp_rank, "pp_stage": rank.pp_stage, "ep_rank": rank.ep_rank},
-            libraries=libraries,
-            cubins=cubins,
-            arena=arena,
-            kv_layout=fields["kv_layout"],
+            libraries=written.libraries,
+            cubins=written.cubins,
+            arena=written.arena,
+            kv_layout=written.fields["kv_layout"],
         )
-
-    def _emit_cuda(self, program: Program, plan: MemoryPlan) -> CudaStep:
-        from inferc.codegen.triton.emit import emit  # and Triton, which no other target needs
-
-        return emit(program, plan.values, self.lower_config.kernels)
-
-    def _write_onnx(self, program: Program) -> None:
-        """The model as one ONNX file, which names the weights' files beside it."""
-        from inferc.codegen.onnx.emit import emit
-
-        weights = {weight.name: weight for weight in self.writer.weights}
-        self.writer.add(ONNX_MODEL, emit(program, weights, f"inferc {__version__}", self.lower_config.kernels))
-
-    def _write_tensorrt(self, program: Program) -> None:
-        """The step as one plan, which takes the weights in: their own files go."""
-        from inferc.codegen.tensorrt.emit import emit
-
-        (arch,) = self.target.archs
-        self.report("build the plan", 0, 1)
-        start = time.perf_counter()
-        weights = {weight.name: weight for weight in self.writer.weights}
-        plan = emit(program, weights, self.folder.path, tensorrt_for(arch), arch, self.lower_config.kernels)
-        data = memoryview(plan.data).cast("B")
-        log.info("the plan was built in %.1f s, %d bytes", time.perf_counter() - start, len(data))
-        self.writer.drop_weights()
-        self.writer.add_mapped(TENSORRT_PLAN, data)
-        self.writer.add(TENSORRT_LAYERS, json_bytes(plan.layers))
-        self.plan = plan.facts
-
-    def _write_segments(self, program: Program) -> None:
-        """The plans of the segments between the kernels, without weights."""
-        from inferc.codegen.tensorrt.segments import PROFILES, first_of_each, plans
-
-        (arch,) = self.target.archs
-        library = tensorrt_for(arch, self.target.device)
-        total, rows, layers = len(first_of_each(segments_of(program))), [], {}
-        self.report("build plans", 0, total)
-        start = time.perf_counter()
-        for each in plans(program, library, arch, self.lower_config.kernels):
-            data = memoryview(each.data).cast("B")
-            log.info("plan %s was built in %.1f s, %d bytes", each.name, time.perf_counter() - start, len(data))
-            self.writer.add_mapped(segment_plan(each.name), data)
-            layers[each.name] = each.layers
-            rows.append({"name": each.name, "calls": each.calls})
-            self.report("build plans", len(rows), total)
-            start = time.perf_counter()
-        self.writer.add(TENSORRT_LAYERS, json_bytes(layers))
-        facts = {"package": library.package, "version": library.version, "arch": arch}
-        self.plan = {**facts, "profiles": [each.to_json() for each in PROFILES], "plans": rows}
-
-    def _write_cubins(self, step: CudaStep) -> dict[str, str]:
-        """Compile the kernels for each chip; returns the folder of each."""
-        from inferc.codegen.triton.code import write_code, write_sources
-
-        report = self.report
-        folders, self.cubins = write_code(
-            *(step, self.target.archs, self.writer.add, lambda done, total: report("compile kernels", done, total)),
-            with_ptx=not self.target.has_segments,  # for chips to come, on which no plan runs
-        )
-        write_sources(step, self.writer.add)
-        return folders
-
-    def _write_libraries(self, unit: CppUnit, label: str) -> dict[str, str]:
-        """Compile the step for each instruction set; returns the library files by ISA, best first.
-
-        Ranks whose step is the same text share the files of the first.
-        """
-        if unit.source in self.libraries:
-            return self.libraries[unit.source]
-        self.report("compile kernels", len(self.libraries), self.ranks.count)
-        folder = f"kernels/{label}" if self.libraries else "kernels"
-        libraries = {}
-        for isa, built in cpp_build.build_program(unit, self.isas).items():
-            libraries[isa] = f"{folder}/cpu-{isa}.so"
-            self.writer.add(libraries[isa], built.read_bytes())
-        self.writer.add(f"{folder}/cpp/unit.cpp", unit.whole.encode())
-        if not self.libraries:
-            for header in unit.headers:
-                self.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
-            for header, text in unit.own_headers.items():
-                self.writer.add(f"kernels/cpp/{header}", text.encode())
-        self.libraries[unit.source] = libraries
-        return libraries
 
     def _observer(self, certifier: Certifier | None, costs: CostRecorder | None, label: str = "") -> Observe:
         """Keeps the text and the costs after every pass, and lets the certificate see it."""
@@ -424,7 +301,7 @@ class _Build:
             scope,
             max_model_len=config.max_model_len,
             allow_drift=config.allow_drift,
-            kernels_round=self.target.rounds_rows,
+            kernels_round=self.target.spec.kernels_round_rows,
         )
 
     def _certify_copy(self, copied: Checkpoint) -> Certifier:
@@ -436,6 +313,7 @@ class _Build:
             build = _Build(
                 copied,
                 self.config,
+                self.lower_config.backend(self.target),
                 folder,
                 None,
                 quiet,
@@ -443,8 +321,8 @@ class _Build:
                 self.generation,
                 self.lower_config.passes,
                 replace(self.ranks, placements={at: each for at, each in self.ranks.placements.items() if at < layers}),
+                for_here=True,
             )
-            build.isas = detect_isa()[:1]  # the one that runs here
             program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
             scope = f"a random copy of the first {layers} layers, which hold every kind of layer of the model"
             if self.too_large:
@@ -455,7 +333,7 @@ class _Build:
         return certifier
 
     def _certify_kernels(self, certifier: Certifier, artifact: Path) -> None:
-        if self.target.spec in ("cpu", "onnx", "onnx:standard"):  # a GPU's kernels are certified where there is one
+        if self.target.spec.kernels_certified == "compile":
             self.report("certify the kernels", 0, 1)
             ran_by, logits, greedy = run_kernels(artifact, certifier.certificate.prompts, certifier.greedy_tokens)
             certifier.add_kernels(ran_by, logits, greedy)
@@ -512,7 +390,7 @@ def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[
     nodes = [node for program in programs for node in program.graph.nodes]
     counts = Counter(str(node.meta["kernel"]) for node in nodes if "kernel" in node.meta)
     return [
-        {"name": kernel.name, "target": config.target.spec, "op": kernel.op, "nodes": count}
+        {"name": kernel.name, "target": str(config.target), "op": kernel.op, "nodes": count}
         for kernel, count in ((kernel_named(name, config.kernels), count) for name, count in counts.items())
     ]
 

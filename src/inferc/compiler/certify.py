@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inferc.backends.partition import RankProgram
 from inferc.compiler import drift
 from inferc.errors import VerifyError
 from inferc.frontend.checkpoint.load import Checkpoint
@@ -34,22 +35,20 @@ from inferc.ir.reference import (
     Chunk,
     ReadWeight,
     dense_inputs,
-    has_dense_cache,
     new_dense_caches,
     new_kv_caches,
     run_partitioned,
     step_inputs,
+    uses_dense_cache,
 )
 from inferc.ir.weights import TensorReader
-from inferc.passes.parallel.partition import RankProgram
 from inferc.passes.quantize.schemes import Budget, budgets_of, together
-from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
-from inferc.runtime.runners.cpu.rank_group import RankGroup
-from inferc.runtime.runners.cpu.runner import ModelRunner
-from inferc.runtime.runners.dense.runner import DenseRunner
+from inferc.runtime.runners.api import ObservableRunner
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +255,7 @@ class Certifier:
 def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeight) -> Tensor:
     """Logits [T, vocab_size] of one sequence by the ops' references, at whatever stage of lowering the program is."""
     count = len(token_ids)
-    if has_dense_cache(program):
+    if uses_dense_cache(program):
         inputs = dense_inputs([token_ids], [0], new_dense_caches(program, 1, count))
     elif program.block_size:
         blocks = range(1, 1 - (-count // program.block_size))  # block 0 is padding's
@@ -283,9 +282,10 @@ def run_kernels(
     loaded = load_artifact(artifact)
     engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=token_budget, prefix_cache=False)
     runner = engine.runner
-    assert isinstance(runner, (ModelRunner, RankGroup, DenseRunner)), "only compiled steps are observed"
+    assert isinstance(runner, ObservableRunner), "only compiled steps are observed"
+    in_any_batch = find_spec(loaded.manifest["targets"][0]).deterministic != "never"
     try:
-        logits = [_scored_logits(engine, runner, loaded, prompt) for prompt in prompts]
+        logits = [_scored_logits(engine, runner, prompt) for prompt in prompts]
         greedy: list[list[int]] = [[] for _ in prompts]
         params = SamplingParams(temperature=0.0, max_tokens=max(1, num_greedy), ignore_eos=True)
         for index, prompt in enumerate(prompts if num_greedy else []):
@@ -294,9 +294,9 @@ def run_kernels(
             for output in engine.step():
                 greedy[int(output.request_id)] += output.token_ids
         for prompt, tokens in zip(prompts, greedy, strict=True):
-            if isinstance(runner, DenseRunner):
+            if not in_any_batch:
                 break
-            again = _scored_logits(engine, runner, loaded, [*prompt, *tokens[:-1]]) if tokens else None
+            again = _scored_logits(engine, runner, [*prompt, *tokens[:-1]]) if tokens else None
             if again is not None and again[len(prompt) - 1 :].numpy().argmax(-1).tolist() != tokens:
                 raise VerifyError(
                     f"kernels: decoding after {len(prompt)} tokens gives {tokens}, and a prefill of the same tokens"
@@ -304,35 +304,18 @@ def run_kernels(
                 )
     finally:
         engine.close()
-    if isinstance(runner, DenseRunner):
-        return runner.name, logits, greedy
-    ranks = f", {len(loaded.ranks)} ranks" if len(loaded.ranks) > 1 else ""
-    return f"cpu kernels ({runner.isa}{ranks})", logits, greedy
+    return runner.name, logits, greedy
 
 
-def _scored_logits(
-    engine: Engine, runner: ModelRunner | RankGroup | DenseRunner, artifact: Artifact, prompt: list[int]
-) -> Tensor:
+def _scored_logits(engine: Engine, runner: ObservableRunner, prompt: list[int]) -> Tensor:
     """The logits of every position of a prompt, seen as the engine scores it."""
     seen: list[Tensor] = []
-    if isinstance(runner, DenseRunner):
-        runner.on_scored = lambda rows: seen.append(torch.from_numpy(rows))
-    else:
-        logits_id = int(artifact.ranks[-1].program["observable"][-1]["id"])  # nothing comes after the LM head
-
-        def observe(entry: dict[str, Any], _layer: int, rows: Any) -> None:
-            if entry["id"] == logits_id:
-                seen.append(torch.from_numpy(rows))
-
-        runner.set_observer(observe)
+    runner.watch_logits(lambda rows: seen.append(torch.from_numpy(rows)))
     engine.score("certificate", [*prompt, 0])  # a token's logits are computed to score the next
     while engine.has_work:
         engine.step()
     engine.take_scores()
-    if isinstance(runner, DenseRunner):
-        runner.on_scored = None
-    else:
-        runner.set_observer(None)
+    runner.watch_logits(None)
     return torch.cat(seen)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import inferc
 from inferc.compiler import drift
-from inferc.config import available_memory_bytes, has_dense_cache
+from inferc.config import available_memory_bytes
 from inferc.errors import ConfigError, RequestError, UnsupportedError
 from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.frontend.reference import reference_greedy, reference_model, reference_states
@@ -28,6 +28,7 @@ from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.record.tapped import TappedSequence
 from inferc.runtime.runners.cpu.taps import Node, all_nodes
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def diff(
     options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and what taps and models raise.
     """
     target = str(artifact.manifest["targets"][0])
-    if has_dense_cache(target):
+    if find_spec(target).kv == "dense":
         raise UnsupportedError(
             f"{artifact.path} is for {target}, whose values are not seen; inferc verify compares its logits"
         )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from inferc.codegen.cpp.emit import emit as emit_cpp
-from inferc.codegen.target import Target
-from inferc.compiler.check_target import check_config
+from inferc.backends.backend import Progress
+from inferc.backends.lower import LowerConfig, build_pipeline
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost.formulas import CostLog, extended
 from inferc.cost.recorder import CostRecorder
@@ -20,12 +18,10 @@ from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load_config
 from inferc.frontend.export import context_length
 from inferc.frontend.layers import layer_kinds, repetition, shortened
-from inferc.passes.lower.plan_memory import memory_plan
-from inferc.passes.pipeline import LowerConfig, build_pipeline, run_passes
+from inferc.passes.pipeline import run_passes
+from inferc.targets import Target
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,6 @@ def explain_model(path: str | Path, config: CompileConfig, progress: Progress) -
     Raises what a compile does that refuses the model before the passes; what a pass refuses is in the result.
     """
     progress("read config.json", 0, 1)
-    check_config(Target.parse(config.target), config)
     checkpoint = load_config(path)
     config = dataclasses.replace(config, certify="none")
     resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 0)
@@ -90,11 +85,8 @@ def _lowered(
     except (UnsupportedError, VerifyError) as error:
         stopped = pipeline[len(recorder.rows) - 1].name
         return recorder.log(program), Refusal(stopped, str(error))
-    refusal = None
-    if target.device == "cpu":
-        plan = memory_plan(program)
-        try:
-            emit_cpp(program, plan.values, plan.pools)
-        except UnsupportedError as error:
-            refusal = Refusal("emit", str(error))
-    return recorder.log(program), refusal
+    try:
+        lower_config.backend(target).try_write(program, lower_config)
+    except UnsupportedError as error:
+        return recorder.log(program), Refusal("emit", str(error))
+    return recorder.log(program), None

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
+from inferc.backends.partition import prepare
 from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
 from inferc.compiler.diff import check_same
 from inferc.config import available_memory_bytes
@@ -18,10 +19,9 @@ from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.ir.program import Program
-from inferc.passes.parallel.partition import prepare
-from inferc.passes.pipeline import LowerConfig, lower
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
+from inferc.targets import Target
 
 COPIES = 2  # of the model in float32: Hugging Face's and the program's weights
 Report = Callable[[str, int, int], None]
@@ -37,11 +37,10 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
     """
     artifact = load_artifact(out)
     target = Target.parse(str(artifact.config["target"]))
-    if target.device == "reference":
-        raise UnsupportedError(f"{out} runs by the references, by which verify would judge it; use inferc diff")
-    if target.device == "cuda" or target.has_segments:
+    if target.spec.kernels_certified == "never":
         raise UnsupportedError(
-            f"{out} runs on a GPU, whose kernels verify does not see yet; inferc eval OUT has its loss"
+            f"{out} is for target {target}, which runs on {target.spec.runs_on}: verify does not judge that; use inferc diff,"
+            " and inferc eval OUT for its loss"
         )
     if artifact.config["passes"]:
         raise UnsupportedError(
@@ -69,7 +68,7 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
         "the model itself",
         max_model_len=max_model_len,
         allow_drift=True,
-        kernels_round=target.rounds_rows,
+        kernels_round=target.spec.kernels_round_rows,
     )
     config = LowerConfig(
         target,

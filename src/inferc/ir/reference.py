@@ -126,7 +126,7 @@ class Batch:
         return dict(zip(new, parts))
 
 
-def has_dense_cache(program: Program) -> bool:
+def uses_dense_cache(program: Program) -> bool:
     """Whether its step reads a cache of whole sequences (`DenseKVCache`)."""
     return any(node.name == "starts" for node in program.inputs())
 
@@ -184,7 +184,7 @@ class DenseBatch:
 
 def new_batch(program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> Batch | DenseBatch:
     """For the cache that the program has."""
-    return (DenseBatch if has_dense_cache(program) else Batch)(program, read_weight, num_seqs, max_len)
+    return (DenseBatch if uses_dense_cache(program) else Batch)(program, read_weight, num_seqs, max_len)
 
 
 def run_lowered(

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from ranks import Model, random_module, run
 from torch import Tensor
 
+from inferc.backends.lower import LowerConfig
+from inferc.backends.partition import RankProgram, Ranks, partition
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
-from inferc.codegen.target import Target
 from inferc.config import EngineConfig
 from inferc.errors import VerifyError
 from inferc.ir import weights as weight_lib
@@ -23,14 +24,13 @@ from inferc.ir.rendezvous import Meeting
 from inferc.passes.lower import plan_memory
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.parallel.expert_placement import balanced
-from inferc.passes.parallel.partition import RankProgram, Ranks, partition
-from inferc.passes.pipeline import LowerConfig
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu.collectives import Bytes, Collectives, LocalGroup, rounded, widened
 from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.targets import Target
 
 PROMPT = [5, 17, 80, 3, 41]
-CPU = LowerConfig(Target("cpu"))
+CPU = LowerConfig(Target.parse("cpu"))
 
 
 class CompiledRank(Compiled):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from dense_cases import EXPERTS, EXPRESSIONS, PLAIN, ROUTING
 from graphs import Example, random, rows
+from kernel_tables import choose_for
 from onnx_runs import ONNX, run_onnx
 
 from inferc.codegen.onnx.calls import _FUNCTIONS
 from inferc.errors import UnsupportedError
 from inferc.ir.ops.pointwise import FUNCTIONS
-from inferc.passes.lower.choose_kernels import ChooseKernels
 
 
 def check(made: Example, folder: Path, tolerance: float = 2e-6) -> None:
@@ -47,7 +47,7 @@ def test_pointwise_over_a_column_and_a_row(tmp_path: Path) -> None:
     check(dense_cases.product_of(rows(8), rows(1, seed=2)), tmp_path)
     wider = dense_cases.product_of(rows(1), random(1, 8))
     with pytest.raises(UnsupportedError, match=r"inputs of \[T, 1\], \[1, 8\]: expected one of the result's \[T, 8\]"):
-        ChooseKernels(ONNX)(wider.program)
+        choose_for(ONNX)(wider.program)
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours", "neighbours_to_halves"])

@@ -13,8 +13,8 @@ from graphs import TOKENS, Example, example, random, rows
 from onnx_runs import ONNX, STANDARD, run_onnx
 from torch import Tensor
 
-from inferc.codegen.target import Target
 from inferc.ir.ops.quantize import quantize_int4, quantize_rows
+from inferc.targets import Target
 
 inferc = torch.ops.inferc
 IDS = torch.tensor([[0, 2], [3, 1], [1, 2], [2, 0], [3, 2]], dtype=torch.int32)

@@ -16,8 +16,7 @@ import torch
 from tensorrt_runs import TENSORRT
 from torch import fx
 
-from inferc.codegen.conditions import tensorrt_only
-from inferc.codegen.kernels import Kernel
+from inferc.codegen.kernel import Fits, Kernel
 from inferc.codegen.tensorrt.adapter import FULL, RTX, Building, Library, find, to_build, to_run
 from inferc.codegen.tensorrt.emit import build
 from inferc.codegen.tensorrt.network import TensorRTNetwork
@@ -96,7 +95,7 @@ def test_what_a_node_is_refused_for(tmp_path: Path) -> None:
         return net.plus(x, net.cast(x, torch.float16))
 
     made = dense_cases.plain("mul by a number")
-    kernel = Kernel("tensorrt", "aten.mul.Tensor", "tensorrt.wrong", tensorrt_only, twice)
+    kernel = Kernel("tensorrt", "aten.mul.Tensor", "tensorrt.wrong", Fits(), twice)
     ChooseKernels(TENSORRT, (kernel,))(made.program)
     with pytest.raises(
         UnsupportedError, match=r"^node mul_tensor: .*must have same input types.*\(TensorRT-RTX [\d.]+\)$"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from dense_cases import EXPERTS, EXPRESSIONS, PLAIN, ROUTING
 from graphs import Example, example, random, rows
+from kernel_tables import choose_for
 from tensorrt_runs import TENSORRT, run_tensorrt
 
-from inferc.codegen.target import Target
 from inferc.codegen.tensorrt import calls
 from inferc.errors import UnsupportedError
 from inferc.ir.ops.pointwise import FUNCTIONS
-from inferc.passes.lower.choose_kernels import ChooseKernels
+from inferc.targets import Target
 
 inferc = torch.ops.inferc
 
@@ -50,7 +50,7 @@ def test_pointwise_over_a_column_and_a_row(tmp_path: Path) -> None:
     check(dense_cases.product_of(rows(8), rows(1, seed=2)), tmp_path)
     wider = dense_cases.product_of(rows(1), random(1, 8))
     with pytest.raises(UnsupportedError, match=r"inputs of \[T, 1\], \[1, 8\]: expected one of the result's \[T, 8\]"):
-        ChooseKernels(TENSORRT)(wider.program)
+        choose_for(TENSORRT)(wider.program)
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours", "neighbours_to_halves"])
@@ -107,7 +107,7 @@ def test_weights_in_int8(name: str, tmp_path: Path) -> None:
 
 ROUNDED: dict[str, tuple[Target, Any, Any]] = {
     "int8": (TENSORRT, inferc.quantize_rows.default, inferc.linear_w8a8.default),
-    "fp8": (Target("tensorrt", ("sm_89",)), inferc.quantize_rows_fp8.default, inferc.linear_fp8.default),
+    "fp8": (Target.parse("tensorrt:sm_89"), inferc.quantize_rows_fp8.default, inferc.linear_fp8.default),
 }
 
 

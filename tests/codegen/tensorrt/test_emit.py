@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from serving import run_inferc
 
-from inferc.codegen.target import Target
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.manifest import TENSORRT_LAYERS, TENSORRT_PLAN
 from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.targets import Target
 
 SCHEMES = ("int8", "w8a8", "fp8")
 SHIPPED = Path(__file__).parents[3] / "examples" / "models"
@@ -82,8 +82,8 @@ def test_equal_input_gives_equal_bytes_but_for_the_plan(tmp_path: Path) -> None:
 )
 def test_shipped_models_build(model: str, arch: str, options: dict[str, str], tmp_path: Path) -> None:
     config = CompileConfig(target=f"tensorrt:{arch}", certify="none", **options)  # type: ignore[arg-type]
-    if options.get("quantize") == "fp8" and not Target.parse(config.target).has_fp8:
-        with pytest.raises(UnsupportedError, match="do not multiply in"):
+    if options.get("quantize") == "fp8" and "fp8" not in Target.parse(config.target).schemes:
+        with pytest.raises(UnsupportedError, match="--quantize fp8: it takes int8, w8a8"):
             compile(SHIPPED / model, tmp_path / "out", config)
     else:
         compile(SHIPPED / model, tmp_path / "out", config)
@@ -92,16 +92,22 @@ def test_shipped_models_build(model: str, arch: str, options: dict[str, str], tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 2}, "target tensorrt:sm_86: a plan is for one GPU; leave out --tp"),
-        ({"quantize": "int4"}, "--quantize int4, which is not built yet; take int8 or w8a8, or leave it out"),
-        ({"quantize": "fp8"}, "--quantize fp8, which chips before sm_89 do not multiply in; take int8 or w8a8, or"),
-        ({"kv_dtype": "int8"}, "--kv-dtype int8 is not built yet; leave it out, or use --target tensorrt-paged:sm_86"),
+        ({"tp": 2}, "target tensorrt:sm_86: --tp 2: it takes 1; leave it out, or use --target cpu"),
+        ({"quantize": "int4"}, "--quantize int4: it takes int8, w8a8; leave it out, or use --target cpu"),
+        ({"quantize": "fp8"}, "--quantize fp8: it takes int8, w8a8; leave it out, or use --target tensorrt:sm_89"),
+        (
+            {"kv_dtype": "int8"},
+            "--kv-dtype int8: it takes bfloat16, float32, float16; leave it out, or use --target tensorrt-paged:sm_86",
+        ),
         (
             {"target": "cpu", "quantize": "fp8"},
-            "target cpu: --quantize fp8 is built for tensorrt and tensorrt-paged alone",
+            "target cpu: --quantize fp8: it takes int8, .*int4-g128; leave it out, or use --target tensorrt:sm_89",
         ),
-        ({"target": "cuda:sm_90", "quantize": "fp8"}, "target cuda:sm_90: --quantize fp8 is not built yet; take int8"),
-        ({"block_size": 32}, "--block-size: K and V of a sequence are one block there"),
+        (
+            {"target": "cuda:sm_90", "quantize": "fp8"},
+            "target cuda:sm_90: --quantize fp8: it takes int8; leave it out, or use --target tensorrt:sm_89",
+        ),
+        ({"block_size": 32}, "--block-size 32: it does not take it; leave it out, or use --target cpu"),
         ({"target": "tensorrt:sm_90"}, "target tensorrt:sm_90: TensorRT-RTX .* builds for .*, or --target cuda:sm_90"),
     ],
 )
@@ -121,5 +127,5 @@ def test_bfloat16_on_a_chip_without_it_is_refused_in_one_line(tmp_path: Path) ->
 
 
 def test_the_other_targets_do_not_import_it() -> None:
-    code = "import sys, inferc.compiler.build, inferc.codegen.kernels; assert 'tensorrt_rtx' not in sys.modules"
+    code = "import sys, inferc.compiler.build, inferc.codegen.tensorrt.table; assert 'tensorrt_rtx' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

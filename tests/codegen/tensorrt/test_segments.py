@@ -12,8 +12,8 @@ from gpu_families import REFUSED
 from random_models import make_random_model
 from segment_runs import Roundings, networks, run_segments
 
+from inferc.backends.lower import LowerConfig, lower
 from inferc.codegen.segments import segments_of
-from inferc.codegen.target import Target
 from inferc.codegen.tensorrt.adapter import to_build
 from inferc.codegen.tensorrt.segments import plans
 from inferc.errors import UnsupportedError
@@ -22,7 +22,7 @@ from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.ir import reference
 from inferc.ir.program import Program
 from inferc.ir.reference import run_lowered, weight_reader
-from inferc.passes.pipeline import LowerConfig, lower
+from inferc.targets import Target
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models"
 PROMPTS = [[5, 7, 11, 13, 17, 19, 23], list(range(40, 70)), [9]]

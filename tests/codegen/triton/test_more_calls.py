@@ -10,7 +10,7 @@ from tiny_checkpoints import tiny_checkpoint, with_every_kind
 pytest.importorskip("triton")
 
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
 from inferc.codegen.triton.aot.build import build
 from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.codegen.triton.kernels.moe_experts import grouped_linear, sort_choices, sum_choices
@@ -19,7 +19,7 @@ from inferc.codegen.triton.kernels.pointwise import program_of
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.passes.lower.plan_memory import memory_plan
-from inferc.passes.pipeline import LowerConfig, lower
+from inferc.targets import Target
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 MAX_SHARED = 99 << 10  # bytes of a block: what the smallest of the chips that we compile for has

@@ -13,20 +13,21 @@ from transformers import AutoConfig
 
 pytest.importorskip("triton")
 
-from inferc.codegen.kernels import select
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, lower
+from inferc.codegen.select import select
 from inferc.codegen.triton.aot.build import build_fitting
 from inferc.codegen.triton.aot.builders import Builders, worth
-from inferc.codegen.triton.aot.launch import ARCHS, evaluate_grid
+from inferc.codegen.triton.aot.launch import evaluate_grid
 from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.codegen.triton.kernels.attention_decode import prefix_attention
 from inferc.codegen.triton.kernels.attention_tiles import AttentionShape
 from inferc.codegen.triton.kernels.gemm import ROW_BOUNDS
+from inferc.codegen.triton.table import KERNELS
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import from_config, load
 from inferc.passes.lower.plan_memory import memory_plan
-from inferc.passes.pipeline import LowerConfig, lower
+from inferc.targets import ARCHS, Target
 
 pytestmark = pytest.mark.long
 
@@ -117,7 +118,7 @@ def test_a_weight_in_another_dtype_is_refused() -> None:
     def chosen(dtype: torch.dtype) -> str:
         program = example(norm, {"x": rows(8, dtype=torch.bfloat16)}, {"weight": random(8, dtype=dtype)}).program
         (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.inferc.rms_norm.default)
-        return select(node, Target.parse("cuda:sm_90")).name
+        return select(node, Target.parse("cuda:sm_90"), KERNELS).name
 
     assert chosen(torch.bfloat16) == "triton.rms_norm"
     with pytest.raises(UnsupportedError, match=r"weight weight in torch\.float32: expected torch\.bfloat16, as x"):

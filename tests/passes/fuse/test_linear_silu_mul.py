@@ -6,9 +6,9 @@ import torch
 from graphs import example, random, rows
 from torch import ops
 
-from inferc.codegen.target import Target
+from inferc.backends.lower import LowerConfig, build_pipeline
 from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
-from inferc.passes.pipeline import LowerConfig, build_pipeline
+from inferc.targets import Target
 
 aten, inferc = ops.aten, ops.inferc
 INPUTS = {"x": rows(8)}

@@ -3,11 +3,10 @@ from typing import Any
 import pytest
 import torch
 from graphs import example, random
+from kernel_tables import choose_for
 from torch import ops
 
-from inferc.codegen.target import Target
 from inferc.errors import UnsupportedError
-from inferc.passes.lower.choose_kernels import ChooseKernels
 from inferc.passes.verify import verify
 
 aten, inferc = ops.aten, ops.inferc
@@ -37,18 +36,18 @@ def test_the_cpu_reads_packed_weights(dtype: torch.dtype, layout: str) -> None:
         %3: float32[s0, 7] = inferc.lm_head(%2, @head, None)  # cpp.lm_head.{name}
         return (%3)
     """
-    made.check(ChooseKernels(Target("cpu")), 3, golden)
+    made.check(choose_for("cpu"), 3, golden)
     assert {key: weight.layout for key, weight in made.program.weights.items()} == {
         "embed": "",
         "up": layout,
         "head": layout,
     }
-    assert ChooseKernels(Target("cpu"))(made.program) == 0
+    assert choose_for("cpu")(made.program) == 0
 
 
 def test_a_tied_embedding_is_stored_once_and_packed() -> None:
     made = example(tied, IDS, {"embed": random(7, 8)})
-    assert ChooseKernels(Target("cpu"))(made.program) == 2
+    assert choose_for("cpu")(made.program) == 2
     verify(made.program)
     assert made.program.weights["embed"].layout == "panel16_k1"
     assert "cpp.embedding_panel.float32" in made.program.to_text()
@@ -56,7 +55,7 @@ def test_a_tied_embedding_is_stored_once_and_packed() -> None:
 
 def test_the_reference_packs_nothing() -> None:
     made = example(tied, IDS, {"embed": random(7, 8)})
-    assert ChooseKernels(Target("reference"))(made.program) == 2
+    assert choose_for("reference")(made.program) == 2
     assert made.program.weights["embed"].op == "source"
 
 
@@ -67,7 +66,7 @@ def test_readers_that_disagree_on_a_layout_are_refused() -> None:
 
     made = example(graph, IDS, {"w": random(8, 8)})
     with pytest.raises(UnsupportedError, match="a weight is stored once"):
-        ChooseKernels(Target("cpu"))(made.program)
+        choose_for("cpu")(made.program)
 
 
 def test_an_op_without_a_kernel_is_named() -> None:
@@ -77,7 +76,7 @@ def test_an_op_without_a_kernel_is_named() -> None:
     with pytest.raises(
         UnsupportedError, match=r"inferc cannot run aten.relu yet \(node relu_default\).* on target cpu"
     ):
-        ChooseKernels(Target("cpu"))(made.program)
+        choose_for("cpu")(made.program)
 
 
 def test_all_that_cannot_run_is_listed_each_kind_once() -> None:
@@ -91,4 +90,4 @@ def test_all_that_cannot_run_is_listed_each_kind_once() -> None:
         r" inferc cannot run aten.sort yet \(node sort_default\): .* on target onnx$"
     )
     with pytest.raises(UnsupportedError, match=message):
-        ChooseKernels(Target("onnx"))(made.program)
+        choose_for("onnx")(made.program)

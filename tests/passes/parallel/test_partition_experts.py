@@ -10,13 +10,13 @@ import torch
 from graphs import example, random
 from ranks import Model, random_module, run, weight_bytes
 
+from inferc.backends.partition import Ranks
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.expert_loads import ExpertLoads
 from inferc.ir.ops import expert_combine, expert_dispatch, run_ranks
 from inferc.ir.program import Program
 from inferc.ir.weights import read_whole
 from inferc.passes.parallel.expert_placement import Placement, balanced, contiguous, placements, rank_loads
-from inferc.passes.parallel.partition import Ranks
 from inferc.passes.parallel.partition_experts import partition_experts
 from inferc.passes.verify import verify
 

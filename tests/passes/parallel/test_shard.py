@@ -9,16 +9,16 @@ import torch
 from graphs import example, random
 from ranks import CONFIG, Model, random_module, run, weight_bytes
 
+from inferc.backends.lower import lower
+from inferc.backends.partition import Ranks, lower_ranks
 from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.frontend.export import export_module
 from inferc.ir.ops import all_gather, all_reduce, run_ranks
 from inferc.ir.program import Program
 from inferc.ir.weights import read_whole
-from inferc.passes.parallel.partition import Ranks, lower_ranks
 from inferc.passes.parallel.shard import cuts, shard
 from inferc.passes.parallel.split_columns import split_columns
 from inferc.passes.parallel.split_stages import balance
-from inferc.passes.pipeline import lower
 from inferc.passes.verify import verify
 
 aten, inferc = torch.ops.aten, torch.ops.inferc

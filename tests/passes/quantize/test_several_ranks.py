@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import CONFIG, Model, random_module, run, weight_bytes
 
-from inferc.passes.parallel.partition import Ranks, partition
+from inferc.backends.partition import Ranks, partition
 
 KINDS: dict[str, tuple[str, dict[str, Any], Ranks]] = {
     "tp": ("llama", {}, Ranks(tp=2)),

@@ -222,7 +222,7 @@ KILLED = """
 import os, signal, sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
-from test_kv_disk import A, B, Tier
+from test_disk import A, B, Tier
 tier = Tier(Path({folder!r}))
 assert tier.store(0, 1, A).failure is None
 assert tier.store(1, 2, B).failure is None

@@ -22,7 +22,7 @@ from inferc.serve.observe.metrics_page import METRICS, SERVER_METRICS
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[3]
-WEB = ROOT / "serve" / "web"
+WEB = ROOT / "serve" / "http" / "web"
 SIZES = {"wide": {"width": 1280, "height": 900}, "narrow": {"width": 390, "height": 844}}
 PROMPT = "class Reader:\n    def __init__(self"
 

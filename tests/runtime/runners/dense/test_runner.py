@@ -75,7 +75,7 @@ def make_engine(
     runner, model = make_runner(max_num_seqs, max_model_len)
     config = SchedulerConfig(max_num_seqs, budget, max_model_len, (num_blocks,), max_model_len, (FULL,))
     engine = Engine(runner, ModelLimits(VOCAB_SIZE, max_model_len), config, pipeline)
-    runner.free_slots = engine.scheduler.batch.free_slots
+    runner.share_free_slots(engine.scheduler.batch.free_slots)
     return engine, model
 
 

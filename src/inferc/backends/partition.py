@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from inferc.backends.lower import LowerConfig, build_pipeline
 from inferc.errors import ConfigError
 from inferc.ir.program import Program
 from inferc.passes.parallel.expert_placement import Placement
 from inferc.passes.parallel.partition_experts import Exchange, partition_experts
 from inferc.passes.parallel.shard import shard
-from inferc.passes.pipeline import LowerConfig, Observe, Pass, PassRecord, build_pipeline, run_passes
+from inferc.passes.pipeline import Observe, Pass, PassRecord, run_passes
 from inferc.passes.verify import verify
 from inferc.system import env as debug
 

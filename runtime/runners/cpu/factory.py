@@ -1,0 +1,51 @@
+"""Opens the runner of a compiled library: one, or a group of them for an artifact of several ranks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.offload.disk import open_disk
+from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
+from inferc.runtime.runners.cpu.abi import choose_isa
+from inferc.runtime.runners.cpu.hidden_rows import has_hidden_rows
+from inferc.runtime.runners.cpu.rank_group import RankGroup
+from inferc.runtime.runners.cpu.runner import ModelRunner
+
+IN_RANKS: frozenset[Capability] = frozenset(
+    ["kv_evict", "kv_events", "offload_in_place", "partial_blocks", "prefix_cache", "record", "threads"]
+)
+ALONE: frozenset[Capability] = IN_RANKS | {"kv_disk", "kv_evict_heavy_hitters", "taps"}
+
+
+class CpuRunnerFactory:
+    """For the cpu target."""
+
+    def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
+        if len(artifact.ranks) > 1:
+            return IN_RANKS
+        return ALONE | {"vectors"} if has_hidden_rows(artifact.program) else ALONE
+
+    def open(self, request: RunnerRequest) -> OpenedRunner:
+        artifact, groups = request.artifact, request.groups
+        resolved = request.config.resolve(artifact.max_model_len, artifact.block_size, groups)
+        if len(artifact.ranks) > 1:
+            group = RankGroup(artifact, resolved)
+            return OpenedRunner(group, resolved, group.isa)
+        with ExitStack() as opened:
+            disk = open_disk(artifact, request.config, groups, lambda: choose_isa(request.config.isa, artifact.isas))
+            if disk is None:
+                runner = ModelRunner(artifact, resolved)
+            else:
+                opened.callback(disk.close)
+                runner = ModelRunner(artifact, resolved, files=list(zip(disk.files, disk.num_blocks, strict=True)))
+                opened.callback(runner.close)
+                blocks = [runner.blocks(group) for group in range(len(groups))]
+                disk.attach(blocks, [len(of["layers"]) for of in artifact.kv_groups])
+            opened.pop_all()
+        # Memory of the KV cache that was asked for by its size is taken before it is needed; else no more than is needed.
+        idle_work = None if request.config.kv_memory_bytes == "auto" else runner.back_cache
+        return OpenedRunner(runner, resolved, runner.isa, disk, idle_work=idle_work)
+
+
+CPU = CpuRunnerFactory()

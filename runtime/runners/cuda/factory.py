@@ -1,0 +1,66 @@
+"""Opens the runner of launches on an NVIDIA GPU, with TensorRT's engines between them where the artifact has any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from inferc.config import EngineConfig
+from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.offload.disk import open_disk
+from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
+from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda.engines import Engines, open_engines
+from inferc.runtime.runners.cuda.memory import kv_available
+from inferc.runtime.runners.cuda.runner import CudaRunner
+
+OF_LAUNCHES: frozenset[Capability] = frozenset(
+    ["kv_disk", "kv_evict", "kv_events", "partial_blocks", "prefix_cache", "threads"]
+)
+
+
+@dataclass(frozen=True)
+class CudaRunnerFactory:
+    """can: what its runner can do; open_engines: opens those that compute between the launches, first of all, since what they
+    take of the device is not in the artifact."""
+
+    can: frozenset[Capability]
+    open_engines: Callable[[Artifact, EngineConfig, Driver], Engines] | None = None
+
+    def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
+        return self.can
+
+    def open(self, request: RunnerRequest) -> OpenedRunner:
+        artifact, config, groups = request.artifact, request.config, request.groups
+        with ExitStack() as opened:
+            driver = Driver()
+            with ExitStack() as before:  # what is the runner's once it is made
+                before.callback(driver.close)
+                engines = None
+                if self.open_engines is not None:
+                    request.weights_checked()  # before a plan is given to TensorRT, which looks into it less closely
+                    engines = self.open_engines(artifact, config, driver)
+                    before.callback(engines.close)
+                # Another GPU may compute other bits.
+                computed_by = f"{driver.arch}{' deterministic' * config.deterministic}"
+                disk = open_disk(artifact, config, groups, lambda: computed_by)
+                if disk is not None:
+                    opened.callback(disk.close)
+                free, _ = driver.memory_info()
+                available = kv_available(artifact, config, groups, free, driver.name)
+                resolved = config.resolve(
+                    artifact.max_model_len, artifact.block_size, groups, available, request.target
+                )
+                lower = () if disk is None else disk.map_files()
+                runner = CudaRunner(artifact, resolved, driver, owns_driver=True, lower=lower, engines=engines)
+                before.pop_all()
+            opened.callback(runner.close)
+            if disk is not None:
+                disk.attach_device(runner.num_blocks, runner.read_block)
+            opened.pop_all()
+        return OpenedRunner(runner, resolved, runner.arch, disk)
+
+
+CUDA = CudaRunnerFactory(OF_LAUNCHES | {"record"})
+TENSORRT_PAGED = CudaRunnerFactory(OF_LAUNCHES, open_engines)

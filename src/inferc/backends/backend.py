@@ -1,0 +1,96 @@
+"""The contract of a backend: what a target is while a model is compiled for it.
+
+A row of `inferc.targets.TARGETS` names each target's. Nothing else that compiles knows a target's name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from inferc.backends.lower import LowerConfig
+from inferc.backends.partition import RankProgram
+from inferc.codegen.artifact_writer import ArtifactWriter
+from inferc.codegen.kernel import Kernel
+from inferc.errors import ConfigError
+from inferc.ir.program import Program
+from inferc.passes.lower.plan_memory import NO_PLAN, MemoryPlan
+from inferc.passes.pipeline import Pass
+from inferc.targets import Target
+
+Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
+CANONICAL = {"kv_layout": {"order": "canonical"}}  # of targets that lay K and V out by themselves
+
+
+@dataclass
+class Output:
+    """What a backend is told of the compile that it writes for.
+
+    folder: where the artifact comes to be; num_ranks: for how many programs `write` is called; for_here: whether nothing but this
+    machine will run it, so that code for others need not be made.
+    """
+
+    writer: ArtifactWriter
+    folder: Path
+    config: LowerConfig
+    report: Progress
+    num_ranks: int = 1
+    for_here: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a backend wrote for one rank, as the manifest and program.json say it.
+
+    plan: where values lie in the arena; arena: its size as a formula; fields: of program.json; libraries, cubins: files by
+    instruction set and by chip; kernels: rows of the kernel table beside those of the graph; facts: what the manifest says of
+    engines.
+    """
+
+    plan: MemoryPlan = NO_PLAN
+    arena: dict[str, int] = field(default_factory=lambda: dict(NO_PLAN.formula))
+    fields: dict[str, Any] = field(default_factory=lambda: dict(CANONICAL))
+    libraries: dict[str, str] = field(default_factory=dict)
+    cubins: dict[str, str] = field(default_factory=dict)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] | None = None
+
+
+class Backend(Protocol):
+    """One target's side of a compile. An instance is made for each compile and may keep what its ranks share."""
+
+    code: ClassVar[str]
+    """What its kernels are written in: `backend` of their rows."""
+    kernels: ClassVar[tuple[Kernel, ...]]
+    """Its kernel table, best first."""
+
+    def __init__(self, target: Target) -> None: ...
+
+    def check_machine(self) -> None:
+        """Raise ConfigError for what this machine lacks to compile for the target, beside the row's packages."""
+
+    def pipeline(self, config: LowerConfig) -> tuple[Pass, ...]:
+        """The passes from a captured program to one that this backend writes, in running order."""
+
+    def try_write(self, program: Program, config: LowerConfig) -> None:
+        """Raise what `write` would refuse of a lowered program, as far as that is cheap to tell; writes nothing."""
+
+    def write(self, rank: RankProgram, output: Output) -> Written:
+        """Write the code of a lowered program into the artifact, whose weights are written."""
+
+
+def open_backend(target: Target) -> Backend:
+    """The backend of a target, for which this machine can compile.
+
+    Raises ConfigError for a package or a tool that is missing, UnsupportedError for a chip that it cannot compile for.
+    """
+    spec = target.spec
+    missing = [name for name in spec.packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"target {target} needs {', '.join(missing)}; install: pip install 'inferc[{spec.extra}]'")
+    backend: Backend = spec.find_backend()(target)
+    backend.check_machine()
+    return backend

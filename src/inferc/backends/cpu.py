@@ -1,0 +1,67 @@
+"""The cpu target: the step in C++, compiled once for each instruction set."""
+
+from __future__ import annotations
+
+from inferc.backends.backend import Output, Written
+from inferc.backends.lower import LowerConfig
+from inferc.backends.partition import RankProgram
+from inferc.backends.pipelines import paged_pipeline
+from inferc.codegen.cpp import build as cpp_build
+from inferc.codegen.cpp.emit import CppUnit, emit
+from inferc.codegen.cpp.table import KERNELS
+from inferc.ir.program import Program
+from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul
+from inferc.passes.lower.plan_memory import MemoryPlan, memory_plan
+from inferc.passes.pipeline import Pass
+from inferc.runtime.runners.cpu.abi import detect_isa
+from inferc.targets import Target
+
+
+class CpuBackend:
+    """Writes a library for each instruction set, and the C++ that it was compiled from."""
+
+    code = "cpp"
+    kernels = KERNELS
+
+    def __init__(self, target: Target) -> None:
+        self._isas = cpp_build.target_isas()
+        self._libraries: dict[str, dict[str, str]] = {}  # by their source: ranks whose step is the same text share them
+
+    def check_machine(self) -> None:
+        cpp_build.check_machine()
+
+    def pipeline(self, config: LowerConfig) -> tuple[Pass, ...]:
+        return paged_pipeline(config, gated=(fuse_linear_silu_mul,))
+
+    def try_write(self, program: Program, config: LowerConfig) -> None:
+        _emit(program, memory_plan(program), config)
+
+    def write(self, rank: RankProgram, output: Output) -> Written:
+        plan = memory_plan(rank.program)
+        unit = _emit(rank.program, plan, output.config)
+        libraries = self._write_libraries(unit, rank.label, output)
+        return Written(plan, unit.arena, unit.program_json_fields, libraries)
+
+    def _write_libraries(self, unit: CppUnit, label: str, output: Output) -> dict[str, str]:
+        """Compile the step for each instruction set; returns the library files by ISA, best first."""
+        if unit.source in self._libraries:
+            return self._libraries[unit.source]
+        output.report("compile kernels", len(self._libraries), output.num_ranks)
+        folder = f"kernels/{label}" if self._libraries else "kernels"
+        libraries = {}
+        isas = detect_isa()[:1] if output.for_here else self._isas
+        for isa, built in cpp_build.build_program(unit, isas).items():
+            libraries[isa] = f"{folder}/cpu-{isa}.so"
+            output.writer.add(libraries[isa], built.read_bytes())
+        output.writer.add(f"{folder}/cpp/unit.cpp", unit.whole.encode())
+        if not self._libraries:
+            for header in unit.headers:
+                output.writer.add(f"kernels/cpp/{header}", (cpp_build.KERNELS_FOLDER / header).read_bytes())
+            for header, text in unit.own_headers.items():
+                output.writer.add(f"kernels/cpp/{header}", text.encode())
+        self._libraries[unit.source] = libraries
+        return libraries
+
+
+def _emit(program: Program, plan: MemoryPlan, config: LowerConfig) -> CppUnit:
+    return emit(program, plan.values, plan.pools, config.kernels, config.own_headers)

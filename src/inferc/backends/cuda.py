@@ -1,0 +1,73 @@
+"""The cuda target: the step as launches of Triton kernels, compiled ahead of time for each chip."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from inferc.backends.backend import Output, Written
+from inferc.backends.lower import LowerConfig
+from inferc.backends.partition import RankProgram
+from inferc.backends.pipelines import paged_pipeline
+from inferc.codegen.triton.table import KERNELS
+from inferc.ir.program import Program
+from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
+from inferc.passes.lower.plan_memory import SAMPLE_ROWS, MemoryPlan, memory_plan
+from inferc.passes.pipeline import Pass
+from inferc.targets import Target
+
+if TYPE_CHECKING:
+    from inferc.codegen.triton.emit import CudaStep
+
+
+class CudaBackend:
+    """Writes cubins and launch records for each chip that is named, and PTX for those to come."""
+
+    code = "triton"
+    kernels = KERNELS
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def check_machine(self) -> None: ...
+
+    def pipeline(self, config: LowerConfig) -> tuple[Pass, ...]:
+        of_int8 = (fuse_linear_silu_mul_int8,) if config.quantize == "int8" else ()
+        # Its kernel of q, k and v writes no int8 cache.
+        return paged_pipeline(config, gated=(fuse_linear_silu_mul, *of_int8), fuses_qkv=config.kv_dtype != "int8")
+
+    def try_write(self, program: Program, config: LowerConfig) -> None:
+        try_step(program, config)
+
+    def write(self, rank: RankProgram, output: Output) -> Written:
+        return write_step(rank.program, self._target, output, with_ptx=True)
+
+
+def try_step(program: Program, config: LowerConfig) -> None:
+    """Raise what emitting a step would refuse, where Triton is installed: without it a model can still be explained."""
+    if importlib.util.find_spec("triton") is not None:
+        emit_step(program, memory_plan(program), config)
+
+
+def emit_step(program: Program, plan: MemoryPlan, config: LowerConfig) -> CudaStep:
+    """The launches of a lowered program, and the kernels that they name."""
+    from inferc.codegen.triton.emit import emit  # and Triton, which no other target needs
+
+    return emit(program, plan.values, config.kernels)
+
+
+def write_step(program: Program, target: Target, output: Output, *, with_ptx: bool) -> Written:
+    """Compile a step's kernels for each chip of the target, and write them and what they were compiled from."""
+    from inferc.codegen.triton.code import write_code, write_sources
+
+    plan = memory_plan(program)
+    step = emit_step(program, plan, output.config)
+    of_row = sum(each.get("per_row", 0) for each in step.scratch.values())
+    arena = {**plan.formula, "const": plan.formula["const"] + SAMPLE_ROWS * of_row}
+
+    def report(done: int, total: int) -> None:
+        output.report("compile kernels", done, total)
+
+    cubins, rows = write_code(step, target.archs, output.writer.add, report, with_ptx=with_ptx)
+    write_sources(step, output.writer.add)
+    return Written(plan, arena, step.program_json_fields, cubins=cubins, kernels=rows)

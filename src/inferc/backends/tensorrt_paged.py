@@ -1,0 +1,92 @@
+"""The tensorrt-paged target: TensorRT's plans for what lies between our kernels, which keep the KV cache in blocks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from inferc.backends.backend import Output, Written
+from inferc.backends.cuda import try_step, write_step
+from inferc.backends.lower import LowerConfig
+from inferc.backends.partition import RankProgram
+from inferc.backends.pipelines import model_passes, quantization_elsewhere
+from inferc.backends.tensorrt import library_for
+from inferc.codegen.segments import segments_of
+from inferc.codegen.tensorrt import table as tensorrt
+from inferc.codegen.triton import table as triton
+from inferc.ir.program import Program
+from inferc.manifest import TENSORRT_LAYERS, json_bytes, segment_plan
+from inferc.passes.attention.pad_heads import PadHeads
+from inferc.passes.attention.page_kv_cache import PageKVCache
+from inferc.passes.fuse.pointwise import FusePointwise
+from inferc.passes.fuse.rope_kv_write import fuse_norm_rope_kv_write, fuse_rope_kv_write
+from inferc.passes.lower.choose_kernels import ChooseKernels
+from inferc.passes.lower.partition_segments import PartitionSegments
+from inferc.passes.lower.plan_memory import PlanMemory
+from inferc.passes.lower.select_rows import SelectRows
+from inferc.passes.lower.split_head import SplitHead
+from inferc.passes.pipeline import Pass
+from inferc.passes.quantize.kv_cache import QuantizeKVCache
+from inferc.targets import Target
+
+log = logging.getLogger(__name__)
+
+
+class PagedTensorRTBackend:
+    """Writes kernels as the cuda target does, and a plan for all segments that are equal but for their weights."""
+
+    code = "triton"
+    kernels = (*triton.KERNELS, *tensorrt.KERNELS)
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def check_machine(self) -> None:
+        library_for(self._target)
+
+    def pipeline(self, config: LowerConfig) -> tuple[Pass, ...]:
+        """The plain model, as TensorRT fuses ops by itself, but for what the kernels between its segments do at once."""
+        return (
+            *model_passes(PadHeads()),
+            PageKVCache(config.block_size),
+            *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),
+            fuse_rope_kv_write,
+            fuse_norm_rope_kv_write,
+            FusePointwise(),
+            SelectRows(),
+            SplitHead(),
+            *quantization_elsewhere(config.quantize, ("linear",)),  # the LM head is a kernel of ours, that reads floats
+            PartitionSegments(),  # after everything that makes or moves a node
+            ChooseKernels(config.target, triton.KERNELS, in_segments=tensorrt.KERNELS),
+            PlanMemory(),
+        )
+
+    def try_write(self, program: Program, config: LowerConfig) -> None:
+        try_step(program, config)
+
+    def write(self, rank: RankProgram, output: Output) -> Written:
+        """The kernels, without PTX: chips to come run no plan. The plans' weights are the artifact's."""
+        step = write_step(rank.program, self._target, output, with_ptx=False)
+        facts = self._write_plans(rank.program, output)
+        return Written(step.plan, step.arena, step.fields, cubins=step.cubins, kernels=step.kernels, facts=facts)
+
+    def _write_plans(self, program: Program, output: Output) -> dict[str, Any]:
+        from inferc.codegen.tensorrt.segments import PROFILES, first_of_each, plans
+
+        (arch,) = self._target.archs
+        library = library_for(self._target)
+        total, rows, layers = len(first_of_each(segments_of(program))), [], {}
+        output.report("build plans", 0, total)
+        start = time.perf_counter()
+        for each in plans(program, library, arch, output.config.kernels):
+            data = memoryview(each.data).cast("B")
+            log.info("plan %s was built in %.1f s, %d bytes", each.name, time.perf_counter() - start, len(data))
+            output.writer.add_mapped(segment_plan(each.name), data)
+            layers[each.name] = each.layers
+            rows.append({"name": each.name, "calls": each.calls})
+            output.report("build plans", len(rows), total)
+            start = time.perf_counter()
+        output.writer.add(TENSORRT_LAYERS, json_bytes(layers))
+        facts = {"package": library.package, "version": library.version, "arch": arch}
+        return {**facts, "profiles": [each.to_json() for each in PROFILES], "plans": rows}
