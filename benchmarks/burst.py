@@ -118,9 +118,7 @@ def use_on_trace(trace: Trace, block_size: int) -> dict[str, Any]:
     """What sequences of a trace's lengths leave unused, all there at once: the scheduler and cache, without a model."""
     longest, clock = trace.longest, VirtualClock()
     num_blocks = 1 + TRACE_SEQS * -(-longest // block_size)
-    config = SchedulerConfig(
-        *(TRACE_SEQS, TRACE_BUDGET, longest, (num_blocks,), block_size, (CacheGroup("full", 0, 1),))
-    )
+    config = SchedulerConfig(*(TRACE_SEQS, TRACE_BUDGET, longest, (num_blocks,), block_size, (CacheGroup(1),)))
     engine = Engine(CostRunner(StepCost(), clock), ModelLimits(2, longest), config, clock=clock)
     requests = [Request([1] * each.prompt_len, each.output_len) for each in trace.requests]
     use = KVUse()

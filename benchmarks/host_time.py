@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from inferc.config import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import CacheGroup, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.engine.messages import EventWriter
 from inferc.runtime.scheduler.config import SchedulerConfig
@@ -29,7 +29,7 @@ from inferc.runtime.text.tokenizer import Text, TextStream
 
 VOCAB_SIZE = 4096
 PROMPT_LEN = 128
-FULL, WINDOW = CacheGroup("full", 0, 1024), CacheGroup("window", 1024, 1024)
+FULL, WINDOW = CacheGroup(1024), WindowCacheGroup(1024, window=1024)
 GROUPS = {"full": (FULL,), "window": (WINDOW,), "mixed": (FULL, WINDOW)}
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-llama"
 

@@ -60,7 +60,7 @@ def config_of(prices: CostFile, trace: Trace, policy: str, kv_tokens: int | None
     num_blocks = prices.num_blocks if kv_tokens is None else 1 + -(-max(kv_tokens, longest) // prices.block_size)
     return SchedulerConfig(
         *(NUM_SEQS, prices.max_num_batched_tokens, longest + 1, (num_blocks,), prices.block_size),
-        (CacheGroup("full", 0, prices.kv_bytes_per_token),),
+        (CacheGroup(prices.kv_bytes_per_token),),
         prefix_cache=True,
         policy=policy,
     )

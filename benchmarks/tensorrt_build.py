@@ -20,10 +20,10 @@ from typing import Any
 from measured import ROOT, save
 
 from inferc.compiler.build import compile
-from inferc.compiler.check_target import SCHEMES_OF_TENSORRT
 from inferc.config import CompileConfig, available_cores
 from inferc.cost.machine import measure_read
 from inferc.runtime.artifact.load import inspect_artifact
+from inferc.targets import find_spec
 
 TARGETS = ("tensorrt", "tensorrt-paged")
 MODELS = ("tiny-llama", "tiny-moe", "tiny-draft")
@@ -42,7 +42,7 @@ def main() -> None:
     for turn in range(options.turns):
         for model in options.models:
             for target in TARGETS:
-                for scheme in (None, *SCHEMES_OF_TENSORRT):
+                for scheme in (None, *find_spec("tensorrt").schemes):
                     case = (model, target, scheme)
                     rows[case], taken = built(model, f"{target}:{options.arch}", scheme)
                     seconds[case].append(taken)

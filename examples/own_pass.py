@@ -9,22 +9,13 @@ from torch import Tensor, fx, ops
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import inferc
-from inferc.extend import (
-    OTHER_TARGET,
-    Builder,
-    Call,
-    Kernel,
-    Rewrite,
-    Values,
-    cpp_float,
-    cpp_type,
-    define,
-    like_first,
-    row_count,
+from inferc import extend
+
+
+@extend.define(
+    "example::add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool early) -> Tensor",
+    extend.like_first,
 )
-
-
-@define("example::add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool early) -> Tensor", like_first)
 def two_ops(x: Tensor, residual: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
     return ops.aten.add.Tensor(residual, ops.inferc.rms_norm.default(x, weight, eps, 0.0, early))  # type: ignore[no-any-return]
 
@@ -33,18 +24,20 @@ def one_op(x: Tensor, residual: Tensor, weight: Tensor, eps: float, early: bool)
     return ops.example.add_rms_norm.default(x, residual, weight, eps, early)  # type: ignore[no-any-return]
 
 
-def call(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
+def call(node: fx.Node, values: extend.Values) -> extend.Call:
+    b = extend.Builder(node, values)
     (x, _), (residual, _), (out, result) = b.read("x"), b.read("residual"), b.write()
-    norm = f"{cpp_float(b.arg('eps'))}, 0.0f, {str(b.arg('early')).lower()}"
-    args = f"{x}, {residual}, {b.weight('weight')}, Norm{{{{{norm}}}}}, {row_count(result)}, {result.width}, {out}"
-    return b.done(f"add_rms_norm<{cpp_type(result)}>(t, {args});")
+    norm = f"{extend.cpp_float(b.arg('eps'))}, 0.0f, {str(b.arg('early')).lower()}"
+    args = (
+        f"{x}, {residual}, {b.weight('weight')}, Norm{{{{{norm}}}}}, {extend.row_count(result)}, {result.width}, {out}"
+    )
+    return b.done(f"add_rms_norm<{extend.cpp_type(result)}>(t, {args});")
 
 
-class OwnRewrite(Rewrite):
+class OwnRewrite(extend.Rewrite):
     headers = Path(__file__).parent / "own_kernels"
-    why_not = staticmethod(lambda node, target: "" if target.device == "cpu" else OTHER_TARGET)
-    kernels = (Kernel("cpp", "example.add_rms_norm", "example.add_rms_norm", why_not, call, {"weight": None}),)
+    why_not = staticmethod(lambda node, target: "" if target.device == "cpu" else extend.OTHER_TARGET)
+    kernels = (extend.Kernel("cpp", "example.add_rms_norm", "example.add_rms_norm", why_not, call, {"weight": None}),)
 
 
 fuse_add_rms_norm = OwnRewrite("fuse_add_rms_norm", two_ops, one_op)

@@ -18,10 +18,10 @@ from inferc.config import (
     parse_bytes,
 )
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import CacheGroup, WindowCacheGroup
 
 CONTEXT = ContextLength(4096, 4096)
-GROUPS = (CacheGroup("full", 0, 1000),)
+GROUPS = (CacheGroup(1000),)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_engine_config_resolves() -> None:
 
 
 def test_windows_need_less_memory_than_their_sequences_are_long() -> None:
-    groups = (*GROUPS, CacheGroup("window", 20, 4000))
+    groups = (*GROUPS, WindowCacheGroup(4000, window=20))
     resolved = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16).resolve(1000, 16, groups)
     assert resolved.num_blocks == (2 * 63 + 1, 2 * 4 + 1), "19 keys before 16 new tokens touch at most 4 blocks"
     assert resolved.kv_memory_bytes == 16 * (127 * 1000 + 9 * 4000)

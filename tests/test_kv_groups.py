@@ -10,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferc.errors import ConfigError
-from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all, share_out
+from inferc.kv_groups import (
+    KINDS,
+    CacheGroup,
+    CacheLimits,
+    ChunkCacheGroup,
+    WindowCacheGroup,
+    pools_bytes,
+    pools_for_all,
+    share_out,
+)
 
 LIMITS = CacheLimits(block_size=16, max_model_len=1000, max_num_seqs=2, max_num_batched_tokens=32)
-FULL, WINDOW, CHUNK = CacheGroup("full", 0, 10), CacheGroup("window", 100, 30), CacheGroup("chunk", 100, 30)
+FULL, WINDOW, CHUNK = CacheGroup(10), WindowCacheGroup(30, window=100), ChunkCacheGroup(30, window=100)
 
 
 def test_a_window_needs_few_blocks_however_long_the_sequence() -> None:
@@ -26,7 +35,7 @@ def test_a_window_needs_few_blocks_however_long_the_sequence() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 20), st.sampled_from(["window", "chunk"]))
 def test_held_blocks_are_enough_for_every_step(window: int, block_size: int, num_new: int, kind: str) -> None:
-    group, limits = CacheGroup(kind, window, 8), CacheLimits(block_size, 200, 1, 20)
+    group, limits = KINDS[kind](8, window), CacheLimits(block_size, 200, 1, 20)
     for start in range(200 - num_new):
         first = group.first_key(start) // block_size
         assert limits.blocks_for(start + num_new) - first <= group.held_blocks(limits, 200, num_new)
@@ -54,7 +63,9 @@ def test_two_blocks_are_the_least() -> None:
 
 
 groups_strategy = st.lists(
-    st.builds(CacheGroup, st.sampled_from(["full", "window", "chunk"]), st.integers(1, 500), st.integers(1, 300)),
+    st.sampled_from(["full", "window", "chunk"]).flatmap(
+        lambda kind: st.builds(KINDS[kind], st.integers(1, 300), st.integers(1, 500))
+    ),
     min_size=1,
     max_size=4,
 )

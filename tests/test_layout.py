@@ -229,7 +229,9 @@ def imported_modules(path: Path) -> list[str]:
     """The modules that a file names in its import statements, without the names taken from them."""
     tree = ast.parse(path.read_text())
     plain = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
-    return plain + [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    deeper = [f"{node.module}.{name.name}" for node in taken for name in node.names if node.module == "inferc"]
+    return [*plain, *(node.module or "" for node in taken), *(name for name in deeper if name[len("inferc.") :] in MODULES)]
 
 
 def test_nothing_needs_inferc_to_be_installed() -> None:

@@ -20,8 +20,8 @@ import numpy as np
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.scoring import Pooling, Score, Scorer
 from inferc.runtime.kv_cache.events import KvBatch, batch_now
-from inferc.runtime.kv_cache.manager import root_hash
-from inferc.runtime.offload.manager import Mover
+from inferc.runtime.kv_cache.hashing import root_hash
+from inferc.runtime.offload.manager import BlockMover
 from inferc.runtime.record.recorder import Recorder
 from inferc.runtime.record.tapped import TapCollector
 from inferc.runtime.runners.api import Runner
@@ -84,14 +84,14 @@ class EngineStats:
     length_error: float = 0.0  # of the predicted lengths of answers, mean of the absolute logarithm of the ratio
     length_error_of_mean: float = 0.0  # the same of one who always predicts the mean
     cost_error: float = 0.0  # of the predicted seconds of steps, mean and relative
-    num_given_back: int = 0  # blocks that left every window while their sequences ran
+    num_freed_outside_window: int = 0  # blocks that left every window while their sequences ran
     num_evicted: int = 0  # blocks of the prefix cache that made room
     num_stored: int = 0  # blocks that were copied to the lower tier
-    num_raised: int = 0  # blocks of the lower tier that sequences found there
+    num_loaded: int = 0  # blocks of the lower tier that sequences found there
     num_swapped: int = 0  # blocks of preempted sequences that were kept from others until they were copied
     num_spilled: int = 0  # blocks of running sequences that came to lie in the lower tier
     num_damaged: int = 0  # blocks of earlier runs that were not what they should be
-    lower_usage: float = 0.0  # of the lower tier, of the group that is fullest there
+    offload_usage: float = 0.0  # of the lower tier, of the group that is fullest there
     admitted_tokens: int = 0  # of prompts, when they were let in for the first time
     cached_tokens: int = 0  # of these, found in the prefix cache
     prompt_tokens: int = 0
@@ -124,7 +124,7 @@ class Engine:
         pipeline: bool = True,
         before_first_output: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        mover: Mover | None = None,
+        mover: BlockMover | None = None,
         recorder: Recorder | None = None,
         taps: TapCollector | None = None,
         idle_work: Callable[[], bool] | None = None,
@@ -404,7 +404,7 @@ class Engine:
         if plan is not None:
             for seq in self.scheduler.joined:
                 self._reset_slot(seq)
-            if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_below):
+            if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_offloaded):
                 self._mover.read_ahead(plan.block_tables)
             if self.taps is not None:
                 self.taps.mark(plan, self.scheduler.batch.seqs)
@@ -463,7 +463,7 @@ class Engine:
         self._landed_at = now
         self._stats.busy_seconds += now - begun
         # Copies of blocks make steps longer, and no price is for them.
-        if self.scheduler.foresees and not any(each.raised for each in (plan, *self._in_flight)):
+        if self.scheduler.foresees and not any(each.loads for each in (plan, *self._in_flight)):
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
             self.scheduler.forecast.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
         return now - begun
@@ -480,14 +480,14 @@ class Engine:
         scheduler = self.scheduler
         self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
         self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
-        self._stats.num_given_back, self._stats.num_evicted = (
-            scheduler.cache.num_given_back,
+        self._stats.num_freed_outside_window, self._stats.num_evicted = (
+            scheduler.cache.num_freed_outside_window,
             scheduler.cache.num_evicted,
         )
         if (tiers := scheduler.tiers) is not None:
             self._stats.num_stored, self._stats.num_damaged = tiers.num_stored, tiers.num_damaged
             self._stats.num_swapped, self._stats.num_spilled = tiers.num_swapped, tiers.num_spilled
-            self._stats.num_raised, self._stats.lower_usage = scheduler.cache.num_raised, tiers.usage
+            self._stats.num_loaded, self._stats.offload_usage = scheduler.cache.num_loaded, tiers.usage
             self._stats.num_waiting += tiers.num_fetching
         forecast = scheduler.forecast
         self._stats.length_error, self._stats.cost_error = forecast.lengths.error, forecast.cost.error

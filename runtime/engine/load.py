@@ -92,8 +92,8 @@ def load_engine(
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
         partial_blocks="partial_blocks" in can,
-        num_lower=() if disk is None else disk.num_blocks,
-        lower_in_place="offload_in_place" in can,
+        num_offloaded=() if disk is None else disk.num_blocks,
+        offload_in_place="offload_in_place" in can,
         kv_events=config.kv_events,
         keep_logprobs=config.record is not None,
     )
@@ -155,7 +155,7 @@ def _groups(
     if config.kv_evict is None:
         return groups
     groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
-    if any(group.counted for group in groups) and "kv_evict_heavy_hitters" not in can:
+    if Eviction.parse(config.kv_evict).chooses and "kv_evict_heavy_hitters" not in can:
         raise _refusal(artifact, target, f"--kv-evict {config.kv_evict}")
     if not chunked_prefill:
         raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")

@@ -158,8 +158,8 @@ class Scorer:
             self._embed(runner, plan, chunks)
         else:
             self._score(runner, plan, chunks)
-        if plan.counted is not None:
-            self._scheduler.cache.add_masses(plan.counted)
+        if plan.scored is not None and (forgetting := self._scheduler.cache.forgetting) is not None:
+            forgetting.add_scores(plan.scored)
         for chunk in chunks:
             chunk.job.done += chunk.count
             self._publish(chunk.job)
@@ -245,9 +245,15 @@ class Scorer:
         positions = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
         of_row = np.repeat(slots, counts)
         block = positions // cache.block_size
-        forgotten = cache.num_forgotten(slots) if cache.evicts else np.zeros(len(slots), np.int64)
+        forgetting = cache.forgetting
+        forgotten = np.zeros(len(slots), np.int64) if forgetting is None else forgetting.num_forgotten(slots)
         seen = ends - forgotten
         max_blocks = max(map(cache.blocks_for, seen.tolist()))
+        if forgetting is None:
+            block_tables, scored = tuple(table[slots].copy() for table in cache.tables), None
+        else:
+            block_tables = forgetting.block_tables(slots, forgotten, max_blocks)
+            scored = forgetting.scored_queries(slots, begins, ends, starts, max_blocks)
         token_ids = [token for chunk in chunks for token in chunk.job.token_ids[chunk.job.done :][: chunk.count]]
         rows = np.arange(len(token_ids), dtype=np.int32)
         if chunks[0].job.embeds:
@@ -264,11 +270,9 @@ class Scorer:
             seq_slots=slots.astype(np.int32),
             logits_rows=rows,
             slot_mapping=tuple(positions + (table[of_row, block] - block) * cache.block_size for table in cache.tables),
-            block_tables=cache.tables_without(slots, forgotten, max_blocks)
-            if cache.evicts
-            else tuple(table[slots].copy() for table in cache.tables),
+            block_tables=block_tables,
             sample=SampleRows.greedy(of_row[rows].astype(np.int32)),
-            counted=cache.count(slots, begins, ends, starts, max_blocks),
+            scored=scored,
         )
 
     def _release(self, job: _Job) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from inferc.runtime.kv_cache.block_store import OffloadedBlocks
 from inferc.runtime.kv_cache.manager import KVCacheManager
 
 ARENA = "GPU"  # what routers call the memory that a step computes in, be it a CPU's
@@ -69,9 +70,10 @@ class CacheEvents:
     """Collects what happens to one cache. Begins with `Cleared`, for those who know of an engine before this one."""
 
     def __init__(self, cache: KVCacheManager) -> None:
-        keeping = [index for index, group in enumerate(cache.groups) if not group.gives_back]
-        groups = keeping or range(len(cache.groups))
-        self._tiers = [[cache.pools[index], *cache.lower[index : index + 1]] for index in groups]
+        keeping = [group for group in cache.groups if not group.spec.gives_back] or cache.groups
+        self._tiers = [
+            [group.pool, *([group.store.pool] if isinstance(group.store, OffloadedBlocks) else [])] for group in keeping
+        ]
         self._block_size = cache.block_size
         self._events: list[CacheEvent] = [Cleared()]
         self._held: set[bytes] = set()  # as was told

@@ -11,21 +11,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import EvictedCacheGroup
 from inferc.runtime.step.plan import I64
 
 
-def first_counted(group: CacheGroup, start: I64) -> I64:
+def first_counted(group: EvictedCacheGroup, start: I64) -> I64:
     """Of steps that begin at some positions, the first position that counts; they end before the next stride does."""
     ends = (start // group.stride + 1) * group.stride
     first: I64 = np.maximum(ends, group.first_choice - group.stride) - group.counted
     return first
 
 
-class BlockMasses:
+class HeavyHitterScores:
     """Scores of the blocks of running sequences, by slot, in one KV group; and which blocks were kept."""
 
-    def __init__(self, group: CacheGroup, num_slots: int, max_blocks: int, block_size: int) -> None:
+    def __init__(self, group: EvictedCacheGroup, num_slots: int, max_blocks: int, block_size: int) -> None:
         self._group, self._num_kept = group, group.sinks // block_size
         self._new: I64 = np.zeros((2, num_slots, max_blocks), np.int64)  # of the even and of the odd strides
         self._scores: I64 = np.zeros((num_slots, max_blocks), np.int64)
@@ -39,9 +39,9 @@ class BlockMasses:
         columns[:, :kept] = np.where(forgotten[:, None] > 0, self.kept[slots, :kept], columns[:, :kept])
         return columns.clip(max=self._scores.shape[1] - 1)  # behind the last block there is nothing to count
 
-    def add(self, slots: I64, turns: I64, columns: I64, masses: I64) -> None:
+    def add(self, slots: I64, turns: I64, columns: I64, scores: I64) -> None:
         """What a step has given to the blocks in `columns` [n, …]."""
-        np.add.at(self._new, (turns[:, None], slots[:, None], columns), masses)
+        np.add.at(self._new, (turns[:, None], slots[:, None], columns), scores)
         self._is_used[slots] = True
 
     def choose(self, slot: int, position: int, candidates: I64) -> NDArray[np.bool_]:

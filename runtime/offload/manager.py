@@ -40,7 +40,7 @@ class Done:
     failure: str | None = None
 
 
-class Mover(Protocol):
+class BlockMover(Protocol):
     """Copies and checks bytes beside the steps, in the order in which it is asked to."""
 
     @property
@@ -84,13 +84,13 @@ class _Copy:
     below: int = 0
 
 
-class Tiers:
+class OffloadManager:
     """Decides for a cache with a lower tier. Called between steps; `look` once before each."""
 
     def __init__(
         self,
         cache: KVCacheManager,
-        mover: Mover,
+        mover: BlockMover,
         forecast: Forecast,
         clock: Callable[[], float],
     ) -> None:
@@ -98,18 +98,19 @@ class Tiers:
         self.forecast = forecast
         self.num_stored = self.num_spilled = self.num_swapped = self.num_damaged = 0  # blocks
         self._mover = mover
-        self._block_bytes = [cache.block_size * group.bytes_per_token for group in cache.groups]
+        self._block_bytes = [cache.block_size * group.spec.bytes_per_token for group in cache.groups]
         self._clock = clock
         self._wanted: deque[_Copy] = deque()  # by somebody who waits for it
         self._moving: dict[Place, _Copy] = {}
         self._spilling: set[tuple[int, int]] = set()  # groups and blocks of the arena
         self._num_held = 0
-        self._keep = np.array(cache.keep)[:, None]
+        self._keep = np.array([group.keep for group in cache.groups])[:, None]
         self._checking: dict[Place, int] = {}  # and the generation of what is checked
         self._fetching: dict[Seq, set[Place]] = {}  # what is still to be checked for each
         self._paused_until = 0.0
-        for index, lower in enumerate(cache.lower):
-            lower.restore(mover.names(index))
+        self._stored = [store.pool for store in cache.stores]
+        for index, pool in enumerate(self._stored):
+            pool.restore(mover.names(index))
 
     @property
     def is_paused(self) -> bool:
@@ -135,7 +136,7 @@ class Tiers:
     @property
     def usage(self) -> float:
         """Share of the fullest group's lower tier that holds something."""
-        return max(1.0 - len(pool.free) / max(1, pool.size) for pool in self.cache.lower)
+        return max(1.0 - len(pool.free) / max(1, pool.size) for pool in self._stored)
 
     # ---------------------------------------------------------------------------------------------- down
 
@@ -169,12 +170,12 @@ class Tiers:
 
     def _want(self, copy: _Copy) -> None:
         """Give a copy its place now: when the steps have landed that may still read what was there, it is made."""
-        lower = self.cache.lower[copy.index]
-        if copy.name in lower.block_of or not lower.num_free:
+        stored = self._stored[copy.index]
+        if copy.name in stored.block_of or not stored.num_free:
             self._end(copy)
             return
-        copy.below = lower.take(1)[0]
-        lower.moving.add(copy.below)
+        copy.below = stored.take(1)[0]
+        stored.moving.add(copy.below)
         self._wanted.append(copy)
 
     def _start(self, copy: _Copy) -> None:
@@ -186,25 +187,25 @@ class Tiers:
         self._mover.copy(copy.index, copy.block, copy.below)
 
     def _release(self, copy: _Copy) -> None:
-        lower = self.cache.lower[copy.index]
-        lower.moving.discard(copy.below)
-        lower.drop([copy.below])
+        stored = self._stored[copy.index]
+        stored.moving.discard(copy.below)
+        stored.drop([copy.below])
 
     def _copied(self, done: Done, order: I64) -> None:
         copy = self._moving.pop(done.place)
-        pool, lower = self.cache.pools[copy.index], self.cache.lower[copy.index]
+        pool, stored = self.cache.pools[copy.index], self._stored[copy.index]
         is_same = pool.generation[copy.block] == copy.generation
         if done.failure is not None:
             if not self.is_paused:
                 log.warning("nothing is stored in the lower tier of the KV cache for a while: %s", done.failure)
             self._paused_until = self._clock() + PAUSE
-        elif is_same and copy.name not in lower.block_of:
-            lower.publish(copy.below, copy.name, pool.kept.priority_of.get(copy.block, 0))
+        elif is_same and copy.name not in stored.block_of:
+            stored.publish(copy.below, copy.name, pool.kept.priority_of.get(copy.block, 0))
             self._mover.commit(copy.index, copy.below, copy.name)
             self.num_stored += 1
         self._release(copy)
-        if copy.is_spilled and is_same and (below := lower.find(copy.name)) is not None:
-            self.num_spilled += self.cache.spill(copy.index, copy.block, below, order)
+        if copy.is_spilled and is_same and (below := stored.find(copy.name)) is not None:
+            self.num_spilled += self.cache.offload(copy.index, copy.block, below, order)
         self._end(copy)
 
     def _end(self, copy: _Copy) -> None:
@@ -220,14 +221,14 @@ class Tiers:
 
     def _spill_of_long(self, order: I64, num_tokens: I64, seqs: Sequence[Seq | None], scheduled: int) -> None:
         cache = self.cache
-        held = cache.ends[:, order] - cache.begins[:, order] - cache.num_below[:, order]
+        held = cache.ends[:, order] - cache.begins[:, order] - cache.num_offloaded[:, order]
         if not np.count_nonzero(held > self._keep):
             return
-        for index, keep in enumerate(cache.keep):
-            for row in np.flatnonzero(held[index] > keep).tolist():
+        for index, group in enumerate(cache.groups):
+            for row in np.flatnonzero(held[index] > group.keep).tolist():
                 slot = int(order[row])
-                if cache.spills(index, cache.blocks_for(int(num_tokens[slot]))):
-                    self.spill(index, slot, seqs, int(held[index, row]) - keep, scheduled, order)
+                if group.offloads(cache.blocks_for(int(num_tokens[slot]))):
+                    self.spill(index, slot, seqs, int(held[index, row]) - group.keep, scheduled, order)
 
     def spill(self, index: int, slot: int, seqs: Sequence[Seq | None], count: int, scheduled: int, order: I64) -> bool:
         """Let a running sequence have its first `count` full blocks of the arena in the lower tier instead, in time.
@@ -235,18 +236,18 @@ class Tiers:
         Returns whether any will be free by that.
         """
         cache, seq = self.cache, seqs[slot]
-        pool, lower, table = cache.pools[index], cache.lower[index], cache.tables[index]
-        begin, end = int(cache.begins[index, slot]), int(cache.num_published[slot])
+        pool, stored, table = cache.pools[index], self._stored[index], cache.tables[index]
+        begin, end = int(cache.begins[index, slot]), int(cache.num_cached_blocks[slot])
         columns = begin + np.flatnonzero(table[slot, begin:end] < pool.num_blocks)[:count]
-        if self.is_paused or seq is None or cache.groups[index].gives_back:
+        if self.is_paused or seq is None or cache.groups[index].spec.gives_back:
             return False
         num_spilled = self.num_spilled
         for column in columns.tolist():
             block, name = int(table[slot, column]), seq.hashes[column]
             if (index, block) in self._spilling:
                 continue
-            if (below := lower.find(name)) is not None:
-                self.num_spilled += cache.spill(index, block, below, order)
+            if (below := stored.find(name)) is not None:
+                self.num_spilled += cache.offload(index, block, below, order)
             else:
                 self._spilling.add((index, block))
                 self._want(_Copy(index, block, name, int(pool.generation[block]), scheduled, is_spilled=True))
@@ -262,12 +263,12 @@ class Tiers:
     def save(self, slot: int, hashes: Sequence[bytes], scheduled: int) -> None:
         """Copy what only a sequence has that is about to be preempted, before anybody gets it; the last blocks first."""
         cache = self.cache
-        for index, (pool, lower, table) in enumerate(zip(cache.pools, cache.lower, cache.tables, strict=True)):
-            begin, end = int(cache.begins[index, slot]), int(cache.num_published[slot])
+        for index, (pool, stored, table) in enumerate(zip(cache.pools, self._stored, cache.tables, strict=True)):
+            begin, end = int(cache.begins[index, slot]), int(cache.num_cached_blocks[slot])
             for column in range(end - 1, begin - 1, -1):
                 block, name = int(table[slot, column]), hashes[column]
                 is_alone = block < pool.num_blocks and pool.ref_count[block] == 1
-                if is_alone and name not in lower.block_of and (index, block) not in self._spilling:
+                if is_alone and name not in stored.block_of and (index, block) not in self._spilling:
                     pool.hold([block])
                     pool.moving.add(block)
                     self._num_held += 1
@@ -295,36 +296,36 @@ class Tiers:
                 return False
         for index, below in wanted:
             if (index, below) not in self._checking:
-                self._checking[index, below] = int(self.cache.lower[index].generation[below])
+                self._checking[index, below] = int(self._stored[index].generation[below])
                 self._mover.check(index, below)
         self._fetching[seq] = set(wanted)
         return True
 
     def _unchecked(self, hashes: Sequence[bytes]) -> list[Place]:
         found: list[Place] = []
-        for index, (group, pool, lower) in enumerate(
-            zip(self.cache.groups, self.cache.pools, self.cache.lower, strict=True)
+        for index, (group, pool, stored) in enumerate(
+            zip(self.cache.groups, self.cache.pools, self._stored, strict=True)
         ):
-            if not lower.unchecked:
+            if not stored.unchecked:
                 continue
             for name in hashes:
-                below = lower.block_of.get(name)
-                if below is not None and below in lower.unchecked and name not in pool.block_of:
+                below = stored.block_of.get(name)
+                if below is not None and below in stored.unchecked and name not in pool.block_of:
                     found.append((index, below))
-                elif below is None and name not in pool.block_of and not group.gives_back:
+                elif below is None and name not in pool.block_of and not group.spec.gives_back:
                     break
         return found
 
     def _checked(self, done: Done) -> list[Seq]:
         index, below = done.place
-        lower = self.cache.lower[index]
-        if lower.generation[below] == self._checking.pop(done.place):
+        stored = self._stored[index]
+        if stored.generation[below] == self._checking.pop(done.place):
             if done.failure is None:
-                lower.unchecked.discard(below)
+                stored.unchecked.discard(below)
             else:
                 log.warning("a block of the KV cache on disk is not used: %s", done.failure)
                 self.num_damaged += 1
-                lower.forget(below)
+                stored.forget(below)
                 self._mover.forget(index, below)
         ready = []
         for seq, wanted in list(self._fetching.items()):

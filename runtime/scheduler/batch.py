@@ -250,10 +250,13 @@ class Batch:
         if not all_decode:
             positions = np.arange(len(shape.row_slots)) + np.repeat(start - shape.query_start_loc[:-1], num_new)
         block = positions // cache.block_size
-        seen = end - cache.num_forgotten(slots) if cache.evicts else end
+        forgetting = cache.forgetting
+        seen = end if forgetting is None else end - forgetting.num_forgotten(slots)
         max_blocks = cache.blocks_for(int(seen.max()))
         late_rows, late_slots = self._late(slots, shape)
-        counted = cache.count(slots, start, end, shape.query_start_loc, max_blocks) if cache.chooses else None
+        scored = None
+        if forgetting is not None:
+            scored = forgetting.scored_queries(slots, start, end, shape.query_start_loc, max_blocks)
         plan = StepPlan(
             token_ids=self.tokens[slots, start]
             if all_decode
@@ -271,7 +274,7 @@ class Batch:
             late_rows=late_rows,
             late_slots=late_slots,
             wants_logprobs=self.logprobs is not None,
-            counted=counted,
+            scored=scored,
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete
@@ -281,9 +284,9 @@ class Batch:
     def _block_tables(
         self, slots: I64, shape: _Shape, cache: KVCacheManager, max_blocks: int, forgotten: I64
     ) -> tuple[I32, ...]:
-        if cache.evicts:
+        if cache.forgetting is not None:
             cache.take_changed()
-            return cache.tables_without(slots, forgotten, max_blocks)
+            return cache.forgetting.block_tables(slots, forgotten, max_blocks)
         if shape is self._decode_shape:
             return self._tables(shape, cache, max_blocks)
         return tuple(table[:, :max_blocks][slots] for table in cache.tables)

@@ -15,8 +15,8 @@ class SchedulerConfig:
 
     policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
     now, and preempt the last when blocks are missing. kv_events: collect what the prefix cache stores and evicts.
-    partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_lower: blocks of each group's lower tier, if there is one;
-    lower_in_place: steps read them as they lie, else they are copied to the arena first.
+    partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_offloaded: blocks of each group's lower tier, if there is one;
+    offload_in_place: steps read them as they lie, else they are copied to the arena first.
     keep_logprobs: of every sampled token, in `Sequence.logprobs`.
     """
 
@@ -32,8 +32,8 @@ class SchedulerConfig:
     tbt_ms: float | None = None
     overcommit: bool = False
     kv_events: bool = False
-    num_lower: tuple[int, ...] = ()
-    lower_in_place: bool = True
+    num_offloaded: tuple[int, ...] = ()
+    offload_in_place: bool = True
     partial_blocks: bool = False
     keep_logprobs: bool = False
 
@@ -49,7 +49,7 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must be at least"
                 f" max_model_len {self.max_model_len}; raise it, or turn chunked prefill on"
             )
-        assert self.prefix_cache or not self.num_lower, "what lies in the lower tier is found by the prefix cache"
+        assert self.prefix_cache or not self.num_offloaded, "what lies in the lower tier is found by the prefix cache"
         if min(self.num_blocks) < 2:
             raise ConfigError(f"the KV cache has {min(self.num_blocks)} blocks; it needs 2 or more, raise --kv-memory")
 

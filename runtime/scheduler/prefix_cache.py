@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from inferc.runtime.kv_cache.events import CacheEvents
-from inferc.runtime.kv_cache.manager import KVCacheManager, extend_hashes, hash_block
+from inferc.runtime.kv_cache.hashing import extend_hashes, hash_block
+from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.kv_cache.partial_index import LEAST, PartialIndex
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.scheduler.config import SchedulerConfig
@@ -40,7 +41,7 @@ class PrefixCache:
         self.cache, self.batch, self.is_on, self.events = cache, batch, config.prefix_cache, events
         self.step = 1  # that is being scheduled, or will be next
         # What is copied from the lower tier first may take the place of a block that a part is to be copied from.
-        copies_parts = config.partial_blocks and (config.lower_in_place or not config.num_lower)
+        copies_parts = config.partial_blocks and (config.offload_in_place or not config.num_offloaded)
         self._partial = PartialIndex() if config.prefix_cache and copies_parts else None
         self._copies: list[tuple[list[int], list[int], int]] = []  # from which blocks to which, and how many tokens
         self._places: I64 = np.arange(cache.block_size)
@@ -58,7 +59,7 @@ class PrefixCache:
 
     def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:
         """The block of each group that begins as a sequence goes on behind its first blocks, and for how many tokens."""
-        if self._partial is None or seq.params.tap or num_blocks >= self.cache.most_found:
+        if self._partial is None or seq.params.tap or num_blocks >= self.cache.max_cached_blocks:
             return None
         size, parent = self.cache.block_size, seq.hashes[num_blocks - 1] if num_blocks else seq.root
         ids = np.array(
@@ -94,12 +95,16 @@ class PrefixCache:
 
     def most_found(self, seq: Sequence) -> int:
         """Blocks that can be found of a sequence at most; none where taps are to see what is computed."""
-        return 0 if seq.params.tap else min((len(seq.token_ids) - 1) // self.cache.block_size, self.cache.most_found)
+        return (
+            0
+            if seq.params.tap
+            else min((len(seq.token_ids) - 1) // self.cache.block_size, self.cache.max_cached_blocks)
+        )
 
     def publish(self, slot: int, num_tokens: int, step: int | None = None) -> None:
         """Let the full blocks of a slot's first tokens be found, which are known, and computed by `step`: this one if not given."""
-        first = int(self.cache.num_published[slot])
-        count = min(num_tokens // self.cache.block_size, self.cache.most_found)
+        first = int(self.cache.num_cached_blocks[slot])
+        count = min(num_tokens // self.cache.block_size, self.cache.max_cached_blocks)
         if not self.is_on or count <= first:
             return
         seq = self.batch.seqs[slot]
@@ -110,8 +115,8 @@ class PrefixCache:
 
     def publish_text(self, slot: int, text: Hashed, token_ids: I32, salt: str) -> None:
         """The same of a text that is no sequence of the batch, of its first tokens, all of which are computed."""
-        first, size = int(self.cache.num_published[slot]), self.cache.block_size
-        count = min(len(token_ids) // size, self.cache.most_found)
+        first, size = int(self.cache.num_cached_blocks[slot]), self.cache.block_size
+        count = min(len(token_ids) // size, self.cache.max_cached_blocks)
         if not self.is_on or count <= first:
             return
         self._publish(slot, text, token_ids, 0, SUBMITTED)
@@ -119,10 +124,10 @@ class PrefixCache:
             self.events.publish(text.hashes, first, token_ids[first * size : count * size].tobytes(), salt)
 
     def _publish(self, slot: int, text: Hashed, token_ids: I32, priority: int, step: int | None) -> None:
-        first, size = int(self.cache.num_published[slot]), self.cache.block_size
-        count = min(len(token_ids) // size, self.cache.most_found)
+        first, size = int(self.cache.num_cached_blocks[slot]), self.cache.block_size
+        count = min(len(token_ids) // size, self.cache.max_cached_blocks)
         extend_hashes(text.hashes, text.root, token_ids, size)
-        self.cache.publish(slot, text.hashes[:count], priority)
+        self.cache.cache_full_blocks(slot, text.hashes[:count], priority)
         for block in range(first, count) if self._partial is not None else ():
             self._list(text, block, token_ids[block * size :][:size], self.step if step is None else step)
 
@@ -143,21 +148,20 @@ class PrefixCache:
         count = int(min(self.batch.num_computed[slot], self.batch.num_known[slot]))
         self.publish(slot, count, SUBMITTED)
         block, size, seq = count // self.cache.block_size, self.cache.block_size, self.batch.seqs[slot]
-        if self._partial is None or count % size < LEAST or seq is None or block >= self.cache.most_found:
+        if self._partial is None or count % size < LEAST or seq is None or block >= self.cache.max_cached_blocks:
             return
         parent = seq.hashes[block - 1] if block else seq.root
         ids = self.batch.tokens[slot, block * size : count]
         name = hash_block(parent, ids.astype("<u4").tobytes())
-        if self.cache.publish_partial(slot, block, name, seq.params.cache_priority):
+        if self.cache.cache_partial_block(slot, block, name, seq.params.cache_priority):
             self._partial.add(parent, ids, name, SUBMITTED, self._is_there)
 
     def publish_last(self, slots: I64) -> None:
         """Let the last block of each of some slots be found, which decoding has filled."""
         cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
         # Who found no block to go on with is asked for again, and may have that one in the lower tier by now.
-        slots = slots[cache.num_published[slots] < cache.num_grown[slots]]
-        if cache.chooses:
-            slots = slots[cache.num_grown[slots] <= cache.most_found]
+        slots = slots[cache.num_cached_blocks[slots] < cache.num_grown[slots]]
+        slots = slots[cache.num_grown[slots] <= cache.max_cached_blocks]
         last = cache.num_grown[slots] - 1
         # All its tokens are known: only the one behind it may be on its way.
         ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()
@@ -173,7 +177,7 @@ class PrefixCache:
                 self._list(seq, block, self.batch.tokens[slot, block * size :][:size], SUBMITTED)
             names.append(hashes[block])
             priorities.append(seq.params.cache_priority)
-        cache.publish_last(slots, last, names, priorities)
+        cache.cache_last_blocks(slots, last, names, priorities)
         if self.events is not None:
             for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
                 seq = seqs[slot]

@@ -30,7 +30,7 @@ import numpy as np
 
 from inferc.runtime.kv_cache.events import CacheEvents
 from inferc.runtime.kv_cache.manager import KVCacheManager
-from inferc.runtime.offload.manager import Mover, Tiers
+from inferc.runtime.offload.manager import BlockMover, OffloadManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.scheduler.policies import parse_policy
@@ -50,9 +50,9 @@ class Scheduler:
     """Owns `waiting`, the running batch and the token budget."""
 
     def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic, mover: Mover | None = None
+        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic, mover: BlockMover | None = None
     ) -> None:
-        """mover: of the lower tier, if `config.num_lower` says that there is one."""
+        """mover: of the lower tier, if `config.num_offloaded` says that there is one."""
         self.config = config
         self.clock = clock
         self.policy = parse_policy(config.policy)
@@ -63,10 +63,10 @@ class Scheduler:
         self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
         self.batch = Batch(config.max_num_seqs, config.max_model_len, config.keep_logprobs)
         self.cache = KVCacheManager(
-            *(config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_lower),
-            config.lower_in_place,
+            *(config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_offloaded),
+            config.offload_in_place,
         )
-        self.tiers = None if mover is None else Tiers(self.cache, mover, self.forecast, clock)
+        self.tiers = None if mover is None else OffloadManager(self.cache, mover, self.forecast, clock)
         self.events = CacheEvents(self.cache) if config.kv_events else None
         self.prefixes = PrefixCache(self.cache, self.batch, config, self.events)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
@@ -161,7 +161,7 @@ class Scheduler:
             samples = self.batch.num_computed[slots] + num_new == self.batch.num_tokens[slots]
             self.waiting.charge(self.batch.clients[slots], SAMPLED_COST * samples)
         plan = self.batch.plan(slots, num_new, self.cache, self._step)
-        plan.raised, plan.copies = self.cache.take_raised(), self.prefixes.take_copies()
+        plan.loads, plan.copies = self.cache.take_loads(), self.prefixes.take_copies()
         self._in_flight.append((self._step, plan))
         return plan
 
@@ -179,7 +179,7 @@ class Scheduler:
         has_unseen = computed >= self.cache.next_unseen[slots]
         if np.count_nonzero(has_unseen):
             for slot, position in zip(slots[has_unseen].tolist(), computed[has_unseen].tolist(), strict=True):
-                self.cache.give_back(slot, position)
+                self.cache.free_outside_window(slot, position)
 
     def _demote(self) -> None:
         """Let sequences that have got enough for their level rank behind those that have not."""
@@ -266,7 +266,7 @@ class Scheduler:
         victim = int(self.batch.order[-1])
         seq, tiers = self.batch.seqs[victim], self.tiers
         assert seq is not None
-        is_long = self.cache.spills_of(int(self.batch.num_tokens[victim]))
+        is_long = self.cache.offloads(int(self.batch.num_tokens[victim]))
         if victim != slot or tiers is None or not (tiers.is_paused and is_long):
             self._caution.after_preemption()
             self._preempt(victim)
@@ -284,7 +284,7 @@ class Scheduler:
 
     def _spills(self, slot: int) -> bool:
         """Whether a sequence that is alone and finds no block will find one, for having more in the lower tier."""
-        if self.tiers is None or not self.cache.in_place or self.num_running > 1:
+        if self.tiers is None or not self.config.offload_in_place or self.num_running > 1:
             return False
         wanted = self.cache.blocks_for(self.config.max_num_batched_tokens)
         groups = range(len(self.cache.groups))
@@ -372,10 +372,10 @@ class Scheduler:
         seq.status = Status.RUNNING
         batch.predicted[slot] = self.forecast.total_tokens(seq)
         batch.changes_at[slot] = self.policy.changes_at(seq)
-        cache.adopt(slot, found, seq.params.cache_priority)
+        cache.attach_cached(slot, found, seq.params.cache_priority)
         if self.events is not None and self.tiers is not None:  # an earlier run may have left it, and nobody was told
             self.prefixes.tell(seq, 0, len(found))
-        whole = 0 if cache.spills_of(length) else length
+        whole = 0 if cache.offloads(length) else length
         count = cache.extend(slot, start, min(length - start, self._budget), whole)
         assert count, "an admitted sequence has blocks"
         if partial is not None:
@@ -414,7 +414,10 @@ class Scheduler:
         # Who has outlived the prediction is given as much again.
         totals = np.where(totals > known, totals, np.minimum(most, 2 * known - batch.prompt_len[slots] + 1))
         total = self.forecast.total_tokens(seq)
-        num_found, error = cache.num_there(found) * cache.block_size, self._caution.value * self.forecast.lengths.error
+        num_found, error = (
+            cache.num_in_arena(found) * cache.block_size,
+            self._caution.value * self.forecast.lengths.error,
+        )
         return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
 
     def _leave_out(self, control: AdmissionControl) -> bool:
@@ -497,8 +500,8 @@ class Scheduler:
         step, oldest = self._in_flight.popleft()
         assert oldest is plan, "steps land in the order they were scheduled"
         self._landed = step
-        if plan.counted is not None:
-            self.cache.add_masses(plan.counted)
+        if plan.scored is not None and self.cache.forgetting is not None:
+            self.cache.forgetting.add_scores(plan.scored)
         outputs = self._append(plan.sample.seq_slots, result)
         if self._leaving:
             still: deque[tuple[int, Sequence]] = deque()
@@ -523,8 +526,9 @@ class Scheduler:
         ended = stopped | (known >= rows_of.max_total)
         is_first = known == rows_of.first_len
         has_more = ended | is_first | ~batch.is_running[slots]
-        if self.cache.evicts:
-            has_more |= self.cache.forgets(known - 2)
+        forgetting = self.cache.forgetting
+        if forgetting is not None:
+            has_more |= forgetting.changes_at(known - 2)
         if result.failed is not None:
             has_more |= result.failed
         rows = range(len(slots)) if result.logprobs is not None else np.flatnonzero(has_more).tolist()
@@ -546,7 +550,8 @@ class Scheduler:
                     seq.logprobs.append(float(result.chosen_logprobs[row]))
             if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
-            output.num_forgotten = self.cache.num_forgotten_at(int(known[row]) - 2)
+            if forgetting is not None:
+                output.num_forgotten = forgetting.num_forgotten_at(int(known[row]) - 2)
             if is_first[row]:
                 output.num_cached, output.queue_seconds = seq.num_cached, seq.admitted_at - seq.arrived
                 seq.first_at = batch.first_at[slots[row]] = self.clock()
@@ -597,4 +602,4 @@ class Scheduler:
             computed = int(self.batch.num_computed[slot])
             assert self.cache.num_grown[slot] * size >= computed, "computed tokens have no block"
             for group, begin in zip(self.cache.groups, self.cache.begins[:, slot].tolist(), strict=True):
-                assert begin * size <= group.first_key(computed), "a block was given back that is still seen"
+                assert begin * size <= group.spec.first_key(computed), "a block was given back that is still seen"

@@ -23,7 +23,7 @@ class StepLimits:
     vocab_size: int
     num_blocks: tuple[int, ...]  # of each KV group
     block_size: int
-    num_lower: tuple[int, ...] = ()  # of each group, behind its blocks: not to be written
+    num_offloaded: tuple[int, ...] = ()  # of each group, behind its blocks: not to be written
 
     def check(self, plan: StepPlan) -> None:
         """Raise RequestError naming what of the plan is out of bounds."""
@@ -48,10 +48,10 @@ class StepLimits:
                 outside(copies.target, limit) for copies, limit in zip(plan.copies, slot_limits, strict=False)
             ),
             "a block to copy from": any(
-                outside(raised.source, count) for raised, count in zip(plan.raised, self._num_readable, strict=False)
+                outside(loads.source, count) for loads, count in zip(plan.loads, self._num_readable, strict=False)
             ),
             "a block to copy to": any(
-                outside(raised.target, count) for raised, count in zip(plan.raised, self.num_blocks, strict=False)
+                outside(loads.target, count) for loads, count in zip(plan.loads, self.num_blocks, strict=False)
             ),
             "a listed token id": any(
                 outside(lists.token_ids, self.vocab_size)
@@ -66,7 +66,7 @@ class StepLimits:
 
     @property
     def _num_readable(self) -> list[int]:
-        lower = self.num_lower or (0,) * len(self.num_blocks)
+        lower = self.num_offloaded or (0,) * len(self.num_blocks)
         return [count + below for count, below in zip(self.num_blocks, lower, strict=True)]
 
 

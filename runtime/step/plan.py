@@ -112,17 +112,17 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """The queries of a step that are counted, and where what they give is to be added.
+class ScoredQueries:
+    """The queries of a step by whose attention blocks are scored, and where the scores are to be added.
 
     first_rows [B] i32: of each of the step's sequences the first row that counts, or the one behind its last
-    masses: per KV group [B, max_blocks] i64, as the compiled step fills them in (`StepArgs`), or None where nothing is chosen
+    scores: per KV group [B, max_blocks] i64, as the compiled step fills them in (`StepArgs`), or None where nothing is chosen
     seqs, slots, turns [n] i64: the sequences that have such rows, their slots, and whether their stride is an odd one
     columns: per KV group [n, max_blocks] i64, which of its sequence's blocks stands in a column of the step's block table
     """
 
     first_rows: I32
-    masses: tuple[I64 | None, ...]
+    scores: tuple[I64 | None, ...]
     seqs: I64
     slots: I64
     turns: I64
@@ -144,11 +144,11 @@ class StepPlan:
     sample: SampleRows
     late_rows: I32 = field(default_factory=_no_rows)  # [L] rows of token_ids still unknown here: the runner fills in
     late_slots: I32 = field(default_factory=_no_rows)  # [L] the id last sampled for this slot
-    raised: tuple[Copies, ...] = ()  # per KV group, blocks from the lower tier to the arena, before anything else
+    loads: tuple[Copies, ...] = ()  # per KV group, blocks from the lower tier to the arena, before anything else
     copies: tuple[Copies, ...] = ()  # per KV group, before anything is computed; none at all: ()
     wants_logprobs: bool = False  # of the chosen tokens of all rows, whatever `sample` asks for
     tapped_rows: I64 = field(default_factory=_no_long_rows)  # rising, of [0, T): whose values the taps keep
-    counted: Counted | None = None  # the queries whose attention is counted; the step adds to its masses
+    scored: ScoredQueries | None = None  # the queries by whose attention blocks are scored; the step adds to its scores
 
     @property
     def num_tokens(self) -> int:

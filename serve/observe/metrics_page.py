@@ -237,7 +237,7 @@ METRICS: tuple[Shown, ...] = (
         "inferc_kv_disk_usage_ratio",
         "gauge",
         "The same of the blocks on the disk (--kv-disk).",
-        _one(lambda known: known.stats.lower_usage),
+        _one(lambda known: known.stats.offload_usage),
     ),
     Shown(
         "inferc_preemptions_total",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from inferc.errors import ConfigError, UnsupportedError
 
@@ -44,61 +44,107 @@ class CacheLimits:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """What its pool must know of a KV group. Fields as in `KVGroup` (program.py), which makes the manifest's entries.
+    """What its pool must know of a KV group whose queries see all tokens before them, as in full attention.
 
-    A "window" group needs the last `window` keys, a "chunk" group those of the query's chunk of `window`: both give
-    blocks back while a sequence runs. Every other kind keeps all that it has, but an "evicted" one, see `Eviction`.
+    The other kinds are subclasses. Positions and windows are in tokens. A group that `gives_back` frees blocks while a
+    sequence runs, as soon as no later query sees them.
     """
 
-    kind: str
-    window: int
     bytes_per_token: int
-    sinks: int = 0  # of an evicted group, with the stride of what it gives back; in tokens, multiples of a block
-    stride: int = 0
-    counted: int = (
-        0  # queries at the end of a stride by whose attention the sinks are chosen; 0: they are the first tokens
-    )
-
-    @staticmethod
-    def of(entry: Mapping[str, Any]) -> CacheGroup:
-        """From an entry of the manifest's `kv_groups`."""
-        return CacheGroup(str(entry["kind"]), int(entry["window"]), int(entry["bytes_per_token"]))
-
-    @property
-    def gives_back(self) -> bool:
-        return self.kind in ("window", "chunk", "evicted")
+    gives_back: ClassVar[bool] = False
 
     def first_key(self, position: int) -> int:
         """The first token that the query at `position` sees, sinks aside; it sees all from there to itself."""
-        if self.kind == "evicted":
-            first = position // self.stride * self.stride - self.window
-            return first if first > self.sinks else 0
-        if self.kind == "window":
-            return max(0, position - self.window + 1)
-        return position // self.window * self.window if self.kind == "chunk" else 0
+        return 0
 
     def unseen_from(self, token: int) -> int:
         """The first position whose query does not see `token` any more; sinks count as the token behind them."""
-        if self.kind == "evicted":
-            return ((max(token, self.sinks) + self.window) // self.stride + 1) * self.stride
-        if self.kind == "window":
-            return token + self.window
-        return (token // self.window + 1) * self.window if self.kind == "chunk" else NEVER
+        return NEVER
 
     def held_blocks(self, limits: CacheLimits, num_tokens: int, num_new: int) -> int:
         """Most blocks that a sequence of up to `num_tokens` holds at once if a step computes up to `num_new` of them."""
-        whole = limits.blocks_for(num_tokens)
-        if not self.gives_back:
-            return whole
-        if self.kind == "evicted":
-            return min(whole, limits.blocks_for(self.sinks + self.window + self.stride))
+        return limits.blocks_for(num_tokens)
+
+    def most_blocks(self, limits: CacheLimits) -> int:
+        """Most blocks that one sequence ever holds."""
+        return self.held_blocks(limits, limits.max_model_len, limits.max_num_batched_tokens)
+
+    def evicted(self, sinks: int, window: int, block_size: int, chooses: bool) -> CacheGroup:
+        """The group with what `Eviction` makes its sequences forget. Raises ConfigError or UnsupportedError."""
+        counted = block_size if chooses else 0
+        return EvictedCacheGroup(self.bytes_per_token, window, sinks, STRIDE * block_size, counted)
+
+
+@dataclass(frozen=True)
+class WindowCacheGroup(CacheGroup):
+    """A KV group whose queries see the last `window` keys, themselves included."""
+
+    window: int
+    gives_back: ClassVar[bool] = True
+
+    def first_key(self, position: int) -> int:
+        return max(0, position - self.window + 1)
+
+    def unseen_from(self, token: int) -> int:
+        return token + self.window
+
+    def held_blocks(self, limits: CacheLimits, num_tokens: int, num_new: int) -> int:
         # Keys before the first new token, and the new ones; they may begin at the last token of a block.
         span = self.window - 1 + num_new
-        return min(whole, (span + limits.block_size - 2) // limits.block_size + 1)
+        return min(limits.blocks_for(num_tokens), (span + limits.block_size - 2) // limits.block_size + 1)
+
+    def evicted(self, sinks: int, window: int, block_size: int, chooses: bool) -> CacheGroup:
+        if self.window > window:
+            raise ConfigError(
+                f"kv_evict keeps a window of {window} tokens, and the model has layers that attend over {self.window};"
+                " give a longer window"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class ChunkCacheGroup(WindowCacheGroup):
+    """A KV group whose queries see the keys of their own chunk of `window` tokens."""
+
+    def first_key(self, position: int) -> int:
+        return position // self.window * self.window
+
+    def unseen_from(self, token: int) -> int:
+        return (token // self.window + 1) * self.window
+
+    def evicted(self, sinks: int, window: int, block_size: int, chooses: bool) -> CacheGroup:
+        raise UnsupportedError(
+            "kv_evict: the model has layers that attend in chunks, whose keys cannot move; leave it out"
+        )
+
+
+@dataclass(frozen=True)
+class EvictedCacheGroup(CacheGroup):
+    """A KV group whose sequences forget all but their sinks and their last `window` tokens, see `Eviction`.
+
+    All are multiples of a block. What is forgotten changes where the sequence's length is a multiple of `stride`. counted: queries
+    at the end of a stride by whose attention the sinks are chosen; 0: they are the first tokens.
+    """
+
+    window: int
+    sinks: int
+    stride: int
+    counted: int = 0
+    gives_back: ClassVar[bool] = True
+
+    def first_key(self, position: int) -> int:
+        first = position // self.stride * self.stride - self.window
+        return first if first > self.sinks else 0
+
+    def unseen_from(self, token: int) -> int:
+        return ((max(token, self.sinks) + self.window) // self.stride + 1) * self.stride
+
+    def held_blocks(self, limits: CacheLimits, num_tokens: int, num_new: int) -> int:
+        return min(limits.blocks_for(num_tokens), limits.blocks_for(self.sinks + self.window + self.stride))
 
     @property
     def first_choice(self) -> int:
-        """The first position whose query does not see all before it, of an evicted group."""
+        """The first position whose query does not see all before it."""
         return ((self.sinks + self.window) // self.stride + 1) * self.stride
 
     @property
@@ -107,16 +153,15 @@ class CacheGroup:
         return max(0, self.first_choice - self.stride - self.counted) if self.counted else NEVER
 
     def most_new(self, position: int) -> int:
-        """Tokens from `position` on that see the same keys but for one another, of an evicted group.
+        """Tokens from `position` on that see the same keys but for one another.
 
         Where attention is counted, also no more than to the end of a stride whose last queries count.
         """
         first = self.first_choice - (self.stride if self.counted else 0)
         return max(first, (position // self.stride + 1) * self.stride) - position
 
-    def most_blocks(self, limits: CacheLimits) -> int:
-        """Most blocks that one sequence ever holds."""
-        return self.held_blocks(limits, limits.max_model_len, limits.max_num_batched_tokens)
+    def evicted(self, sinks: int, window: int, block_size: int, chooses: bool) -> CacheGroup:
+        raise AssertionError("a group is evicted once")
 
 
 @dataclass(frozen=True)
@@ -151,28 +196,21 @@ class Eviction:
     def apply(self, groups: Sequence[CacheGroup], block_size: int) -> tuple[CacheGroup, ...]:
         """The groups of a cache that evicts. Raises ConfigError for one whose layers need more."""
         sinks, window = (-(-count // block_size) * block_size for count in (self.sinks, self.window))
-        evicted = []
-        for group in groups:
-            if group.kind in ("full", "latent"):
-                counted = block_size if self.chooses else 0
-                stride = STRIDE * block_size
-                group = replace(group, kind="evicted", window=window, sinks=sinks, stride=stride, counted=counted)
-            elif group.kind == "chunk":
-                raise UnsupportedError(
-                    "kv_evict: the model has layers that attend in chunks, whose keys cannot move; leave it out"
-                )
-            elif group.window > window:
-                raise ConfigError(
-                    f"kv_evict keeps a window of {window} tokens, and the model has layers that attend over {group.window};"
-                    " give a longer window"
-                )
-            evicted.append(group)
-        return tuple(evicted)
+        return tuple(group.evicted(sinks, window, block_size, self.chooses) for group in groups)
+
+
+KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
+    "full": lambda bytes_per_token, _: CacheGroup(bytes_per_token),
+    "latent": lambda bytes_per_token, _: CacheGroup(bytes_per_token),
+    "window": WindowCacheGroup,
+    "chunk": ChunkCacheGroup,
+}
+"""By the kind of a manifest's entry: what makes the group of (bytes per token, window)."""
 
 
 def cache_groups(entries: Sequence[Mapping[str, Any]]) -> tuple[CacheGroup, ...]:
     """The groups of an artifact, from its manifest's `kv_groups`."""
-    return tuple(CacheGroup.of(entry) for entry in entries)
+    return tuple(KINDS[str(entry["kind"])](int(entry["bytes_per_token"]), int(entry["window"])) for entry in entries)
 
 
 def pools_bytes(groups: Sequence[CacheGroup], limits: CacheLimits, num_blocks: Sequence[int]) -> int:

@@ -145,7 +145,7 @@ def test_targets(model: Path) -> None:
         model, "--target", "tensorrt"
     )
     message = refused_compile(model, "--target", "cuda:sm_90", "--tp", "2")
-    assert "more than one GPU is not built yet" in message
+    assert "target cuda:sm_90: --tp 2: it takes 1; leave it out, or use --target cpu" in message
 
 
 def test_an_unknown_scheme_lists_what_there_is(model: Path) -> None:

@@ -141,7 +141,7 @@ def test_what_lies_on_disk_gives_the_same_bits(artifact: Path, tmp_path: Path) -
     assert bits == alone and stats.num_spilled > 0 and stats.num_stored >= 9
     bits, stats = run(artifact, prompts, 35, kv_disk=str(tmp_path), kv_disk_bytes=100 * block_bytes, **sizes)
     assert bits == alone and stats.cached_tokens == 96 + 64 + 32
-    assert stats.num_raised > 0 and stats.num_damaged == 0
+    assert stats.num_loaded > 0 and stats.num_damaged == 0
 
 
 def test_a_swapped_sequence_gives_the_same_bits(artifact: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.models.bloom import modeling_bloom
 import inferc
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.kv_groups import CacheGroup, Eviction
+from inferc.kv_groups import CacheGroup, EvictedCacheGroup, Eviction
 
 SPEC = "sinks:4+window:40"
 BLOCK = 16
@@ -52,7 +52,8 @@ def reference(made: Path, prompt: list[int]) -> list[int]:
 def logits(made: Path, ids: list[int]) -> torch.Tensor:
     """Hugging Face's, [len(ids), vocabulary], where every position sees what `Eviction` says."""
     model = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32, attn_implementation="eager")
-    (group,) = Eviction.parse(SPEC).apply([CacheGroup("full", 0, 8)], BLOCK)
+    (group,) = Eviction.parse(SPEC).apply([CacheGroup(8)], BLOCK)
+    assert isinstance(group, EvictedCacheGroup)
     keys = torch.arange(len(ids))
     first = torch.tensor([group.first_key(position) for position in range(len(ids))])[:, None]
     seen = (keys <= keys[:, None]) & ((keys >= first) | (keys < group.sinks))
@@ -69,7 +70,8 @@ LONG = [[5 + (length * 31 + 17 * i * i + i) % 300 for i in range(length)] for le
 def reference_heavy(made: Path, prompt: list[int]) -> list[int]:
     """Greedy tokens of Hugging Face's model that sees what its own attention chose."""
     model = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32, attn_implementation="eager")
-    (group,) = Eviction.parse(HEAVY).apply([CacheGroup("full", 0, 8)], BLOCK)
+    (group,) = Eviction.parse(HEAVY).apply([CacheGroup(8)], BLOCK)
+    assert isinstance(group, EvictedCacheGroup)
     assert (group.sinks, group.window, group.stride, group.first_choice) == (80, 80, 128, 256)
     ids, kept_from = list(prompt), {0: [0], 128: [0]}
 
@@ -118,7 +120,8 @@ def test_tokens_are_those_of_a_mask_under_every_schedule(made: Path) -> None:
 def test_with_alibi_distances_are_those_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_random_model("bloom", tmp_path / "model", "float32", n_head=4, n_layer=2)
     compile(tmp_path / "model", tmp_path / "artifact", CompileConfig(certify="none", dtype="float32", block_size=BLOCK))
-    (group,) = Eviction.parse(SPEC).apply([CacheGroup("full", 0, 8)], BLOCK)
+    (group,) = Eviction.parse(SPEC).apply([CacheGroup(8)], BLOCK)
+    assert isinstance(group, EvictedCacheGroup)
 
     def closed_up(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
         """ALiBi of keys that move up to the sinks where those between are forgotten: [num_heads, queries, keys]."""

@@ -208,7 +208,7 @@ def test_blocks_on_disk_have_the_same_bits(made: Made, name: str, tmp_path: Path
             results = [llm.generate([text], params)[0].outputs[0] for text in (*texts, texts[0])]
             return [
                 [(each.token_id, each.logprob) for each in row.logprobs or []] for row in results
-            ], llm.stats().num_raised
+            ], llm.stats().num_loaded
 
     expected, _ = answers()
     disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_bytes": 64 * block_bytes}

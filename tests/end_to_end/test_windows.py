@@ -119,7 +119,7 @@ def test_sequences_run_together_where_only_given_back_blocks_make_room(made: Mad
     assert (stats.num_preemptions, stats.finished) == (0, {"length": 4})
     assert most_tokens > (windows - 1) * 16, "more tokens were cached than the windows' pool holds"
     left = sum((len(ids) + count - 2 - WINDOW + 1) // 16 for ids in prompts)
-    assert stats.num_given_back == left * sum(group.gives_back for group in made.groups)
+    assert stats.num_freed_outside_window == left * sum(group.gives_back for group in made.groups)
 
 
 def test_one_sequence_longer_than_its_pool(made: Made) -> None:
@@ -135,7 +135,7 @@ def test_one_sequence_longer_than_its_pool(made: Made) -> None:
         assert found == reference_greedy(made.model, [ids], count)[0]
         stats = llm.stats()
         assert (stats.num_blocks, stats.num_preemptions) == ([6], 0)
-        assert stats.num_given_back == (150 + count - 2 - WINDOW + 1) // 16
+        assert stats.num_freed_outside_window == (150 + count - 2 - WINDOW + 1) // 16
         score = llm.score(ids)
     with inferc.LLM(made.artifact) as llm:
         assert llm.score(ids) == score
@@ -240,5 +240,5 @@ def test_preemption_gives_the_same_bits(exact: Made, alone: dict[int, Bits]) -> 
     sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "kv_memory_bytes": memory}
     bits, stats = run(exact, lengths, NEW_TOKENS, **sizes, overcommit=True)
     assert stats.num_preemptions > 0
-    assert stats.num_given_back > 0
+    assert stats.num_freed_outside_window > 0
     assert bits == [alone[length] for length in lengths]

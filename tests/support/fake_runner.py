@@ -16,14 +16,14 @@ import numpy as np
 from fake_mover import FakeMover
 from numpy.typing import NDArray
 
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import CacheGroup, EvictedCacheGroup
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.plan import F32, I32, Logprobs, StepPlan, StepResult
 from inferc.runtime.step.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
-FULL = CacheGroup("full", 0, 8)
+FULL = CacheGroup(8)
 
 
 def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozenset[int] = frozenset()) -> int:
@@ -44,13 +44,15 @@ def mass_of(drawn: int, block: int) -> int:
 
 
 def is_counted(position: int, group: CacheGroup) -> bool:
+    if not isinstance(group, EvictedCacheGroup):
+        return False
     end = (position // group.stride + 1) * group.stride
     return bool(group.counted) and position >= end - group.counted and end >= group.first_choice - group.stride
 
 
 def kept_blocks(ids: list[int], position: int, group: CacheGroup, size: int) -> list[int]:
     """The blocks that the query at a position sees of those that an evicted group has given back, from the first token on."""
-    if not group.first_key(position):
+    if not isinstance(group, EvictedCacheGroup) or not group.first_key(position):
         return []
     if not group.counted:
         return list(range(group.sinks // size))
@@ -76,7 +78,7 @@ def kept_blocks(ids: list[int], position: int, group: CacheGroup, size: int) -> 
 
 def seen_tokens(ids: list[int], position: int, group: CacheGroup, size: int) -> list[int]:
     """Which tokens the query at a position sees where a cache evicts, else all up to it."""
-    if group.kind != "evicted":
+    if not isinstance(group, EvictedCacheGroup):
         return list(range(position + 1))
     kept = kept_blocks(ids, position, group, size)
     return [
@@ -124,7 +126,7 @@ class FakeRunner:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        lower = config.num_lower or (0,) * len(config.num_blocks)
+        lower = config.num_offloaded or (0,) * len(config.num_blocks)
         self.pools: list[NDArray[np.int64]] = [
             np.full((count + below) * config.block_size, -1, np.int64)
             for count, below in zip(config.num_blocks, lower, strict=True)
@@ -136,7 +138,7 @@ class FakeRunner:
         self.queue: deque[StepPlan] = deque()
         self.num_steps = 0
         self.num_copied = 0  # tokens whose K and V were copied
-        self.num_raised = 0  # blocks that were copied to the arena
+        self.num_loaded = 0  # blocks that were copied to the arena
         self.closed = False
         self.fail_at: int | None = None
         self.broken_prompt: list[int] | None = None  # whose logits are not finite
@@ -206,12 +208,12 @@ class FakeRunner:
         ids[plan.late_rows] = self.last[plan.late_slots]
         assert ((ids >= 0) & (ids < VOCAB_SIZE)).all(), "a late id that was never sampled"
         contexts: dict[int, list[int]] = {}
-        for pool, raised, count in zip(self.pools, plan.raised, config.num_blocks, strict=False):
+        for pool, loads, count in zip(self.pools, plan.loads, config.num_blocks, strict=False):
             of_blocks = pool.reshape(-1, size)
-            assert not len(raised.source) or raised.source.min() >= count > raised.target.max() > 0
-            of_blocks[raised.target] = of_blocks[raised.source]
-            self.num_raised += len(raised.source)
-        if not config.lower_in_place:
+            assert not len(loads.source) or loads.source.min() >= count > loads.target.max() > 0
+            of_blocks[loads.target] = of_blocks[loads.source]
+            self.num_loaded += len(loads.source)
+        if not config.offload_in_place:
             for table, count in zip(plan.block_tables, config.num_blocks, strict=True):
                 assert table.max() < count, "a step reads below the arena"
         for pool, copies in zip(self.pools, plan.copies, strict=False):
@@ -228,8 +230,9 @@ class FakeRunner:
         for b in range(plan.num_seqs):
             first, end, length = starts[b], starts[b + 1], int(plan.seq_lens[b])
             start = int(plan.positions[first])
-            evicted = next((group for group in config.groups if group.kind == "evicted"), FULL)
-            forgotten = max(0, evicted.first_key(start) - evicted.sinks)
+            evicted = next((group for group in config.groups if isinstance(group, EvictedCacheGroup)), None) or FULL
+            sinks = evicted.sinks if isinstance(evicted, EvictedCacheGroup) else 0
+            forgotten = max(0, evicted.first_key(start) - sinks)
             length += forgotten
             assert plan.positions[first:end].tolist() == list(range(start, length))
             assert evicted.first_key(start) == evicted.first_key(length - 1), "queries of a step see different keys"
@@ -246,16 +249,17 @@ class FakeRunner:
             ):
                 seen = group.first_key(start)
                 where = np.arange(seen, length)
-                column = np.where(where < evicted.sinks, where, where - forgotten) // size
-                if group.kind == "evicted":
+                column = np.where(where < sinks, where, where - forgotten) // size
+                forgets = isinstance(group, EvictedCacheGroup)
+                if forgets:
                     where = np.array([*seen_tokens(text, start, group, size), *range(start + 1, length)])
                     column = np.arange(len(where)) // size
                 out_of_sight = np.delete(table[b], column)
-                assert group.kind == "evicted" or not out_of_sight[: seen // size].any(), "not given back"
+                assert forgets or not out_of_sight[: seen // size].any(), "not given back"
                 slots = table[b, column].astype(np.int64) * size + where % size
                 assert (slots[first - end :] == mapping[first:end]).all()
                 there = [text[place] for place in where.tolist()]
-                assert slots.min() >= size and pool[slots].tolist() == there, f"{group.kind}: another's K and V"
+                assert slots.min() >= size and pool[slots].tolist() == there, f"{group}: another's K and V"
             for row in range(first, end):
                 contexts[row] = seen_of(text, int(plan.positions[row]), evicted, size)
             self._count(plan, b, text, evicted)
@@ -266,8 +270,8 @@ class FakeRunner:
         """What the counted queries of one sequence give; those that must be are counted, and no others."""
         first, end = plan.query_start_loc[b : b + 2].tolist()
         positions = plan.positions[first:end].tolist()
-        wanted = [first + i for i, position in enumerate(positions) if group.counted and is_counted(position, group)]
-        begin = end if plan.counted is None else int(plan.counted.first_rows[b])
+        wanted = [first + i for i, position in enumerate(positions) if is_counted(position, group)]
+        begin = end if plan.scored is None else int(plan.scored.first_rows[b])
         assert wanted == list(range(begin, end)), "others are counted"
         for row in wanted:
             position, size = int(plan.positions[row]), self.config.block_size
@@ -275,7 +279,7 @@ class FakeRunner:
                 *kept_blocks(text, position, group, size),
                 *range(group.first_key(position) // size, position // size + 1),
             ]
-            for masses in plan.counted.masses if plan.counted is not None else ():
+            for masses in plan.scored.scores if plan.scored is not None else ():
                 for column, block in enumerate(blocks):
                     if masses is not None:
                         masses[b, column] += mass_of(drawn_of(text, position), block)
@@ -306,9 +310,9 @@ def make_engine(
     kv_events: bool = False,
     partial_blocks: bool = False,
     clock: Callable[[], float] = time.monotonic,
-    num_lower: int = 0,
+    num_offloaded: int = 0,
     mover: FakeMover | None = None,
-    lower_in_place: bool = True,
+    offload_in_place: bool = True,
     idle_work: Callable[[], bool] | None = None,
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
@@ -320,12 +324,12 @@ def make_engine(
         tbt_ms,
         overcommit,
         kv_events,
-        (num_lower,) * len(groups) if num_lower else (),
-        lower_in_place,
+        (num_offloaded,) * len(groups) if num_offloaded else (),
+        offload_in_place,
         partial_blocks,
     )
     runner = FakeRunner(config)
-    if num_lower:
+    if num_offloaded:
         mover = mover or FakeMover()
         mover.attach(runner.pools, config)
     limits = ModelLimits(VOCAB_SIZE, max_model_len, eos)

@@ -68,7 +68,7 @@ def test_pinning_takes_a_core_for_each_thread() -> None:
         ):
             cores_to_pin(count, first)
     with pytest.raises(ConfigError, match="lower --threads, or leave --pin out"):
-        EngineConfig(num_threads=len(mine) + 1, pin_threads=True).resolve(100, 16, (CacheGroup("full", 0, 1000),))
+        EngineConfig(num_threads=len(mine) + 1, pin_threads=True).resolve(100, 16, (CacheGroup(1000),))
 
 
 def allowed_of_threads() -> dict[int, frozenset[int]]:

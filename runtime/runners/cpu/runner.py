@@ -102,7 +102,7 @@ class ModelRunner:
         tokens, seqs, rows = self._maxima
         self.limits = StepLimits(
             *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size),
-            num_lower=tuple(count for _, count in files),
+            num_offloaded=tuple(count for _, count in files),
         )
         self.arena_bytes: int = artifact.memory.reserved_bytes(tokens, seqs, config.num_threads)
         self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
@@ -172,7 +172,7 @@ class ModelRunner:
     def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
         self.limits.check(plan)
-        assert not plan.raised, "a text that is scored is not looked for in the cache"
+        assert not plan.loads, "a text that is scored is not looked for in the cache"
         targets = abi.contiguous(target_ids, np.int32)
         if len(targets) != len(plan.logits_rows) or outside(targets, self.vocab_size):
             raise RequestError(

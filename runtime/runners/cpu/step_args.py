@@ -72,10 +72,10 @@ class StepInputs:
             setattr(args, name, array.ctypes.data)
         args.threads = threads
         kept: list[Any] = [arrays, slots, tables]
-        if (counted := plan.counted) is not None:
-            addresses = np.array([0 if each is None else each.ctypes.data for each in counted.masses], np.uintp)
-            args.mass_from, args.masses = counted.first_rows.ctypes.data, addresses.ctypes.data
-            kept += [counted, addresses]
+        if (scored := plan.scored) is not None:
+            addresses = np.array([0 if each is None else each.ctypes.data for each in scored.scores], np.uintp)
+            args.mass_from, args.masses = scored.first_rows.ctypes.data, addresses.ctypes.data
+            kept += [scored, addresses]
         return StepInputs(args, token_ids, plan.late_rows, plan.late_slots, kept)
 
     def fill_late(self, last_ids: I32) -> None:

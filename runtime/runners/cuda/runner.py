@@ -78,7 +78,7 @@ class CudaRunner:
         self.limits = StepLimits(
             *(self.max_num_tokens, self.max_num_seqs, max(self.max_num_tokens, self.max_num_seqs)),
             *(self.vocab_size, self.num_blocks, self.block_size),
-            num_lower=tuple(map(len, lower)),
+            num_offloaded=tuple(map(len, lower)),
         )
         self._groups = artifact.kv_groups
         self._order = INVARIANT if config.deterministic else FAST
@@ -212,7 +212,7 @@ class CudaRunner:
         self._pending.append(flight)
 
     def _submit(self, plan: StepPlan, flight: Flight) -> None:
-        self._tier.up(plan.raised)
+        self._tier.up(plan.loads)
         self._blocks.share(plan.copies)
         capacity, as_graph = self._capacity(plan)
         shares = self._send(plan, flight, capacity)
@@ -246,7 +246,7 @@ class CudaRunner:
     def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
         """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
         self.limits.check(plan)
-        assert not plan.raised, "a text that is scored is not looked for in the cache"
+        assert not plan.loads, "a text that is scored is not looked for in the cache"
         rows = len(plan.logits_rows)
         if len(target_ids) != rows or outside(target_ids, self.vocab_size):
             raise RequestError(f"score: {len(target_ids)} target ids for {rows} rows, or one out of range")

@@ -197,7 +197,7 @@ def _config(prices: CostFile, candidate: Candidate) -> SchedulerConfig:
         max_model_len=prices.max_model_len,
         num_blocks=(min(room, prices.num_blocks),),
         block_size=prices.block_size,
-        groups=(CacheGroup("full", 0, prices.kv_bytes_per_token),),
+        groups=(CacheGroup(prices.kv_bytes_per_token),),
         prefix_cache=candidate.prefix_cache,
         policy=candidate.policy,
         tbt_ms=candidate.tbt_ms,

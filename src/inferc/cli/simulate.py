@@ -216,7 +216,7 @@ def _config(
         max_model_len=longest + 1,
         num_blocks=(num_blocks,),
         block_size=prices.block_size,
-        groups=(CacheGroup("full", 0, prices.kv_bytes_per_token),),
+        groups=(CacheGroup(prices.kv_bytes_per_token),),
         prefix_cache=prefix_cache,
         policy=policy,
         tbt_ms=tbt_ms,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inferc.ir.ops.quantize import quantize_int4
 from inferc.ir.program import dtype_name
-from inferc.kv_groups import CacheGroup, row_size
+from inferc.kv_groups import KINDS, row_size
 
 ops = torch.ops.inferc
 MASKS = ("causal", "sliding", "chunked")
@@ -343,7 +343,7 @@ def test_blocks_that_were_given_back_change_no_bit(
         data[0].view(torch.uint8).fill_(0xFF)
     q, sinks = torch.randn(700, case.heads, case.dim).to(dtype), torch.randn(case.heads).to(dtype)
     kept = pool.table.clone()
-    group = CacheGroup("window" if mask == "sliding" else "chunk", window, 8)
+    group = KINDS["window" if mask == "sliding" else "chunk"](8, window)
     for begin, end in ((0, 130), (130, 131), (209, 210), (210, 300), (383, 384), (640, 641), (641, 700)):
         starts, lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
         rows = q[begin:end].contiguous()

@@ -10,7 +10,7 @@ from inferc.errors import UnsupportedError
 from inferc.frontend.export import export_module
 from inferc.ir.ops import visible
 from inferc.ir.program import target_name
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import KINDS
 from inferc.passes.attention.dense_kv_cache import DenseKVCache
 from inferc.passes.attention.page_kv_cache import PageKVCache, stored_kv
 from inferc.passes.fuse.rope_kv_write import fuse_rope_kv_write
@@ -151,7 +151,7 @@ def test_shared_k_and_v_stay_as_long_as_the_widest_reader_sees_them(
     assert (group.kind, group.window, group.layers) == (*reach, (0,))
     check_paged(made, before)
     tokens = torch.arange(60)
-    kept = CacheGroup(group.kind, group.window, 8)
+    kept = KINDS[group.kind](8, group.window)
     for mask, window in masks:
         first_seen = visible(tokens, tokens, mask, window).int().argmax(1).tolist()
         assert all(kept.first_key(token) <= first for token, first in enumerate(first_seen))

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import CacheGroup, ChunkCacheGroup, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.loop import EngineClient, EngineThread, Event
 from inferc.runtime.engine.messages import EventReader, EventWriter
 from inferc.runtime.engine.process import EngineProcess
 from inferc.runtime.kv_cache.block_pool import BlockPool
 from inferc.runtime.kv_cache.events import ARENA, CacheEvent, CacheEvents, Cleared, KvBatch, Removed, Stored
-from inferc.runtime.kv_cache.manager import block_hash, root_hash
+from inferc.runtime.kv_cache.hashing import block_hash, root_hash
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
 
-WINDOW, CHUNK, LATENT = CacheGroup("window", 6, 8), CacheGroup("chunk", 8, 8), CacheGroup("latent", 0, 8)
+WINDOW, CHUNK, LATENT = WindowCacheGroup(8, window=6), ChunkCacheGroup(8, window=8), CacheGroup(8)
 NAMES = count()
 
 
@@ -64,9 +64,9 @@ class Router:
 def in_cache(engine: Engine) -> set[bytes]:
     """What every group that gives nothing back has in any tier; where all give blocks back, what all have."""
     cache = engine.scheduler.cache
-    lower = cache.lower or [BlockPool(0, 0)] * len(cache.groups)
+    lower = [store.pool for store in cache.stores] or [BlockPool(0, 0)] * len(cache.groups)
     tiers = list(zip(cache.groups, cache.pools, lower, strict=True))
-    keeping = [each for each in tiers if not each[0].gives_back] or tiers
+    keeping = [each for each in tiers if not each[0].spec.gives_back] or tiers
     return set.intersection(*({*pool.block_of, *below.block_of} for _, pool, below in keeping))
 
 
@@ -195,8 +195,8 @@ def test_whatever_runs_a_router_knows_what_the_cache_holds(
         pipeline=data.draw(st.booleans()),
         overcommit=data.draw(st.booleans()),
         policy=data.draw(st.sampled_from(["fcfs", "lpm", "priority"])),
-        num_lower=data.draw(st.sampled_from([0, 12, 40])),
-        lower_in_place=data.draw(st.booleans()),
+        num_offloaded=data.draw(st.sampled_from([0, 12, 40])),
+        offload_in_place=data.draw(st.booleans()),
         partial_blocks=data.draw(st.booleans()),
     )
     router, step = Router(), 0
@@ -274,10 +274,10 @@ def test_an_engine_behind_a_client_tells_each_step(make_client: Callable[..., En
 
 def test_what_an_earlier_run_left_is_told_once_a_request_has_found_it() -> None:
     mover = FakeMover()
-    first = make_engine(prefix_cache=True, num_lower=30, mover=mover)
+    first = make_engine(prefix_cache=True, num_offloaded=30, mover=mover)
     generate(first, list(range(13)))
     first.close()
-    engine = make_engine(prefix_cache=True, num_lower=30, mover=mover, kv_events=True)
+    engine = make_engine(prefix_cache=True, num_offloaded=30, mover=mover, kv_events=True)
     router = Router()
     router.take(generate(engine, [9, 9, 9]))
     assert not router.held.get(ARENA)

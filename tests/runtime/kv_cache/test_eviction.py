@@ -10,28 +10,28 @@ from fake_mover import FakeMover
 from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id, oracle, seen_of
 
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.kv_groups import CacheGroup, CacheLimits, Eviction
+from inferc.kv_groups import CacheGroup, CacheLimits, ChunkCacheGroup, EvictedCacheGroup, Eviction, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.step.sampling_params import SamplingParams
 
-EVICTED = CacheGroup("evicted", 8, 8, sinks=4, stride=8)
-WINDOW = CacheGroup("window", 6, 8)
+EVICTED = EvictedCacheGroup(8, window=8, sinks=4, stride=8)
+WINDOW = WindowCacheGroup(8, window=6)
 
 
 def test_a_spec_becomes_groups_of_whole_blocks() -> None:
     (group,) = Eviction.parse("sinks:4+window:1000").apply([FULL], 32)
-    assert group == CacheGroup("evicted", 1024, 8, sinks=32, stride=256)
+    assert group == EvictedCacheGroup(8, window=1024, sinks=32, stride=256)
     full, window = Eviction.parse("sinks:0+window:6").apply([FULL, WINDOW], 2)
-    assert (full.sinks, full.window, window) == (0, 6, WINDOW)
+    assert isinstance(full, EvictedCacheGroup) and (full.sinks, full.window, window) == (0, 6, WINDOW)
     (group,) = Eviction.parse("heavy-hitters:100").apply([FULL], 32)
-    assert group == CacheGroup("evicted", 64, 8, sinks=64, stride=256, counted=32)
+    assert group == EvictedCacheGroup(8, window=64, sinks=64, stride=256, counted=32)
     for text in ("window:6", "sinks:1+window:0", "sinks:-1+window:5", "sinks:4+window:10%", "heavy-hitters:0"):
         with pytest.raises(ConfigError, match=r"expected sinks:N\+window:M or heavy-hitters:N in tokens"):
             Eviction.parse(text)
     with pytest.raises(ConfigError, match="keeps a window of 4 tokens, and the model has layers that attend over 6"):
         Eviction(0, 4).apply([FULL, WINDOW], 4)
     with pytest.raises(UnsupportedError, match="attend in chunks"):
-        Eviction(0, 40).apply([CacheGroup("chunk", 8, 8)], 4)
+        Eviction(0, 40).apply([ChunkCacheGroup(8, window=8)], 4)
 
 
 def test_what_a_query_sees_changes_at_strides_alone() -> None:
@@ -60,7 +60,9 @@ def run(
             found[output.request_id] += output.token_ids
         engine.scheduler.check_integrity()
     cache = engine.scheduler.cache
-    assert all(pool.num_free == pool.size for pool in (*cache.pools, *cache.lower)), "blocks leak"
+    assert all(pool.num_free == pool.size for pool in (*cache.pools, *(store.pool for store in cache.stores))), (
+        "blocks leak"
+    )
     return found
 
 
@@ -70,11 +72,13 @@ def run(
 def test_every_schedule_gives_the_text_of_each_sequence_alone(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4])
-    evicted = CacheGroup("evicted", 4 * rng.randint(1, 3), 8, sinks=4 * rng.randint(0, 2), stride=4 * rng.randint(1, 3))
+    evicted = EvictedCacheGroup(
+        8, window=4 * rng.randint(1, 3), sinks=4 * rng.randint(0, 2), stride=4 * rng.randint(1, 3)
+    )
     if rng.random() < 0.5:
         evicted = replace(evicted, counted=rng.randint(1, 4))
     groups = rng.choice([(evicted,), (evicted, replace(WINDOW, window=4)), (evicted, evicted)])
-    num_lower = rng.choice([0, 60])
+    num_offloaded = rng.choice([0, 60])
     most = evicted.most_blocks(CacheLimits(size, 200, 1, 64))
     engine = make_engine(
         max_num_seqs=rng.randint(1, 4),
@@ -84,12 +88,12 @@ def test_every_schedule_gives_the_text_of_each_sequence_alone(seed: int) -> None
         block_size=size,
         groups=groups,
         pipeline=rng.random() < 0.7,
-        prefix_cache=bool(num_lower) or rng.random() < 0.6,
+        prefix_cache=bool(num_offloaded) or rng.random() < 0.6,
         overcommit=rng.random() < 0.5,
         partial_blocks=rng.random() < 0.5,
-        num_lower=num_lower,
-        lower_in_place=rng.random() < 0.5,
-        mover=FakeMover(seed) if num_lower else None,
+        num_offloaded=num_offloaded,
+        offload_in_place=rng.random() < 0.5,
+        mover=FakeMover(seed) if num_offloaded else None,
     )
     requests = {}
     common = [rng.randrange(VOCAB_SIZE) for _ in range(60)]

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferc.ir.ops import visible
-from inferc.kv_groups import NEVER, CacheGroup, CacheLimits
-from inferc.runtime.kv_cache.manager import KVCacheManager, block_hash, root_hash
+from inferc.kv_groups import NEVER, CacheGroup, CacheLimits, ChunkCacheGroup, WindowCacheGroup
+from inferc.runtime.kv_cache.hashing import block_hash, root_hash
+from inferc.runtime.kv_cache.manager import KVCacheManager
 
-FULL, WINDOW, CHUNK = CacheGroup("full", 0, 8), CacheGroup("window", 6, 8), CacheGroup("chunk", 6, 8)
+FULL, WINDOW, CHUNK = CacheGroup(8), WindowCacheGroup(8, window=6), ChunkCacheGroup(8, window=6)
 
 
 def make_cache(
@@ -62,14 +63,14 @@ def test_a_block_is_given_back_when_no_later_query_sees_it(group: CacheGroup, gi
     for position in range(20):
         is_due = position >= cache.next_unseen[0]
         assert is_due == (position in given_back)
-        cache.give_back(0, position)
+        cache.free_outside_window(0, position)
         gone |= set(given_back.get(position, ()))
         assert cache.grow(0, position + 1)
         assert [block in gone for block in range(cache.num_grown[0])] == (cache.tables[0][0] == 0)[
             : position // 4 + 1
         ].tolist()
         cache.check_integrity()
-    assert cache.num_given_back == len(gone)
+    assert cache.num_freed_outside_window == len(gone)
     cache.release(0)
     assert cache.num_free == (7,)
     assert cache.next_unseen[0] == min(given_back, default=NEVER), "the slot begins anew"
@@ -78,7 +79,7 @@ def test_a_block_is_given_back_when_no_later_query_sees_it(group: CacheGroup, gi
 def test_what_a_query_sees_is_what_the_mask_says() -> None:
     positions = torch.arange(60)
     for group, mask in ((FULL, "causal"), (WINDOW, "sliding"), (CHUNK, "chunked")):
-        seen = visible(positions, positions, mask, group.window)
+        seen = visible(positions, positions, mask, 6)
         for position in range(40):
             assert seen[position].nonzero()[:, 0].tolist() == list(range(group.first_key(position), position + 1))
             later = seen[position:, position].logical_not().nonzero()[:, 0].tolist()
@@ -147,7 +148,7 @@ def test_no_sequence_of_calls_breaks_the_accounts(calls: list[tuple[int, int]], 
             cache.release(slot)
             computed[slot] = 0
         elif num_tokens > computed[slot]:
-            cache.give_back(slot, computed[slot])
+            cache.free_outside_window(slot, computed[slot])
             before = cache.num_free
             new = min(num_tokens, computed[slot] + 8)
             if cache.grow(slot, new):

@@ -8,13 +8,13 @@ from fake_runner import FULL, make_engine, oracle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import CacheGroup, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.kv_cache.partial_index import LEAST, PartialIndex
 from inferc.runtime.step.plan import I32
 from inferc.runtime.step.sampling_params import SamplingParams
 
-WINDOW = CacheGroup("window", 12, 8)
+WINDOW = WindowCacheGroup(8, window=12)
 PROMPT = list(range(20, 47))
 
 

@@ -11,16 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferc.errors import RequestError
-from inferc.kv_groups import CacheGroup, CacheLimits
+from inferc.kv_groups import CacheGroup, CacheLimits, ChunkCacheGroup, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.scoring import Score
-from inferc.runtime.kv_cache import manager as kv_cache
+from inferc.runtime.kv_cache import hashing
 from inferc.runtime.kv_cache.block_pool import BlockPool
 from inferc.runtime.kv_cache.events import Stored
-from inferc.runtime.kv_cache.manager import KVCacheManager, block_hash, extend_hashes, root_hash
+from inferc.runtime.kv_cache.hashing import block_hash, extend_hashes, root_hash
+from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.step.sampling_params import SamplingParams
 
-WINDOW, CHUNK = CacheGroup("window", 6, 8), CacheGroup("chunk", 8, 8)
+WINDOW, CHUNK = WindowCacheGroup(8, window=6), ChunkCacheGroup(8, window=8)
 TURN = list(range(18))
 
 
@@ -82,13 +83,13 @@ def test_sequences_of_a_request_share_its_prompt_in_their_first_step() -> None:
 
 def test_a_prompt_is_hashed_once_for_all_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[bytes] = []
-    plain = kv_cache.hash_block
+    plain = hashing.hash_block
 
     def hash_block(previous: bytes, ids: bytes) -> bytes:
         hashed.append(ids)
         return plain(previous, ids)
 
-    monkeypatch.setattr(kv_cache, "hash_block", hash_block)
+    monkeypatch.setattr(hashing, "hash_block", hash_block)
     engine = make_engine(prefix_cache=True, max_num_batched_tokens=32)
     engine.add_request("n", TURN, SamplingParams(n=3, temperature=0.0, max_tokens=1))
     while engine.has_work:
@@ -274,7 +275,7 @@ def test_hashes_are_those_of_the_blocks() -> None:
 
 
 @given(
-    st.lists(st.sampled_from([FULL, WINDOW, CHUNK, CacheGroup("window", 1, 8)]), min_size=1, max_size=3),
+    st.lists(st.sampled_from([FULL, WINDOW, CHUNK, WindowCacheGroup(8, window=1)]), min_size=1, max_size=3),
     st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=3, max_size=3),
 )
 def test_as_much_is_found_as_every_group_has(groups: list[CacheGroup], there: list[list[bool]]) -> None:
@@ -298,7 +299,7 @@ def test_as_much_is_found_as_every_group_has(groups: list[CacheGroup], there: li
     assert cache.find(names) == max(num_blocks for num_blocks in range(10) if all_there(num_blocks))
     found = names[: cache.find(names)]
     assert cache.fits(4 * len(found) + 1, np.zeros(0, np.int64), found)
-    cache.adopt(0, found)
+    cache.attach_cached(0, found)
     assert cache.extend(0, 4 * len(found), 1, whole=4 * len(found) + 1) == 1
     cache.check_integrity()
     cache.release(0)

@@ -8,7 +8,7 @@ import pytest
 from fake_runner import FULL, VOCAB_SIZE, make_engine, next_id
 
 from inferc.errors import ConfigError, RequestError
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import CacheGroup, WindowCacheGroup
 from inferc.runtime.scheduler.batch import FEW_STOP_IDS
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.scheduler.scheduler import Scheduler
@@ -204,11 +204,11 @@ def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str)
 
 # ------------------------------------------------------------------------------------------------ windows
 
-WINDOW = CacheGroup("window", 4, 8)
+WINDOW = WindowCacheGroup(8, window=4)
 
 
 def test_a_sequence_that_leaves_without_a_block_makes_room_all_the_same() -> None:
-    window = CacheGroup("window", 1, 8)
+    window = WindowCacheGroup(8, window=1)
     scheduler = make_scheduler(max_num_seqs=2, num_blocks=2, block_size=1, groups=(window,))  # one block
     for name in ("a", "b"):
         scheduler.add(sequence(name, 1, max_tokens=1))
@@ -252,7 +252,7 @@ def test_a_long_prompt_runs_through_a_pool_that_holds_its_window_only() -> None:
 
 
 def test_a_prompt_waits_for_the_blocks_of_who_just_left() -> None:
-    window = CacheGroup("window", 16, 8)
+    window = WindowCacheGroup(8, window=16)
     scheduler = make_scheduler(
         max_num_seqs=2, max_num_batched_tokens=5, max_model_len=80, num_blocks=9, groups=(window,)
     )
@@ -277,7 +277,7 @@ def test_a_decode_step_touches_only_sequences_that_cross_a_block(monkeypatch: py
         scheduler.add(sequence(str(i), 8 + i, max_tokens=20))
     land(scheduler, schedule(scheduler))
     in_flight = schedule(scheduler)
-    touched: dict[str, int] = {"give_back": 0, "grow_all": 0}
+    touched: dict[str, int] = {"free_outside_window": 0, "grow_all": 0}
     for name in touched:
         real = getattr(scheduler.cache, name)
 
@@ -290,12 +290,12 @@ def test_a_decode_step_touches_only_sequences_that_cross_a_block(monkeypatch: py
         following = schedule(scheduler)
         land(scheduler, in_flight)
         in_flight = following
-    assert touched == {"give_back": 8 * 12 // 4, "grow_all": 8 * 12 // 4}
+    assert touched == {"free_outside_window": 8 * 12 // 4, "grow_all": 8 * 12 // 4}
 
 
 def test_a_prompt_and_a_text_to_score_do_not_wait_for_each_other() -> None:
     """Each has half of the blocks and needs one more, and neither can give one back yet: the prompt gives way."""
-    window = CacheGroup("window", 18, 8)
+    window = WindowCacheGroup(8, window=18)
     engine = make_engine(max_num_seqs=2, max_num_batched_tokens=4, num_blocks=9, groups=(window,))
     texts = {"scored": [i % 50 for i in range(40)], "prompt": [i * 7 % 50 for i in range(40)]}
     engine.score("scored", texts["scored"])

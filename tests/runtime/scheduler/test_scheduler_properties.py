@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferc.errors import ObjectiveError, RequestError
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import ChunkCacheGroup, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.scheduler.policies import NAMES
 from inferc.runtime.step.cost import WORK
@@ -87,18 +87,21 @@ def scenes(draw: st.DrawFn) -> Scene:
     full_length = -(-max_model_len // block_size)
     # From less than one sequence of full length, which forces preemption and early ends, to room for all; where blocks
     # are given back, from the smallest pool there can be.
-    windows = st.builds(CacheGroup, st.sampled_from(["window", "chunk"]), st.integers(1, 14), st.just(8))
+    windows = st.one_of(
+        st.builds(WindowCacheGroup, st.just(8), window=st.integers(1, 14)),
+        st.builds(ChunkCacheGroup, st.just(8), window=st.integers(1, 14)),
+    )
     groups = draw(st.lists(st.one_of(st.just(FULL), windows), min_size=1, max_size=3))
     num_blocks = []
     for group in groups:
         low, high = max(1, full_length - 2), full_length * 4
-        if group.gives_back:
+        if isinstance(group, WindowCacheGroup):
             low, high = 1, draw(st.sampled_from([group.window // block_size + 3, high]))
         num_blocks.append(1 + draw(st.one_of(st.just(low), st.integers(low, high))))
     clock = Clock(draw(st.sampled_from([0.01, 1.0, 20.0])))
     prefix_cache = draw(st.booleans())
-    num_lower = draw(st.sampled_from([0, 10, 30])) if prefix_cache else 0
-    mover = FakeMover(draw(st.integers(0, 100)), rate=draw(st.sampled_from([1e-12, 1e-3]))) if num_lower else None
+    num_offloaded = draw(st.sampled_from([0, 10, 30])) if prefix_cache else 0
+    mover = FakeMover(draw(st.integers(0, 100)), rate=draw(st.sampled_from([1e-12, 1e-3]))) if num_offloaded else None
     options: dict[str, Any] = {
         "policy": draw(st.sampled_from(["fcfs", *(name.replace("N", "50") for name in NAMES)])),
         "tbt_ms": draw(st.sampled_from([None, 15.0])),
@@ -116,8 +119,8 @@ def scenes(draw: st.DrawFn) -> Scene:
         "pipeline": draw(st.booleans()),
         "prefix_cache": prefix_cache,
         "partial_blocks": draw(st.booleans()),
-        "num_lower": num_lower,
-        "lower_in_place": draw(st.booleans()),
+        "num_offloaded": num_offloaded,
+        "offload_in_place": draw(st.booleans()),
         "mover": mover,
         "overcommit": draw(st.booleans()),
     }
@@ -226,7 +229,9 @@ def check(scene: Scene) -> None:
                 assert arrival.abort_after is not None, "neither ended nor aborted"
                 assert got == want[: len(got)]
     cache = engine.scheduler.cache
-    assert all(pool.num_free == pool.size for pool in (*cache.pools, *cache.lower)), "blocks leak"
+    assert all(pool.num_free == pool.size for pool in (*cache.pools, *(store.pool for store in cache.stores))), (
+        "blocks leak"
+    )
     assert len(engine.scheduler.batch.free_slots) == engine.scheduler.config.max_num_seqs, "slots leak"
 
 

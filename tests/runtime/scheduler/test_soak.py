@@ -9,7 +9,7 @@ from fake_mover import FakeMover
 from fake_runner import FULL, VOCAB_SIZE, make_engine
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
-from inferc.kv_groups import CacheGroup
+from inferc.kv_groups import ChunkCacheGroup, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.scheduler.policies import NAMES
 from inferc.runtime.step.cost import WORK
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 EPOCH = 2500  # steps of one engine
 MOST_OPEN = 40  # requests at once
 LATEST = 4000  # steps within which every sequence ends, however many others there are
-GROUPS = ((FULL,), (FULL, CacheGroup("window", 6, 8)), (CacheGroup("chunk", 8, 8), CacheGroup("window", 9, 8)))
+GROUPS = ((FULL,), (FULL, WindowCacheGroup(8, window=6)), (ChunkCacheGroup(8, window=8), WindowCacheGroup(8, window=9)))
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Clock:
 def engine_of(rng: random.Random, clock: Callable[[], float], policy: str) -> Engine:
     seqs = rng.randint(1, 12)
     prefix_cache = rng.random() < 0.7
-    num_lower = rng.choice([0, 12, 40]) if prefix_cache else 0
+    num_offloaded = rng.choice([0, 12, 40]) if prefix_cache else 0
     made = make_engine(
         max_num_seqs=seqs,
         max_num_batched_tokens=rng.randint(seqs, 40),
@@ -45,9 +45,9 @@ def engine_of(rng: random.Random, clock: Callable[[], float], policy: str) -> En
         pipeline=rng.random() < 0.8,
         prefix_cache=prefix_cache,
         partial_blocks=rng.random() < 0.5,
-        num_lower=num_lower,
-        lower_in_place=rng.random() < 0.7,
-        mover=FakeMover(rng.getrandbits(16), rate=rng.choice([1e-12, 1e-3])) if num_lower else None,
+        num_offloaded=num_offloaded,
+        offload_in_place=rng.random() < 0.7,
+        mover=FakeMover(rng.getrandbits(16), rate=rng.choice([1e-12, 1e-3])) if num_offloaded else None,
         policy=policy.replace("N", "50"),
         tbt_ms=rng.choice([None, None, 20.0]),
         overcommit=rng.random() < 0.5,
@@ -135,7 +135,9 @@ def run_epoch(rng: random.Random, steps: int, policy: str) -> dict[str, int]:
     assert not begun and not scores and not engine.request_ids
     engine.scheduler.check_integrity()
     cache, scheduler = engine.scheduler.cache, engine.scheduler
-    assert all(pool.num_free == pool.size for pool in (*cache.pools, *cache.lower)), "blocks leak"
+    assert all(pool.num_free == pool.size for pool in (*cache.pools, *(store.pool for store in cache.stores))), (
+        "blocks leak"
+    )
     assert len(scheduler.batch.free_slots) == scheduler.config.max_num_seqs, "slots leak"
     assert not len(scheduler.waiting) and not scheduler.waiting.num_clients, "clients leak"
     return {**counts, "steps": step, "preempted": engine.stats().num_preemptions}

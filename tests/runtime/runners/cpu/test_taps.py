@@ -138,9 +138,9 @@ def test_names_are_found_or_refused_with_what_is_near(tiny_artifact: Path) -> No
 
 def test_what_cannot_be_tapped_is_refused(tiny_artifact: Path, tmp_path: Path) -> None:
     artifact = load_artifact(tiny_artifact)
-    with pytest.raises(UnsupportedError, match="runs on several ranks, whose values are not tapped"):
+    with pytest.raises(UnsupportedError, match="--tap .* runs in 2 ranks, which do not do this"):
         load_engine(dataclasses.replace(artifact, ranks=[artifact, artifact]), tap=NAMES)
-    with pytest.raises(UnsupportedError, match="runs on a GPU"):
+    with pytest.raises(UnsupportedError, match="for target cuda:sm_90, which runs on a GPU and does not do this"):
         load_engine(artifact, target="cuda:sm_90", tap=NAMES)
     with pytest.raises(ConfigError, match="tap_out x without a tap"):
         EngineConfig(tap_out="x")

@@ -57,9 +57,9 @@ def test_a_later_run_copies_up_what_was_stored(monkeypatch: pytest.MonkeyPatch, 
     engine, fake = opened(monkeypatch, tmp_path, 20)
     assert run_together(engine, [LONG], 3) == [expected]
     stats = engine.stats()
-    assert stats.num_raised == (len(LONG) - 1) // size > 0 and stats.num_damaged == 0
-    assert stats.cached_tokens == stats.num_raised * size
-    assert stored >= stats.num_raised
+    assert stats.num_loaded == (len(LONG) - 1) // size > 0 and stats.num_damaged == 0
+    assert stats.cached_tokens == stats.num_loaded * size
+    assert stored >= stats.num_loaded
     closed(engine, fake)
 
 
@@ -81,7 +81,7 @@ def test_what_was_preempted_or_made_room_is_found_below(monkeypatch: pytest.Monk
     assert stats.num_preemptions > 0 and stats.num_swapped > 0
     run_together(engine, [LONG], 2)  # takes all blocks
     assert run_together(engine, [prompts[1] + alone[1][:4]], 2) == [alone[1][4:]]
-    assert engine.stats().num_raised > stats.num_raised
+    assert engine.stats().num_loaded > stats.num_loaded
     closed(engine, fake)
 
 
