@@ -105,7 +105,7 @@ def from_disk(engine: Engine, prompt: list[int]) -> dict[str, Any]:
     runner: Any = engine.runner
     blocks, count = runner.blocks(0), runner.num_blocks[0]
     address, size = blocks[count:].ctypes.data, blocks[count:].nbytes
-    disk: Any = engine.scheduler.tiers._mover  # type: ignore[union-attr]
+    disk: Any = engine.scheduler.offload.manager._mover  # type: ignore[union-attr]
     needed = disk._ahead.is_needed
     times: dict[str, list[float]] = {"ahead": [], "on demand": []}
     faults: dict[str, list[int]] = {"ahead": [], "on demand": []}

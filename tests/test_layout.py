@@ -231,7 +231,11 @@ def imported_modules(path: Path) -> list[str]:
     plain = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
     taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     deeper = [f"{node.module}.{name.name}" for node in taken for name in node.names if node.module == "inferc"]
-    return [*plain, *(node.module or "" for node in taken), *(name for name in deeper if name[len("inferc.") :] in MODULES)]
+    return [
+        *plain,
+        *(node.module or "" for node in taken),
+        *(name for name in deeper if name[len("inferc.") :] in MODULES),
+    ]
 
 
 def test_nothing_needs_inferc_to_be_installed() -> None:

@@ -356,10 +356,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step is of any use: also to store what nobody has any more in the lower tier."""
-        tiers = self.scheduler.tiers
-        return bool(
-            self._in_flight or self._scorer.has_work or self.scheduler.has_work or (tiers is not None and tiers.is_busy)
-        )
+        scheduler = self.scheduler
+        return bool(self._in_flight or self._scorer.has_work or scheduler.has_work or scheduler.offload.is_busy)
 
     @property
     def idle_seconds(self) -> float | None:
@@ -380,45 +378,49 @@ class Engine:
         Raises InfercError if the runner failed; the engine cannot go on then.
         """
         self._is_whole = False
-        outputs = self._score_and_step()
+        outputs = self._score() if self._scorer.has_work else []
+        plan = self._schedule()
+        if plan is not None:
+            self._submit(plan)
+        landed: Outputs = []
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            landed = self._land()
         self._is_whole = True
-        return outputs
+        return [*outputs, *landed] if outputs else landed
 
-    def _score_and_step(self) -> Outputs:
-        if not self._scorer.has_work:
-            return self._step()
+    def _score(self) -> list[Output]:
+        """Compute a chunk of a text that is scored, between two steps; returns what the steps in flight brought."""
         outputs: list[Output] = []
-        while self._in_flight:  # a text is scored between two steps
+        while self._in_flight:
             outputs += self._land()
         self._open_gate()
         self._scorer.step(self.runner)
-        return [*outputs, *self._step()]
+        return outputs
 
-    def _step(self) -> Outputs:
-        stats, started = self._stats, time.perf_counter()
+    def _schedule(self) -> StepPlan | None:
+        started = time.perf_counter()
         plan = self.scheduler.schedule()
         if self.scheduler.refused:  # before the step lands that others of these requests may be in
             self._end_refused()
-        scheduled = time.perf_counter()
-        stats.schedule_seconds += scheduled - started
-        if plan is not None:
-            for seq in self.scheduler.joined:
-                self._reset_slot(seq)
-            if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_offloaded):
-                self._mover.read_ahead(plan.block_tables)
-            if self.taps is not None:
-                self.taps.mark(plan, self.scheduler.batch.seqs)
-            self.runner.submit(plan)
-            self._in_flight.append(plan)
-            self._submitted_at.append(self._clock())
-            stats.num_steps += 1
-            stats.scheduled_tokens += plan.num_tokens
-            stats.step_seqs += plan.num_seqs
-            stats.step_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
-            stats.submit_seconds += time.perf_counter() - scheduled
-        if self._in_flight and (len(self._in_flight) > self._depth or plan is None):
-            return self._land()
-        return []
+        self._stats.schedule_seconds += time.perf_counter() - started
+        return plan
+
+    def _submit(self, plan: StepPlan) -> None:
+        stats, started = self._stats, time.perf_counter()
+        for seq in self.scheduler.joined:
+            self._reset_slot(seq)
+        if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_offloaded):
+            self._mover.read_ahead(plan.block_tables)
+        if self.taps is not None:
+            self.taps.mark(plan, self.scheduler.batch.seqs)
+        self.runner.submit(plan)
+        self._in_flight.append(plan)
+        self._submitted_at.append(self._clock())
+        stats.num_steps += 1
+        stats.scheduled_tokens += plan.num_tokens
+        stats.step_seqs += plan.num_seqs
+        stats.step_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
+        stats.submit_seconds += time.perf_counter() - started
 
     def _reset_slot(self, seq: Sequence) -> None:
         assert seq.slot is not None
@@ -484,11 +486,11 @@ class Engine:
             scheduler.cache.num_freed_outside_window,
             scheduler.cache.num_evicted,
         )
-        if (tiers := scheduler.tiers) is not None:
-            self._stats.num_stored, self._stats.num_damaged = tiers.num_stored, tiers.num_damaged
-            self._stats.num_swapped, self._stats.num_spilled = tiers.num_swapped, tiers.num_spilled
-            self._stats.num_loaded, self._stats.offload_usage = scheduler.cache.num_loaded, tiers.usage
-            self._stats.num_waiting += tiers.num_fetching
+        if (manager := scheduler.offload.manager) is not None:
+            self._stats.num_stored, self._stats.num_damaged = manager.num_stored, manager.num_damaged
+            self._stats.num_swapped, self._stats.num_spilled = manager.num_swapped, manager.num_spilled
+            self._stats.num_loaded, self._stats.offload_usage = scheduler.cache.num_loaded, manager.usage
+            self._stats.num_waiting += manager.num_fetching
         forecast = scheduler.forecast
         self._stats.length_error, self._stats.cost_error = forecast.lengths.error, forecast.cost.error
         self._stats.length_error_of_mean = forecast.lengths.error_of_mean
@@ -520,8 +522,7 @@ class Engine:
 
     def _store_all(self) -> None:
         """End all requests, and copy what they and those before have computed to the lower tier."""
-        tiers, end = self.scheduler.tiers, time.monotonic() + STORE_SECONDS
-        assert tiers is not None
+        offload, end = self.scheduler.offload, time.monotonic() + STORE_SECONDS
         for request_id in self.request_ids:
             self.abort(request_id)
         try:
@@ -529,7 +530,7 @@ class Engine:
                 self._land()
         except InfercError:  # what the step should have computed is not there
             return
-        while self.scheduler.schedule() is None and tiers.is_busy and time.monotonic() < end:
+        while self.scheduler.schedule() is None and offload.is_busy and time.monotonic() < end:
             time.sleep(0.001)
-        if tiers.is_busy:
+        if offload.is_busy:
             log.warning("the KV cache was not stored whole within %g s", STORE_SECONDS)

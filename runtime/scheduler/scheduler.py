@@ -31,13 +31,15 @@ import numpy as np
 from inferc.runtime.kv_cache.events import CacheEvents
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.offload.manager import BlockMover, OffloadManager
+from inferc.runtime.scheduler.admission import AdmissionPolicy, TimedAdmission
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.scheduler.offload import NoOffload, Offload
 from inferc.runtime.scheduler.policies import parse_policy
 from inferc.runtime.scheduler.prefix_cache import PrefixCache
-from inferc.runtime.scheduler.slo_admission import NUM_LOOKED_AT, AdmissionControl, is_first_late, never_met
+from inferc.runtime.scheduler.slo_admission import SloAdmission
 from inferc.runtime.scheduler.waiting_queue import WaitingQueue
-from inferc.runtime.step.forecast import LEAST_CHUNK, Caution, Forecast
+from inferc.runtime.step.forecast import Caution, Forecast
 from inferc.runtime.step.plan import I32, I64, StepPlan, StepResult
 from inferc.runtime.step.sequence import Output, Sequence, Status, StepOutputs
 
@@ -52,7 +54,7 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic, mover: BlockMover | None = None
     ) -> None:
-        """mover: of the lower tier, if `config.num_offloaded` says that there is one."""
+        """mover: of the offload tier, if `config.num_offloaded` says that there is one."""
         self.config = config
         self.clock = clock
         self.policy = parse_policy(config.policy)
@@ -66,9 +68,17 @@ class Scheduler:
             *(config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_offloaded),
             config.offload_in_place,
         )
-        self.tiers = None if mover is None else OffloadManager(self.cache, mover, self.forecast, clock)
         self.events = CacheEvents(self.cache) if config.kv_events else None
         self.prefixes = PrefixCache(self.cache, self.batch, config, self.events)
+        self.offload = NoOffload()
+        if mover is not None:
+            manager = OffloadManager(self.cache, mover, self.forecast, clock)
+            self.offload = Offload(manager, self.cache, self.batch, self.prefixes, config)
+        self._admission = AdmissionPolicy()
+        if self.policy.refuses:
+            self._admission = SloAdmission(self.batch, self.forecast, config)
+        elif config.tbt_ms is not None:
+            self._admission = TimedAdmission(self.batch, self.forecast, config)
         self.joined: list[Sequence] = []  # got their slot in the last `schedule`
         self.hold = False  # admit nobody
         self.num_preemptions = 0
@@ -81,7 +91,6 @@ class Scheduler:
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
         self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
-        self._control = AdmissionControl(self.forecast) if self.policy.refuses else None
 
     @property
     def num_running(self) -> int:
@@ -89,7 +98,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.has_begun or (self.tiers is not None and self.tiers.num_fetching))
+        return bool(self.waiting or self.has_begun or self.offload.num_waiting)
 
     @property
     def has_begun(self) -> bool:
@@ -99,7 +108,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         seq.client = self.waiting.open(seq.params.client)
         seq.arrived = self.clock()
-        if self.tiers is None or not self.tiers.fetch(seq, len(self.prefixes.find(seq)), self.prefixes.most_found(seq)):
+        if not self.offload.keeps_waiting(seq):
             self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
@@ -112,9 +121,9 @@ class Scheduler:
 
     def objection(self, seq: Sequence) -> str | None:
         """Why a sequence's objectives can not be met by any schedule, or None. Asked before it is added."""
-        if self._control is None or not self.forecast.cost.is_known:
+        if not self._admission.looks:
             return None
-        return never_met(seq, len(self.prefixes.find(seq)) * self.cache.block_size, self.forecast)
+        return self._admission.objection(seq, len(self.prefixes.find(seq)) * self.cache.block_size)
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now. Its blocks are free at once, or when the step in flight that uses them lands."""
@@ -127,33 +136,53 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed before the step in flight lands."""
+        self._begin_step()
+        self._order_by_policy()
+        preemptions = self.num_preemptions
+        self._schedule_decodes()
+        self._limit_budget()
+        self._schedule_prefills()
+        if self.num_preemptions == preemptions and not self.hold:
+            self._admit()
+        return self._plan()
+
+    def _begin_step(self) -> None:
+        """Nothing is handed out yet; blocks that are free by now are."""
         self.joined = []
         self.wake_at = None
         self._budget = self.config.max_num_batched_tokens
         self._num_new.fill(0)
         self.prefixes.step = self._step + 1
-        if self.tiers is not None:
-            self._move()
+        for seq in self.offload.look(self._step, self._landed):
+            self._queue(seq)
         if self.cache.gives_back:
-            self._give_back()
-        is_pressed = self._control is None or (self.waiting and not self.hold and self._leave_out(self._control))
+            self._free_outside_windows()
+
+    def _free_outside_windows(self) -> None:
+        """Free the blocks that left every window; a step of 64 sequences has a handful of them."""
+        slots = self.batch.order
+        computed = self.batch.num_computed[slots]
+        has_unseen = computed >= self.cache.next_unseen[slots]
+        if np.count_nonzero(has_unseen):
+            for slot, position in zip(slots[has_unseen].tolist(), computed[has_unseen].tolist(), strict=True):
+                self.cache.free_outside_window(slot, position)
+
+    def _order_by_policy(self) -> None:
+        """Who ranks behind others by now, who is left out, and who gives way to whom."""
+        is_pressed = self._leave_out() if self._admission.looks else True
         if self.policy.demotes:
             self._demote()
         if self.policy.preempts and not self.hold and is_pressed:
             self._make_room()
-        preemptions = self.num_preemptions
-        self._schedule_decodes()
-        if self.foresees:
-            self._limit_budget()
-        self._schedule_prefills()
-        if self.num_preemptions == preemptions and not self.hold:
-            self._admit()
+
+    def _plan(self) -> StepPlan | None:
+        """What was handed out, as a step."""
         slots = self.batch.order
         num_new = self._num_new[slots]
         if np.count_nonzero(num_new) < len(slots):
             slots, num_new = slots[num_new > 0], num_new[num_new > 0]
         if not len(slots):
-            if self.tiers is not None and self.tiers.is_busy:
+            if self.offload.is_busy:
                 self.wake_at = self.clock() + MOVE_SECONDS
             return None
         self._step += 1
@@ -164,22 +193,6 @@ class Scheduler:
         plan.loads, plan.copies = self.cache.take_loads(), self.prefixes.take_copies()
         self._in_flight.append((self._step, plan))
         return plan
-
-    def _move(self) -> None:
-        """Let what moves between the tiers of the cache move on."""
-        assert self.tiers is not None
-        batch = self.batch
-        for seq in self.tiers.look(batch.order, batch.num_tokens, batch.seqs, self._step, self._landed):
-            self._queue(seq)
-
-    def _give_back(self) -> None:
-        """Free the blocks that left every window; a step of 64 sequences has a handful of them."""
-        slots = self.batch.order
-        computed = self.batch.num_computed[slots]
-        has_unseen = computed >= self.cache.next_unseen[slots]
-        if np.count_nonzero(has_unseen):
-            for slot, position in zip(slots[has_unseen].tolist(), computed[has_unseen].tolist(), strict=True):
-                self.cache.free_outside_window(slot, position)
 
     def _demote(self) -> None:
         """Let sequences that have got enough for their level rank behind those that have not."""
@@ -207,32 +220,15 @@ class Scheduler:
             victim = self.policy.last_to_give_way(batch.last_first(), seq)
             if victim is None or victim.slot is None or not self.waiting.precedes(seq, victim):
                 return
-            if batch.free_slots and self._has_time(seq) and self._has_room(seq, self.prefixes.find(seq)):
+            if batch.free_slots and self._admission.has_time(seq) and self._has_room(seq, self.prefixes.find(seq)):
                 return
             self._preempt(victim.slot)
 
-    def _step_seconds(self, slots: I64) -> float:
-        """How long a step in which these decode may take, or inf."""
-        if not len(slots) or not self.forecast.cost.is_known:
-            return np.inf
-        seconds = np.inf if self.config.tbt_ms is None else self.config.tbt_ms / 1000
-        return seconds if self._control is None else min(seconds, float(self.batch.tbt[slots].min()))
-
-    def _has_time(self, seq: Sequence) -> bool:
-        """Whether steps with one more sequence are short enough for all that decode."""
-        if (seconds := self._step_seconds(self.batch.order)) == np.inf:
-            return True
-        return self.forecast.has_time(self.batch.decode_work(self.batch.order), len(seq.token_ids), seconds)
-
     def _limit_budget(self) -> None:
-        """No more of prompts than those who decode have time for."""
-        slots = self.batch.order[self._num_new[self.batch.order] > 0]
-        if not self.config.chunked_prefill or (seconds := self._step_seconds(slots)) == np.inf:
-            return
-        begun = self.batch.order[self._num_new[self.batch.order] == 0]
-        start = int(self.batch.num_computed[begun].max(initial=0))
-        most = self.forecast.cost.most_tokens(self.batch.decode_work(slots), seconds, start)
-        self._budget = min(self._budget, max(LEAST_CHUNK, most))
+        """No more of prompts than admission has time for beside those who decode."""
+        slots = self.batch.order
+        decodes = self._num_new[slots] > 0
+        self._budget = self._admission.limit(self._budget, slots[decodes], slots[~decodes])
 
     def _schedule_decodes(self) -> None:
         batch, slots = self.batch, self.batch.order
@@ -254,7 +250,7 @@ class Scheduler:
     def _grow_or_preempt(self, slot: int) -> None:
         """One more block for a decoding sequence, at the cost of the last that came, be it itself."""
         while not self.cache.grow(slot, int(self.batch.num_tokens[slot])):
-            if self._are_blocks_coming() or self._spills(slot):  # sit this step out
+            if self._are_blocks_coming() or self.offload.makes_room(slot, self._step):  # sit this step out
                 self._budget += 1
                 self._num_new[slot] = 0
                 return
@@ -264,10 +260,9 @@ class Scheduler:
     def _make_way(self, slot: int) -> int:
         """Preempt the last of the running ones, be it `slot` itself. One that can not have more than the arena now ends."""
         victim = int(self.batch.order[-1])
-        seq, tiers = self.batch.seqs[victim], self.tiers
+        seq = self.batch.seqs[victim]
         assert seq is not None
-        is_long = self.cache.offloads(int(self.batch.num_tokens[victim]))
-        if victim != slot or tiers is None or not (tiers.is_paused and is_long):
+        if victim != slot or not self.offload.must_end(int(self.batch.num_tokens[victim])):
             self._caution.after_preemption()
             self._preempt(victim)
             return victim
@@ -278,20 +273,7 @@ class Scheduler:
 
     def _are_blocks_coming(self) -> bool:
         """Whether sequences that left hold blocks until the step in flight lands, or some are being copied."""
-        if self.tiers is not None and self.tiers.are_blocks_coming:
-            return True
-        return any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
-
-    def _spills(self, slot: int) -> bool:
-        """Whether a sequence that is alone and finds no block will find one, for having more in the lower tier."""
-        if self.tiers is None or not self.config.offload_in_place or self.num_running > 1:
-            return False
-        wanted = self.cache.blocks_for(self.config.max_num_batched_tokens)
-        groups = range(len(self.cache.groups))
-        spilled = [
-            self.tiers.spill(index, slot, self.batch.seqs, wanted, self._step, self.batch.order) for index in groups
-        ]
-        return any(spilled)
+        return self.offload.are_blocks_coming or any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
 
     def _schedule_prefills(self) -> None:
         """Go on with prompts of which a part is computed. One that gets less than it could leaves no block to others."""
@@ -319,7 +301,9 @@ class Scheduler:
         start = int(self.batch.num_computed[slot])
         while not (count := self.cache.extend(slot, start, wanted)):
             victim = int(self.batch.order[-1])
-            if self._are_blocks_coming() or (victim == slot and self.num_running > 1) or self._spills(slot):
+            if self._are_blocks_coming() or (victim == slot and self.num_running > 1):
+                return 0
+            if self.offload.makes_room(slot, self._step):
                 return 0
             if self._make_way(slot) == slot:
                 return 0
@@ -333,7 +317,7 @@ class Scheduler:
             self._rerank()
         while self.waiting and self._budget and (self._quota or self.policy.window is None):
             seq = self.waiting.head()
-            if (self.has_begun and self._no_room == (seq, self.cache.num_gains)) or not self._let_in(seq):
+            if (self.has_begun and self._no_room == (seq, self.cache.num_gains)) or not self._admit_one(seq):
                 return
 
     def _may_begin(self) -> bool:
@@ -350,9 +334,9 @@ class Scheduler:
         self._quota = min(len(self.waiting), self.config.max_num_seqs)
         return True
 
-    def _let_in(self, seq: Sequence) -> bool:
+    def _admit_one(self, seq: Sequence) -> bool:
         batch, cache = self.batch, self.cache
-        if not self._has_time(seq):
+        if not self._admission.has_time(seq):
             self._quota = 0
             return False
         length, there = len(seq.token_ids), self.prefixes.find(seq)
@@ -373,8 +357,7 @@ class Scheduler:
         batch.predicted[slot] = self.forecast.total_tokens(seq)
         batch.changes_at[slot] = self.policy.changes_at(seq)
         cache.attach_cached(slot, found, seq.params.cache_priority)
-        if self.events is not None and self.tiers is not None:  # an earlier run may have left it, and nobody was told
-            self.prefixes.tell(seq, 0, len(found))
+        self.offload.admitted(seq, len(found))
         whole = 0 if cache.offloads(length) else length
         count = cache.extend(slot, start, min(length - start, self._budget), whole)
         assert count, "an admitted sequence has blocks"
@@ -420,12 +403,11 @@ class Scheduler:
         )
         return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
 
-    def _leave_out(self, control: AdmissionControl) -> bool:
+    def _leave_out(self) -> bool:
         """End what can not be served in time, so that others are, and give up objectives. Whether others have to give way."""
-        if not control.is_time(now := self.clock()):
+        if not self.waiting or self.hold:
             return False
-        seconds = self._step_seconds(self.batch.decoding())
-        found = control.look(self.batch, self.waiting.front(NUM_LOOKED_AT), now, seconds)
+        found = self._admission.look(self.waiting, self.clock())
         for seq in found.refused:
             self._drop(seq)
             self.refused.append((seq, "there is no time for its first token, or for those of requests beside it"))
@@ -453,11 +435,7 @@ class Scheduler:
         self._num_new[slot] = 0
         self.num_preemptions += 1
         seq.num_preemptions += 1
-        if self.tiers is not None:
-            self.prefixes.publish_known(slot)
-            held = self.cache.ends[:, slot] - self.cache.begins[:, slot]
-            if self.tiers.may_swap(int(self.batch.num_computed[slot]), held.tolist()):
-                self.tiers.save(slot, seq.hashes, self._step)
+        self.offload.before_preemption(slot, self._step)
         seq.status = Status.WAITING
         self._vacate(seq)
         self._queue(seq)
@@ -469,9 +447,7 @@ class Scheduler:
 
     def _drop(self, seq: Sequence) -> None:
         """End a sequence that waits."""
-        if self.tiers is not None and self.tiers.is_fetching(seq):
-            self.tiers.abandon(seq)
-        else:
+        if not self.offload.abandon(seq):
             self.waiting.remove(seq)
         self.waiting.close(seq.client)
         seq.status = Status.FINISHED
@@ -555,7 +531,7 @@ class Scheduler:
             if is_first[row]:
                 output.num_cached, output.queue_seconds = seq.num_cached, seq.admitted_at - seq.arrived
                 seq.first_at = batch.first_at[slots[row]] = self.clock()
-                if self._control is not None and is_first_late(seq):
+                if self._admission.is_lost(seq):
                     self._give_up(seq)
             if ended[row]:
                 output.finish_reason = "stop" if stopped[row] else "length"

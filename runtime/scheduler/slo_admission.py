@@ -8,14 +8,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from inferc.runtime.scheduler.admission import TimedAdmission, Triage
 from inferc.runtime.scheduler.batch import Batch
+from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.scheduler.policies import TURN_TOKENS, is_due
+from inferc.runtime.scheduler.waiting_queue import WaitingQueue
 from inferc.runtime.step.cost import StepWork
 from inferc.runtime.step.forecast import Forecast
+from inferc.runtime.step.plan import I64
 from inferc.runtime.step.sequence import Sequence
 
 NUM_LOOKED_AT = 64  # of those that wait, by a look
@@ -63,15 +67,6 @@ class Slot:
 
     seconds: float = 0.0
     seq: Sequence | None = None
-
-
-@dataclass
-class Triage:
-    """refused: of the waiting; lost: of the running, their objectives are given up; any_late: somebody would have been late."""
-
-    refused: list[Sequence] = field(default_factory=list)
-    lost: list[Sequence] = field(default_factory=list)
-    any_late: bool = False
 
 
 def triage(
@@ -135,30 +130,41 @@ def triage(
     return found
 
 
-class AdmissionControl:
+class SloAdmission(TimedAdmission):
     """Says, a few times a second, who of the waiting is left out, and whether running ones have to give way to others."""
 
-    def __init__(self, forecast: Forecast) -> None:
-        self._forecast = forecast
+    looks = True
+
+    def __init__(self, batch: Batch, forecast: Forecast, config: SchedulerConfig) -> None:
+        super().__init__(batch, forecast, config)
         self._next_look = 0.0
 
-    def is_time(self, now: float) -> bool:
-        """Whether it is time for another look."""
-        return now >= self._next_look and self._forecast.cost.is_known
+    def objection(self, seq: Sequence, num_found: int) -> str | None:
+        return never_met(seq, num_found, self._forecast) if self._forecast.cost.is_known else None
 
-    def look(self, batch: Batch, waiting: list[Sequence], now: float, step_seconds: float) -> Triage:
-        """Who is to be left out, and whether anybody would be late if nobody gave way.
+    def step_seconds(self, slots: I64) -> float:
+        seconds = super().step_seconds(slots)
+        if not len(slots) or not self._forecast.cost.is_known:
+            return seconds
+        return min(seconds, float(self._batch.tbt[slots].min()))
 
-        now: on the scheduler's clock. step_seconds: that a step may take.
-        """
-        forecast = self._forecast
+    def is_lost(self, seq: Sequence) -> bool:
+        return is_first_late(seq)
+
+    def look(self, waiting: WaitingQueue, now: float) -> Triage:
+        """Who is to be left out, and whether anybody would be late if nobody gave way. now: on the scheduler's clock."""
+        forecast, batch = self._forecast, self._batch
+        if now < self._next_look or not forecast.cost.is_known:
+            return Triage()
         self._next_look = now + LOOK_SECONDS
+        first = waiting.front(NUM_LOOKED_AT)
+        step_seconds = self.step_seconds(batch.decoding())
         slots = batch.order
         work = batch.decode_work(batch.decoding())
         left = np.maximum(batch.predicted[slots] - batch.num_tokens[slots], 0) * forecast.cost.seconds(work)
         free = [0.0] * len(batch.free_slots)
         busy = [Slot(seconds) for seconds in (*free, *left.tolist())]
-        found = triage(waiting, forecast, now, work, busy, HASTE, step_seconds)
+        found = triage(first, forecast, now, work, busy, HASTE, step_seconds)
         if found.any_late:
             # Who has the first token and is ahead of its time, or asks for none, has a slot for them.
             has_begun = batch.num_known[slots] > batch.prompt_len[slots]
@@ -168,6 +174,6 @@ class AdmissionControl:
             busy = [Slot(seconds) for seconds in free]
             for slot, seconds, begun, ahead in rows:
                 busy.append(Slot() if ahead else Slot(seconds, batch.seqs[slot] if begun else None))
-            found = triage(waiting, forecast, now, work, busy, MARGIN, step_seconds)
+            found = triage(first, forecast, now, work, busy, MARGIN, step_seconds)
             found.any_late = True
         return found

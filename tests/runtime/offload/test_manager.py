@@ -108,7 +108,8 @@ def test_a_sequence_four_times_the_arena_runs(seed: int, groups: tuple[CacheGrou
     engine = make_engine(prefix_cache=True, num_offloaded=80, mover=mover, groups=groups, **sizes)  # type: ignore[arg-type]
     long = [number * 7 % 50 for number in range(150)]
     assert run_together(engine, [long], 42) == alone([long], 42)
-    assert engine.scheduler.tiers is not None and engine.scheduler.tiers.num_spilled > 30
+    manager = engine.scheduler.offload.manager
+    assert manager is not None and manager.num_spilled > 30
     assert mover.num_read_ahead > 0
     assert run_together(engine, [long, PROMPT, [*long, 3, 4]], 20) == alone([long, PROMPT, [*long, 3, 4]], 20)
     with pytest.raises(RequestError, match="the whole KV cache holds 48"):
@@ -163,7 +164,7 @@ def test_a_preempted_sequence_is_swapped_if_that_is_cheaper(rate: float, in_plac
     engine.scheduler.forecast.cost.set_prices(dict(zip(WORK, (0.01, 1e-4, 1e-4, 1e-6, 1e-6), strict=True)))
     prompts = [PROMPT[:8], PROMPT[8:16]]
     assert run_together(engine, prompts, 12) == alone(prompts, 12)
-    stats, tiers = engine.stats(), engine.scheduler.tiers
+    stats, tiers = engine.stats(), engine.scheduler.offload.manager
     assert stats.num_preemptions == 1 and tiers is not None
     computed_again = stats.scheduled_tokens - 2 * (8 + 11)
     assert (tiers.num_swapped > 0) == (rate < 1)

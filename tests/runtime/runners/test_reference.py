@@ -48,7 +48,10 @@ def compiled(tiny_artifact: Path) -> Iterator[LLM]:
 
 
 def test_attention_is_not_counted(folder: Path) -> None:
-    with pytest.raises(UnsupportedError, match="--kv-evict .* for target reference, which runs on the ops' references and does not do this"):
+    with pytest.raises(
+        UnsupportedError,
+        match="--kv-evict .* for target reference, which runs on the ops' references and does not do this",
+    ):
         LLM(folder, kv_evict="heavy-hitters:64")
 
 

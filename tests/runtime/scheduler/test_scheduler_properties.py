@@ -164,7 +164,7 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
         len(text) for _, text in scene.texts
     )
     last_arrival = max([arrival.step for arrival in requests] + [step for step, _ in scene.texts])
-    slower = 20 if engine.scheduler.tiers else 1  # for steps in which all wait for what moves
+    slower = 20 if engine.scheduler.offload.manager else 1  # for steps in which all wait for what moves
     for step in range(last_arrival + 20 + 4 * work * slower):  # a sequence that starves never ends
         for i, (arrival_step, text) in enumerate(scene.texts):
             if arrival_step == step:

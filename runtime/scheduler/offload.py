@@ -1,0 +1,111 @@
+"""The scheduler's side of the offload tier. This is the seam: `NoOffload` where there is none, `Offload` over a manager."""
+
+from __future__ import annotations
+
+from inferc.runtime.kv_cache.manager import KVCacheManager
+from inferc.runtime.offload.manager import OffloadManager
+from inferc.runtime.scheduler.batch import Batch
+from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.scheduler.prefix_cache import PrefixCache
+from inferc.runtime.step.sequence import Sequence
+
+
+class NoOffload:
+    """No offload tier: nothing is stored, nothing found, nobody waits."""
+
+    manager: OffloadManager | None = None
+    is_busy = False
+    """Whether blocks move, or are about to."""
+    num_waiting = 0
+    """Sequences that wait for what an earlier run left."""
+    are_blocks_coming = False
+    """Whether blocks of the arena will be free once they are copied."""
+
+    def keeps_waiting(self, seq: Sequence) -> bool:
+        """Whether a new sequence is to wait until what an earlier run left of it is checked; `look` returns it then."""
+        return False
+
+    def look(self, scheduled: int, landed: int) -> list[Sequence]:
+        """Let what moves move on; returns sequences that need not wait any more. The numbers are of steps."""
+        return []
+
+    def admitted(self, seq: Sequence, num_found: int) -> None:
+        """A sequence begins behind so many blocks."""
+
+    def before_preemption(self, slot: int, scheduled: int) -> None:
+        """A sequence is about to lose its blocks."""
+
+    def makes_room(self, slot: int, scheduled: int) -> bool:
+        """Whether a sequence that is alone and finds no block will find one, for having more of its own offloaded."""
+        return False
+
+    def must_end(self, num_tokens: int) -> bool:
+        """Whether a sequence of this length can not go on: it is longer than the arena, and nothing can be stored now."""
+        return False
+
+    def abandon(self, seq: Sequence) -> bool:
+        """End the waiting of a sequence; False: it does not wait here."""
+        return False
+
+
+class Offload(NoOffload):
+    """Blocks go to the offload tier and come back, as its manager decides."""
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        cache: KVCacheManager,
+        batch: Batch,
+        prefixes: PrefixCache,
+        config: SchedulerConfig,
+    ) -> None:
+        self.manager: OffloadManager = manager
+        self._cache, self._batch, self._prefixes = cache, batch, prefixes
+        self._in_place, self._tokens = config.offload_in_place, config.max_num_batched_tokens
+
+    @property
+    def is_busy(self) -> bool:  # type: ignore[override]
+        return self.manager.is_busy
+
+    @property
+    def num_waiting(self) -> int:  # type: ignore[override]
+        return self.manager.num_fetching
+
+    @property
+    def are_blocks_coming(self) -> bool:  # type: ignore[override]
+        return self.manager.are_blocks_coming
+
+    def keeps_waiting(self, seq: Sequence) -> bool:
+        return self.manager.fetch(seq, len(self._prefixes.find(seq)), self._prefixes.most_found(seq))
+
+    def look(self, scheduled: int, landed: int) -> list[Sequence]:
+        batch = self._batch
+        return self.manager.look(batch.order, batch.num_tokens, batch.seqs, scheduled, landed)
+
+    def admitted(self, seq: Sequence, num_found: int) -> None:
+        self._prefixes.tell(seq, 0, num_found)  # an earlier run may have left it, and nobody was told
+
+    def before_preemption(self, slot: int, scheduled: int) -> None:
+        self._prefixes.publish_known(slot)
+        seq, cache = self._batch.seqs[slot], self._cache
+        assert seq is not None
+        held = cache.ends[:, slot] - cache.begins[:, slot]
+        if self.manager.may_swap(int(self._batch.num_computed[slot]), held.tolist()):
+            self.manager.save(slot, seq.hashes, scheduled)
+
+    def makes_room(self, slot: int, scheduled: int) -> bool:
+        if not self._in_place or len(self._batch.order) > 1:
+            return False
+        batch, wanted = self._batch, self._cache.blocks_for(self._tokens)
+        groups = range(len(self._cache.groups))
+        found = [self.manager.spill(index, slot, batch.seqs, wanted, scheduled, batch.order) for index in groups]
+        return any(found)
+
+    def must_end(self, num_tokens: int) -> bool:
+        return self.manager.is_paused and self._cache.offloads(num_tokens)
+
+    def abandon(self, seq: Sequence) -> bool:
+        if not self.manager.is_fetching(seq):
+            return False
+        self.manager.abandon(seq)
+        return True
