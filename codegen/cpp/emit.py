@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from inferc.arena import SAMPLE_ROWS
 from inferc.codegen.cpp import calls, expert_calls
 from inferc.codegen.cpp.blocking import CORES, Product, choices
 from inferc.codegen.cpp.table import KERNELS
@@ -29,7 +30,6 @@ from inferc.manifest import align
 ABI = 1
 MAX_UNSYNCED = 6  # calls between two barriers; each hands out at most two of team.h's MAX_TICKETS
 KEY_SPLIT = 512  # as in attention.h
-SAMPLE_ROWS = 64  # as in inferc_abi.h
 ATTENTIONS = ("inferc.paged_attention", "inferc.latent_attention")
 COLLECTIVES = (
     *("inferc.all_reduce", "inferc.all_gather"),

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from inferc.arena import POOLS, ROW_ALIGNMENT, Arena, MostRows
 from inferc.codegen.segments import segment_of, stays_inside
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ir.program import Program, ancestors
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
-SAMPLE_ROWS = 64  # most rows whose logits exist at a time
-ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
 SEGMENT_ALIGNMENT = 256 // ROW_ALIGNMENT  # bytes a row of which a segment's values begin at multiples, and their pools
 ROTATES_AND_WRITES = (  # return (q, cache)
     inferc.rope_kv_write.default,
@@ -33,7 +32,6 @@ ROTATES_AND_WRITES = (  # return (q, cache)
     inferc.qkv_rope_kv_write.default,
 )
 EXCHANGED = (inferc.all_reduce.default, inferc.all_gather.default, inferc.expert_combine.default)
-POOLS = ("T", "S", "B", "sample")
 CACHE_LINE, FEW_SETS = 64, 512  # bytes
 HIDDEN_IN = "hidden_in"
 
@@ -70,26 +68,22 @@ class MemoryPlan:
     pools: dict[str, int]
 
     @property
+    def arena(self) -> Arena:
+        return Arena(self.pools)
+
+    @property
     def formula(self) -> dict[str, int]:
-        """The arena's bytes: `const + per_token * T + per_row * S + per_seq * B + per_thread * threads`."""
-        return {
-            "const": self.pools["sample"] * SAMPLE_ROWS,
-            "per_token": self.pools["T"],
-            "per_row": self.pools["S"],
-            "per_seq": self.pools["B"],
-            "per_thread": 0,
-        }
+        """The arena's bytes, see `Arena.formula`."""
+        return self.arena.formula
 
     def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int) -> int:
         """Bytes of the values' arena for at most so many tokens, logits rows and sequences a step."""
-        return sum(size * rows for size, rows in zip(self.pools.values(), _most_rows(num_tokens, num_rows, num_seqs)))
+        return self.arena.num_bytes(MostRows.of(num_tokens, num_rows, num_seqs))
 
     def address(self, name: str, num_tokens: int, num_rows: int, num_seqs: int) -> int:
-        """Where in the arena the value lies. The pools follow one another in the order of POOLS."""
-        place, most = self.values[name], _most_rows(num_tokens, num_rows, num_seqs)
-        index = POOLS.index(place.pool)
-        before = sum(self.pools[pool] * rows for pool, rows in zip(POOLS[:index], most))
-        return before + place.offset * most[index]
+        """Where in the arena a value lies."""
+        place = self.values[name]
+        return self.arena.address(place.pool, place.offset, MostRows.of(num_tokens, num_rows, num_seqs))
 
     def to_json(self) -> dict[str, Any]:
         values = {
@@ -100,10 +94,6 @@ class MemoryPlan:
 
 NO_PLAN = MemoryPlan({}, dict.fromkeys(POOLS, 0))
 """Of a program whose values are placed by whatever runs it."""
-
-
-def _most_rows(num_tokens: int, num_rows: int, num_seqs: int) -> tuple[int, ...]:
-    return tuple(-(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT for n in (num_tokens, num_rows, num_seqs, SAMPLE_ROWS))
 
 
 # -------------------------------------------------------------------------------------------- liveness

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.arena import align_rows
 from inferc.codegen.triton.aot.launch import RECORDS
 from inferc.config import HUB_ID, EngineConfig, available_cores
 from inferc.cost.formulas import CostLog
@@ -33,7 +34,6 @@ from inferc.manifest import (
     TENSORRT_LAYERS,
     TENSORRT_PLAN,
     StoredWeight,
-    align,
     holds_weights,
     is_sealed,
     segment_plan,
@@ -65,7 +65,11 @@ class MemoryFormula:
 
     def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int, num_threads: int) -> int:
         """`const + …` for the configured maxima, each but the threads rounded up to a multiple of 64."""
-        rows = self.per_token * align(num_tokens) + self.per_row * align(num_rows) + self.per_seq * align(num_seqs)
+        rows = (
+            self.per_token * align_rows(num_tokens)
+            + self.per_row * align_rows(num_rows)
+            + self.per_seq * align_rows(num_seqs)
+        )
         return self.const + rows + self.per_thread * num_threads
 
     def reserved_bytes(self, num_tokens: int, num_seqs: int, num_threads: int) -> int:

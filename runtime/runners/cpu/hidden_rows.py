@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.arena import Arena, MostRows
 from inferc.errors import UnsupportedError
 from inferc.runtime.step.plan import F32
-
-POOLS = ("T", "S", "B", "sample")  # as they follow one another in the arena; see passes/lower/plan_memory.py
 
 
 def has_hidden_rows(program: Mapping[str, Any]) -> bool:
@@ -20,16 +19,13 @@ def has_hidden_rows(program: Mapping[str, Any]) -> bool:
     return hidden["dtype"] in ("bfloat16", "float32") and hidden.get("value") in program["memory_plan"]["values"]
 
 
-def hidden_rows(program: Mapping[str, Any], arena: NDArray[np.uint8], maxima: Sequence[int], count: int) -> F32:
-    """[count, hidden_size] as float32. maxima: the most tokens, sequences and rows of a step, as the arena was made for them."""
+def hidden_rows(program: Mapping[str, Any], arena: NDArray[np.uint8], most: MostRows, count: int) -> F32:
+    """[count, hidden_size] as float32. most: what the arena was made for."""
     if not has_hidden_rows(program):
         raise UnsupportedError("this artifact's rows cannot be read; compile it again, without --quantize")
     hidden, plan = program["step"]["hidden"], program["memory_plan"]
     place = plan["values"][hidden["value"]]
-    tokens, seqs, rows = maxima
-    most = {"T": tokens, "S": rows, "B": seqs}
-    start = sum(plan["pools"][pool] * most[pool] for pool in POOLS[: POOLS.index(place["pool"])])
-    start += place["offset"] * most[place["pool"]]
+    start = Arena(plan["pools"]).address(place["pool"], place["offset"], most)
     data = arena[start : start + count * place["row_bytes"]].reshape(count, place["row_bytes"])
     width = int(hidden["shape"][-1])
     if hidden["dtype"] == "float32":

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.arena import MostRows
 from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.kv_groups import cache_groups, num_parts, row_size
@@ -98,8 +99,9 @@ class ModelRunner:
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._groups = artifact.kv_groups
         self._artifact = artifact  # its weights stay mapped
-        self._maxima = [_align(self.max_num_tokens), _align(self.max_num_seqs), _align(self.max_num_tokens)]
-        tokens, seqs, rows = self._maxima
+        self._most = MostRows.of(self.max_num_tokens, self.max_num_tokens, self.max_num_seqs)
+        tokens, rows, seqs = self._most.tokens, self._most.rows, self._most.seqs
+        self._maxima = (tokens, seqs, rows)  # as `StepArgs` has them
         self.limits = StepLimits(
             *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size),
             num_offloaded=tuple(count for _, count in files),
@@ -233,7 +235,7 @@ class ModelRunner:
     def _embed(self, plan: StepPlan) -> F32:
         inputs = self._inputs(plan, None)
         self._step(inputs, self._host)
-        return hidden_rows(self._artifact.program, self._arena, self._maxima, len(plan.logits_rows))
+        return hidden_rows(self._artifact.program, self._arena, self._most, len(plan.logits_rows))
 
     def _reset(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None) -> None:
         if prompt_ids is None:
@@ -417,10 +419,6 @@ def _hidden_out(artifact: Compiled) -> tuple[int, np.dtype[Any]] | None:
     if "logits" in artifact.program["step"]["outputs"]:
         return None
     return _rows_of(artifact.program["step"]["hidden"])
-
-
-def _align(count: int) -> int:
-    return -(-count // 64) * 64
 
 
 def _allocate_pool(count: int, block_bytes: int, file: tuple[int, int] | None, poison: bool) -> NDArray[np.uint8]:

@@ -11,13 +11,13 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any
 
+from inferc.arena import Arena, MostRows
 from inferc.codegen.triton.aot.launch import PREFILL, SHARED
 from inferc.errors import ArtifactError
 from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.runners.cuda.driver import Bound, Kernel
 from inferc.runtime.runners.cuda.engines import EngineCall, Engines, bind_call
 from inferc.runtime.runners.cuda.inputs import InputLayout
-from inferc.runtime.runners.cuda.memory import ArenaPlan
 
 Grids = dict[str, tuple[int, int, int]]
 Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first of the rows, how many)
@@ -31,8 +31,8 @@ class Addresses:
     caches: Sequence[int]
     state: Mapping[str, int]
     arena: int
-    plan: ArenaPlan
-    most: tuple[int, ...]  # rows of each pool
+    plan: Arena
+    most: MostRows  # what the arena was made for
     scratch: Mapping[str, int]
     spare: int  # for what a kernel is not to read
 
@@ -174,7 +174,7 @@ class Launches:
     def _address(self, where: Mapping[str, Any], chunk: int) -> int:
         of = self._addresses
         if "value" in where:
-            start = of.plan.offset(where["value"], where["offset"], of.most)
+            start = of.plan.address(where["value"], where["offset"], of.most)
             shift = int(where.get("shifted", 0)) * chunk * self._layout.sample_rows
             return of.arena + start + int(where["column"]) + shift
         if "weight" in where:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from inferc.arena import ROW_ALIGNMENT, Arena, MostRows
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
@@ -17,8 +18,6 @@ from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.system.json_text import parse_json
 
 MAX_SAMPLE_ROWS = 256
-ROW_ALIGNMENT = 64  # the most rows of a pool are a multiple of it
-POOLS = ("T", "S", "B", "sample")
 PAGE = 2 << 20  # the driver gives memory in pieces of this size
 RESERVE_BYTES = 256 << 20  # of the kernels' code and stacks, and of the driver itself
 GRAPH_LAUNCH_BYTES = (
@@ -63,24 +62,9 @@ def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int) ->
     )
 
 
-@dataclass(frozen=True)
-class ArenaPlan:
-    """Where values lie: bytes a row of each pool, from program.json's memory plan."""
-
-    pools: Mapping[str, int]
-
-    def most_rows(self, capacity: Capacity, max_num_seqs: int) -> tuple[int, ...]:
-        rows = (capacity.tokens, capacity.rows, capacity.seqs)
-        return (*map(align, rows), sample_rows(max_num_seqs))
-
-    def num_bytes(self, most: tuple[int, ...]) -> int:
-        return sum(self.pools[pool] * rows for pool, rows in zip(POOLS, most, strict=True))
-
-    def offset(self, pool: str, of_row: int, most: tuple[int, ...]) -> int:
-        """Of a value that starts `of_row` bytes a row behind its pool's begin. Pools follow one another."""
-        index = POOLS.index(pool)
-        before = sum(self.pools[each] * rows for each, rows in zip(POOLS[:index], most, strict=False))
-        return before + of_row * most[index]
+def most_rows(capacity: Capacity, max_num_seqs: int) -> MostRows:
+    """What the arena is made for."""
+    return MostRows.of(capacity.tokens, capacity.rows, capacity.seqs, sample_rows(max_num_seqs))
 
 
 def most_of_all(max_num_tokens: int, max_num_seqs: int) -> Capacity:
@@ -123,13 +107,13 @@ def counts_bytes(artifact: Any, max_num_seqs: int) -> int:
 def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, deterministic: bool = False) -> Footprint:
     """Of an artifact served with these maxima."""
     capacity = most_of_all(max_num_tokens, max_num_seqs)
-    plan = ArenaPlan(artifact.program["memory_plan"]["pools"])
+    arena = Arena(artifact.program["memory_plan"]["pools"])
     blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
     layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks)
     sizes = buffers(artifact, deterministic).values()
     return Footprint(
         weights=placed_bytes(artifact.weights),
-        arena=plan.num_bytes(plan.most_rows(capacity, max_num_seqs)),
+        arena=arena.num_bytes(most_rows(capacity, max_num_seqs)),
         scratch=sum(scratch_bytes(size, capacity, max_num_seqs) for size in sizes)
         + counts_bytes(artifact, max_num_seqs),
         inputs=layout.num_bytes + output_layout(capacity.rows)["end"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from inferc.arena import SAMPLE_ROWS
 from inferc.backends.backend import Output, Written
 from inferc.backends.lower import LowerConfig
 from inferc.backends.partition import RankProgram
@@ -12,7 +13,7 @@ from inferc.backends.pipelines import paged_pipeline
 from inferc.codegen.triton.table import KERNELS
 from inferc.ir.program import Program
 from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
-from inferc.passes.lower.plan_memory import SAMPLE_ROWS, MemoryPlan, memory_plan
+from inferc.passes.lower.plan_memory import MemoryPlan, memory_plan
 from inferc.passes.pipeline import Pass
 from inferc.targets import Target
 

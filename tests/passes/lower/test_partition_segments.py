@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from graphs import Example, example, random
 
+from inferc.arena import POOLS
 from inferc.codegen.segments import segments_of
 from inferc.ir.program import from_json, to_json
 from inferc.passes.lower.partition_segments import PartitionSegments
-from inferc.passes.lower.plan_memory import POOLS, PlanMemory, memory_plan
+from inferc.passes.lower.plan_memory import PlanMemory, memory_plan
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 INPUTS = {

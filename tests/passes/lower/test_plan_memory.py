@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from inferc.arena import POOLS
 from inferc.errors import VerifyError
 from inferc.ir.program import Program, new_program
 from inferc.passes.lower.plan_memory import (
-    POOLS,
     MemoryPlan,
     Place,
     PlanMemory,

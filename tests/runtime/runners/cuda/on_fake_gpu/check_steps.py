@@ -136,8 +136,8 @@ def test_a_graph_that_finds_no_memory_at_its_launch(
 def test_memory_is_planned_for_every_graph(deterministic: bool) -> None:
     with opened("llama", deterministic=deterministic) as made:
         for size in memory.buckets(4):
-            for shares in (False, True) if made.runner._sharing else (False,):
-                assert made.runner._graph(Capacity(size, size, size), shares) is not None
+            for shares in (False, True) if made.runner._inputs.sharing else (False,):
+                assert made.runner._graphs.find(Capacity(size, size, size), shares) is not None
         planned = memory.footprint(made.artifact, 96, 4, deterministic).graphs
         assert sum(map(len, made.fake.graphs())) * memory.GRAPH_LAUNCH_BYTES == planned
 

@@ -16,7 +16,7 @@ from inferc.runtime.step.plan import Logprobs, StepResult
 
 
 @dataclass
-class Flight:
+class StepBuffers:
     """Memory of the host for one step that is under way, and what is to be made of its results."""
 
     inputs: NDArray[np.uint8]
