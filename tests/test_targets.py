@@ -78,7 +78,7 @@ def test_a_target_from_outside_is_one_folder(
         (answer,) = llm.generate([[5, 6, 7]], inferc.SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     assert answer.outputs[0].token_ids == [0, 0, 0]
     with pytest.raises(
-        UnsupportedError, match=r"--tap \*: .* is for target null, which runs on nothing and does not do this"
+        UnsupportedError, match=r"--tap \*: .* is for target null, which runs on nothing: its values are not seen"
     ):
         inferc.LLM(tmp_path / "out", tap=("*",))
 

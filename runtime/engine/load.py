@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,32 @@ from inferc.version import __version__
 
 log = logging.getLogger(__name__)
 
-# What a config may ask for and not every runner does: the option, what is asked, what the runner must be able to do.
-_ASKED: tuple[tuple[str, Callable[[EngineConfig], object], Capability], ...] = (
-    ("--kv-disk", lambda config: config.kv_disk, "kv_disk"),
-    ("--kv-evict", lambda config: config.kv_evict, "kv_evict"),
-    ("--kv-events", lambda config: config.kv_events, "kv_events"),
-    ("--record", lambda config: config.record, "record"),
-    ("--tap", lambda config: " ".join(config.tap), "taps"),
-    ("--isa", lambda config: config.isa if config.isa != "auto" else None, "threads"),
-    ("--pin", lambda config: config.pin_threads, "threads"),
+
+@dataclass(frozen=True)
+class _Asked:
+    """Something that a config may ask for and not every runner does: why it cannot is told of one that lacks `needed`."""
+
+    option: str
+    value: Callable[[EngineConfig], object]
+    needed: Capability
+    why_not: str
+
+
+_NO_BLOCKS = "its KV cache gives no blocks away"
+_OWN_KERNELS = "it chooses its own kernels and threads"
+_ASKED = (
+    _Asked("--kv-disk", lambda config: config.kv_disk, "kv_disk", _NO_BLOCKS),
+    _Asked("--kv-evict", lambda config: config.kv_evict, "kv_evict", _NO_BLOCKS),
+    _Asked("--kv-events", lambda config: config.kv_events, "kv_events", _NO_BLOCKS),
+    _Asked(
+        "--record",
+        lambda config: config.record,
+        "record",
+        "what it computes depends on what else runs, and no replay can give the same bits",
+    ),
+    _Asked("--tap", lambda config: " ".join(config.tap), "taps", "its values are not seen"),
+    _Asked("--isa", lambda config: config.isa if config.isa != "auto" else None, "threads", _OWN_KERNELS),
+    _Asked("--pin", lambda config: config.pin_threads, "threads", _OWN_KERNELS),
 )
 
 
@@ -121,11 +139,12 @@ def load_engine(
 def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: frozenset[Capability]) -> None:
     """Raise UnsupportedError for what is asked for and the target's runner, alone or in ranks, does not do."""
     spec = find_spec(target)
-    for option, asked, needed in _ASKED:
-        if (value := asked(config)) and needed not in can:
-            raise _refusal(artifact, target, option if value is True else f"{option} {value}")
+    for asked in _ASKED:
+        if (value := asked.value(config)) and asked.needed not in can:
+            found = asked.option if value is True else f"{asked.option} {value}"
+            raise _refusal(artifact, target, found, asked.why_not)
     if spec.deterministic == "never" and config.deterministic:
-        raise _refusal(artifact, target, "--deterministic")
+        raise _refusal(artifact, target, "--deterministic", "what it computes of a row may depend on what else runs")
     if spec.deterministic == "on_request" and config.record is not None and not config.deterministic:
         raise ConfigError(
             f"--record on {spec.runs_on} needs --deterministic: without it the bits depend on what else ran, and no replay"
@@ -133,8 +152,8 @@ def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: fro
         )
 
 
-def _refusal(artifact: Artifact, target: str, found: str) -> UnsupportedError:
-    """Of an option: what was found, what does not do it, what to do."""
+def _refusal(artifact: Artifact, target: str, found: str, why_not: str) -> UnsupportedError:
+    """Of an option: what was found, what does not do it and why, what to do."""
     num_ranks = len(artifact.ranks)
     if num_ranks > 1:
         return UnsupportedError(
@@ -142,8 +161,8 @@ def _refusal(artifact: Artifact, target: str, found: str) -> UnsupportedError:
             f" for --target {DEFAULT_TARGET} without --tp, --pp and --ep"
         )
     return UnsupportedError(
-        f"{found}: {artifact.path} is for target {target}, which runs on {find_spec(target).runs_on} and does not do this;"
-        f" leave it out, or compile the model for --target {DEFAULT_TARGET}"
+        f"{found}: {artifact.path} is for target {target}, which runs on {find_spec(target).runs_on}: {why_not}; leave it"
+        f" out, or compile the model for --target {DEFAULT_TARGET}"
     )
 
 
@@ -156,7 +175,7 @@ def _groups(
         return groups
     groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
     if Eviction.parse(config.kv_evict).chooses and "kv_evict_heavy_hitters" not in can:
-        raise _refusal(artifact, target, f"--kv-evict {config.kv_evict}")
+        raise _refusal(artifact, target, f"--kv-evict {config.kv_evict}", "it does not count attention")
     if not chunked_prefill:
         raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
     return groups

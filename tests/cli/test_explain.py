@@ -303,9 +303,18 @@ def test_an_artifact_of_before_costs(tiny_artifact: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--target", "onnx", "--kv-dtype", "int8"), "target onnx: --kv-dtype int8 is not built yet"),
-        (("--target", "onnx:cuda", "--dtype", "float32"), "--dtype float32: it computes in float16"),
-        (("--target", "tensorrt:sm_86", "--quantize", "int4"), "--quantize int4, which is not built yet"),
+        (
+            ("--target", "onnx", "--kv-dtype", "int8"),
+            "target onnx: --kv-dtype int8: it takes float32, float16; leave it out",
+        ),
+        (
+            ("--target", "onnx:cuda", "--dtype", "float32"),
+            "--dtype float32: it takes float16; leave it out, or use --target cpu",
+        ),
+        (
+            ("--target", "tensorrt:sm_86", "--quantize", "int4"),
+            "--quantize int4: it takes int8, w8a8; leave it out, or use --target cpu",
+        ),
     ],
 )
 def test_what_compile_refuses_is_not_explained(options: tuple[str, ...], message: str) -> None:

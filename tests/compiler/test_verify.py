@@ -68,7 +68,7 @@ def test_what_is_refused(tiny_artifact: Path, tiny_llama_folder: Path, tmp_path:
     with pytest.raises(ConfigError, match="is not the model of .*: found vocab_size"):
         run(tiny_artifact, SHIPPED / "tiny-llama")
     compile(tiny_llama_folder, tmp_path / "reference", CompileConfig(target="reference", certify="none"))
-    with pytest.raises(UnsupportedError, match="runs by the references, by which verify would judge it"):
+    with pytest.raises(UnsupportedError, match="runs on the ops' references: verify does not judge that"):
         run(tmp_path / "reference", tiny_llama_folder)
     monkeypatch.setattr("inferc.compiler.verify.available_memory_bytes", lambda: 1000)
     with pytest.raises(UnsupportedError, match="holds the model in float32 twice, .* use inferc diff"):

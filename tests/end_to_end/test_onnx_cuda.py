@@ -104,10 +104,10 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float32"}, "--dtype float32: it computes in float16"),
-        ({"quantize": "w8a8"}, "--quantize w8a8 is not built yet; use int8 or int4"),
-        ({"kv_dtype": "int8"}, "--kv-dtype int8 is not built yet"),
-        ({"tp": 2}, "one file for one process"),
+        ({"dtype": "float32"}, "--dtype float32: it takes float16"),
+        ({"quantize": "w8a8"}, "--quantize w8a8: it takes int8, int4"),
+        ({"kv_dtype": "int8"}, "--kv-dtype int8: it takes float16"),
+        ({"tp": 2}, "--tp 2: it takes 1"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def compiled(tiny_artifact: Path) -> Iterator[LLM]:
 def test_attention_is_not_counted(folder: Path) -> None:
     with pytest.raises(
         UnsupportedError,
-        match="--kv-evict .* for target reference, which runs on the ops' references and does not do this",
+        match="--kv-evict .* for target reference, which runs on the ops' references: it does not count attention",
     ):
         LLM(folder, kv_evict="heavy-hitters:64")
 

@@ -140,7 +140,7 @@ def test_what_cannot_be_tapped_is_refused(tiny_artifact: Path, tmp_path: Path) -
     artifact = load_artifact(tiny_artifact)
     with pytest.raises(UnsupportedError, match="--tap .* runs in 2 ranks, which do not do this"):
         load_engine(dataclasses.replace(artifact, ranks=[artifact, artifact]), tap=NAMES)
-    with pytest.raises(UnsupportedError, match="for target cuda:sm_90, which runs on a GPU and does not do this"):
+    with pytest.raises(UnsupportedError, match="for target cuda:sm_90, which runs on a GPU: its values are not seen"):
         load_engine(artifact, target="cuda:sm_90", tap=NAMES)
     with pytest.raises(ConfigError, match="tap_out x without a tap"):
         EngineConfig(tap_out="x")

@@ -109,9 +109,12 @@ def test_no_chip_is_added_to_it(artifacts: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 2}, "target tensorrt-paged:sm_86: a plan is for one GPU; leave out --tp"),
-        ({"quantize": "int4"}, "--quantize int4, which is not built yet; take int8 or w8a8, or leave it out"),
-        ({"dtype": "float16"}, "dtype 'float16' is not built yet for target tensorrt-paged:sm_86"),
+        ({"tp": 2}, "target tensorrt-paged:sm_86: --tp 2: it takes 1; leave it out, or use --target cpu"),
+        ({"quantize": "int4"}, "--quantize int4: it takes int8, w8a8; leave it out, or use --target cpu"),
+        (
+            {"dtype": "float16"},
+            "--dtype float16: it takes bfloat16, float32; leave it out, or use --target tensorrt:sm_86",
+        ),
         ({"target": "tensorrt-paged:sm_75"}, "target 'tensorrt-paged:sm_75': no kernels for sm_75; known: sm_80"),
         ({"target": "tensorrt-paged:sm_90"}, "target tensorrt-paged:sm_90: TensorRT-RTX .*, or --target cuda:sm_90"),
         ({"target": "tensorrt-paged"}, "a plan is for one chip; write for example tensorrt-paged:sm_86"),
