@@ -1,11 +1,15 @@
 """Every example runs alone, stays short, and is tried here on a tiny random model."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -20,6 +24,7 @@ def run(example: str, *arguments: str | Path, cwd: Path) -> str:
 
 def test_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert lengths.pop("line.py") <= 150, "it is read in one sitting"
     assert lengths and all(length < 60 for length in lengths.values()), lengths
 
 
@@ -55,3 +60,14 @@ def test_stream_client(served: str, tmp_path: Path) -> None:
 def test_demo(tmp_path: Path) -> None:
     out = run("demo.py", tmp_path / "out", cwd=EXAMPLES.parent)
     assert "ready grpc=127.0.0.1:" in out and "server stopped, exit code 0" in out
+
+
+def test_the_whole_line(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """Its tokens are those that transformers generates, from an artifact that its model is not needed for."""
+    out = run("line.py", tiny_llama_folder, tmp_path / "out", "def add", cwd=tmp_path)
+    assert "fuse_rms_norm: " in out and "last_row: 1 rewrites" in out
+    found = json.loads(out.splitlines()[-2])
+    prompt = Tokenizer.from_file(str(tiny_llama_folder / "tokenizer.json")).encode("def add").ids
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_folder, dtype=torch.float32)
+    generated = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=-1)
+    assert found == generated[0, len(prompt) :].tolist()

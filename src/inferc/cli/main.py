@@ -68,6 +68,8 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
 
+EXPERIMENTAL = " (experimental: nothing starts ranks in processes of their own yet, see docs/parallel.md)."
+
 
 def main() -> None:
     """The `inferc` command."""
@@ -162,9 +164,15 @@ def compile_model(
             " It runs behind split_head, where all is fused, unless it says otherwise (docs/extending.md).",
         ),
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Split every layer over N tensor ranks.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", metavar="N", help="Split the layers into N pipeline stages.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", metavar="N", help="Spread the experts of MoE layers over N ranks.")] = 1,
+    tp: Annotated[
+        int, typer.Option("--tp", metavar="N", help=f"Split every layer over N tensor ranks{EXPERIMENTAL}")
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option("--pp", metavar="N", help=f"Split the layers into N pipeline stages{EXPERIMENTAL}")
+    ] = 1,
+    ep: Annotated[
+        int, typer.Option("--ep", metavar="N", help=f"Spread the experts of MoE layers over N ranks{EXPERIMENTAL}")
+    ] = 1,
     expert_loads: Annotated[
         str | None,
         typer.Option(
