@@ -1,4 +1,4 @@
-"""Waiting for several things at once, and not for ever."""
+"""Helpers to run several coroutines at once, and to limit their time."""
 
 from __future__ import annotations
 
@@ -15,42 +15,30 @@ Result = TypeVar("Result")
 
 @asynccontextmanager
 async def deadline(seconds: float | None) -> AsyncIterator[None]:
-    """Cancel what is inside after so many seconds, and raise RequestTimeout instead; None: never."""
-    task, is_late = asyncio.current_task(), False
-    assert task is not None
-
-    def cancel() -> None:
-        nonlocal is_late
-        is_late = True
-        task.cancel()
-
-    handle = None if seconds is None else asyncio.get_running_loop().call_later(seconds, cancel)
+    """Cancel what runs inside after so many seconds and raise RequestTimeout instead; None sets no limit."""
     try:
-        yield
-    except asyncio.CancelledError:
-        if is_late:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
             raise RequestTimeout(f"the request was not done within its {seconds:g} s") from None
         raise
-    finally:
-        if handle is not None:
-            handle.cancel()
 
 
 async def gather(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results in their order. If one fails, or the caller is cancelled, the others are cancelled, and have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+    """Return all results in order; if one fails, cancel the others and raise its error once they have ended."""
     try:
-        return [await task for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def gather_some(
     work: Callable[[Value], Coroutine[Any, Any, Result]], values: Sequence[Value], at_once: int
 ) -> list[Result]:
-    """As `gather` of the work on each value, of which so many are under way at the same time."""
+    """Run `work` on each value as `gather` does, but on at most `at_once` values at the same time."""
     left, results = iter(enumerate(values)), dict[int, Result]()
 
     async def take() -> None:

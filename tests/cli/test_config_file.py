@@ -1,18 +1,18 @@
 """A server's options from a file, the environment and flags, in that order of weight."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 from serving import ENV, INFERC, Server, run_inferc
 
-tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-
 
 def test_flags_before_environment_before_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(
-        'models = ["a=x", "b=y"]\nmax-num-seqs = 3\nmax_n = 4\ngrpc-port = 5\nhttp = false\nmax-awake = 2\ntap = ["p", "q"]\npin = true\n'
+        'models = ["a=x", "b=y"]\nmax-num-seqs = 3\nmax_n = 4\ngrpc-port = 5\nhttp = false\nmax-awake = 2\ntap = ["p",'
+        ' "q"]\npin = true\n'
     )
     command = [*INFERC, "serve", "--config", str(file), "--max-num-seqs", "9", "--tap-out", "t", "--print-config"]
     variables = {"MAX_NUM_SEQS": "8", "MAX_N": "7", "HTTP_PORT": "6", "MAX_AWAKE": "1"}

@@ -1,15 +1,13 @@
-"""The lowest versions that pyproject.toml allows of what runs artifacts: python lowest_versions.py > requirements.txt"""
+"""The lowest versions that pyproject.toml allows of what runs artifacts.
+
+Usage: python lowest_versions.py > requirements.txt
+"""
 
 from __future__ import annotations
 
 import re
-import sys
+import tomllib
 from pathlib import Path
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 EXTRAS = ("serve", "bench", "plot", "otel")
@@ -34,7 +32,7 @@ def lowest() -> dict[str, str]:
 
 
 def is_bound(version: str, bound: str) -> bool:
-    """Whether a version is the lowest of those that `>=bound` allows: 1.26.0 of 1.26, and of one number less any patch."""
+    """Return whether a version is the lowest that `>=bound` allows: 1.26.0 for 1.26, any patch for a shorter bound."""
     return version.split(".")[: bound.count(".") + 1] == bound.split(".")
 
 

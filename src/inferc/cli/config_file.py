@@ -1,30 +1,26 @@
-"""A command's options from a TOML file and from the environment: a flag goes before the environment, and that before the file.
+"""The reader of a command's options from a TOML file and from environment variables.
 
-Keys are the flags' names, with - or _: `max-num-seqs = 64`. Environment variables are INFERC_SERVE_MAX_NUM_SEQS and so on.
+A flag overrides an environment variable, which overrides the file. Keys of the file are the names of the flags, with -
+or _: `max-num-seqs = 64`. Environment variables are named INFERC_SERVE_MAX_NUM_SEQS and so on.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ENVIRONMENT = "INFERC_SERVE"
-NOT_OPTIONS = ("config", "print_config", "as_json")  # what is no part of a configuration
+NOT_OPTIONS = ("config", "print_config", "as_json")  # parameters that a configuration file cannot set
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of an eager --config: what the file says becomes the defaults of what is not said otherwise."""
+    """Read the file of --config and make its values the defaults of the other options; called eagerly by the parser."""
     if path is None:
         return None
     try:
@@ -51,7 +47,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def resolved(context: typer.Context) -> str:
-    """The configuration as a TOML file, with where each value is from."""
+    """Return the whole configuration as TOML text, with the source of each value as a comment."""
     lines = []
     for name, keys in _keys(context):
         source = context.get_parameter_source(name)
@@ -65,7 +61,7 @@ def resolved(context: typer.Context) -> str:
 
 
 def said(context: typer.Context) -> dict[str, Any]:
-    """What is not as it is by default."""
+    """Return the options that were set by a flag, the environment or the file, by their names in the file."""
     names = dict(_keys(context))
     return {
         keys[0]: context.params.get(name)
@@ -75,7 +71,7 @@ def said(context: typer.Context) -> dict[str, Any]:
 
 
 def _keys(context: typer.Context) -> Iterator[tuple[str, list[str]]]:
-    """Each option's name in Python, and its names in a file."""
+    """Yield each option's name in Python, and its names in a configuration file."""
     for parameter in context.command.params:
         if parameter.name and parameter.name not in NOT_OPTIONS and parameter.name != "help":
             flags = [flag.removeprefix("--") for flag in parameter.opts if flag.startswith("--")]
